@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -31,12 +31,20 @@ GRACE_S = 5.0
 
 
 def launch(
-    arguments: Sequence[str], count: int, monitor: Monitor, *, program: Sequence[str] = DRAFTLAB
+    arguments: Sequence[str],
+    count: int,
+    monitor: Monitor,
+    *,
+    program: Sequence[str] = DRAFTLAB,
+    environment: Mapping[str, str] | None = None,
 ) -> int:
     """Run `draftlab ARGUMENTS` in `count` processes that can connect; wait for them.
 
     If a process fails, the others are terminated. SIGTERM and SIGHUP are passed on to all, which
     then write a checkpoint; a second one ends them at once.
+
+    Args:
+        environment: further variables of the processes.
 
     Returns:
         The exit code: 0, or that of the process that failed first.
@@ -48,7 +56,7 @@ def launch(
         try:
             command, port = [*program, *arguments], _free_port()
             for rank in range(count):
-                processes.append(_start(command, rank, count, port, logs))
+                processes.append(_start(command, rank, count, port, logs, environment or {}))
             code = _wait(processes, logs, monitor)
         except KeyboardInterrupt:  # the terminal sent it to all processes
             _wait_for_exit(processes)
@@ -80,12 +88,18 @@ def _exit(number: int) -> NoReturn:
 
 
 def _start(
-    command: list[str], rank: int, count: int, port: int, logs: Path
+    command: list[str],
+    rank: int,
+    count: int,
+    port: int,
+    logs: Path,
+    variables: Mapping[str, str],
 ) -> subprocess.Popen[bytes]:
     threads = max(1, (os.cpu_count() or 1) // count)
     environment = {
         "OMP_NUM_THREADS": str(threads),  # a value that the user has set is kept
         **os.environ,
+        **variables,
         **worker_environment(),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

@@ -108,6 +108,14 @@ def launch_verb(
     from draftlab.pipeline.recipe import load_recipe
     from draftlab.train.distributed.ranks import check_gpus
 
-    check_gpus(gpus, load_recipe(recipe, overrides or []).train.device)
+    loaded = load_recipe(recipe, overrides or [])
+    check_gpus(gpus, loaded.train.device)
+    ranks, environment = gpus, {}
+    if loaded.record.rolls:
+        from draftlab.pipeline.window_training import RECORDERS, split_gpus
+
+        ranks, recorders = split_gpus(gpus, loaded.target.gpus)
+        environment = {RECORDERS: str(recorders)}
     options = ["--force"] * force + ["--json"] * as_json + ["--debug"] * debug
-    return launch([*verb, str(recipe), *(overrides or []), *options], gpus, monitor)
+    arguments = [*verb, str(recipe), *(overrides or []), *options]
+    return launch(arguments, ranks, monitor, environment=environment)

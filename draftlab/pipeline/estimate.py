@@ -75,6 +75,7 @@ def estimate_stages(recipe: Recipe) -> list[Estimate]:
             memory=target.bytes / recipe.target.gpus,
         ),
         *_answers_and_store(recipe, identity, target, conversations, gpu),
+        *_window(recipe, identity, target, conversations, gpu),
         _head(recipe, head, target, gpu),
         _evaluation(recipe, target, gpu),
     ]
@@ -152,19 +153,56 @@ def _store(
     if max_length > target.max_length:
         limit = f", conversations of at most the target's {target.max_length:,} positions"
     tokens = conversations.count * min(conversations.length, max_length)
-    url, place = recipe.record.url, ""
+    url, of = recipe.record.url, ""
     at_url = url is not None and local_folder(url) is None
+    if recipe.record.rolls:
+        of = f"; the held-out records alone, since all {as_count(tokens)} tokens would take "
+        of += as_bytes(tokens * identity.bytes_per_token)
+        tokens *= recipe.train.validation_share
     if url is not None:
-        place = f"; {as_bytes(tokens * identity.bytes_per_token)} at {url}"
+        of += f"; {as_bytes(tokens * identity.bytes_per_token)} at {url}"
     if at_url:
-        place += f", and a cache of {os.environ.get(SIZE) or DEFAULT_SIZE} on each machine ({SIZE})"
+        of += f", and a cache of {os.environ.get(SIZE) or DEFAULT_SIZE} on each machine ({SIZE})"
     return Estimate(
         "store",
         f"up to about {as_count(tokens)} tokens of {as_bytes(identity.bytes_per_token)}, "
-        f"{states}{limit}{place}",
+        f"{states}{limit}{of}",
         disk=None if at_url else tokens * identity.bytes_per_token,
         seconds=gpu and 2 * target.active * tokens / gpu.products / 1e12,
     )
+
+
+def _window(
+    recipe: Recipe,
+    identity: StoreIdentity,
+    target: TargetSize,
+    conversations: Conversations | None,
+    gpu: Gpu | None,
+) -> list[Estimate]:
+    """Estimate the recording of a window's shards while the head is trained."""
+    settings = recipe.train
+    if not recipe.record.rolls or recipe.record.window is None:
+        return []
+    positions = settings.steps * settings.batch_rows * settings.row_tokens
+    size, epochs = recipe.record.window, ""
+    if conversations is not None:
+        length = min(conversations.length, recipe.record.max_length or target.max_length)
+        tokens = conversations.count * length * (1 - settings.validation_share)
+        size = min(size, tokens * identity.bytes_per_token)
+        passes = positions / max(tokens, 1)
+        epochs = f", {rounded_text(passes)} epochs, each computed again"
+        if tokens * identity.bytes_per_token <= recipe.record.window:
+            positions, epochs = min(positions, tokens), ", which the window holds as a whole"
+    return [
+        Estimate(
+            "window",
+            f"{as_count(positions)} positions recorded while the head is trained{epochs}; "
+            "record.keep=all records each once, before the training",
+            disk=size,
+            memory=target.bytes / recipe.target.gpus,
+            seconds=gpu and 2 * target.active * positions / gpu.products / 1e12,
+        )
+    ]
 
 
 def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -> Estimate:

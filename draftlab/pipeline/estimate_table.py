@@ -36,7 +36,7 @@ def estimate_table(
     rows = [
         _shared(row, recipe, num_working)
         for row in estimate_stages(recipe)
-        if row.name in ("target", *stages)
+        if row.name in ("target", *stages, *["window"] * ("head" in stages))
     ]
     hardware, num_gpus = recipe.hardware, recipe.target.gpus
     gpu = GPUS.get(hardware.gpu or "")
@@ -56,7 +56,7 @@ def estimate_table(
         time = _time(row.seconds)
         yield f"  {row.name:8}{as_bytes(row.disk):>9}  {memory:14}  {time:17}  {row.note}"
     disk = sum(row.disk or 0 for row in rows)
-    seconds = sum(row.seconds or 0 for row in rows) if gpu else None
+    seconds = _total_seconds(rows, num_working) if gpu else None
     total = f"  {'total':8}{as_bytes(disk):>9}  {'':14}  {_time(seconds)}".rstrip()
     yield total if all(row.known for row in rows) else f"{total}, and what is unknown"
     if gpu and num_working > 1:
@@ -75,9 +75,24 @@ def _shared(row: Estimate, recipe: Recipe, num_working: int) -> Estimate:
     """Return the estimate of a stage whose work so many GPUs share."""
     if row.name in ("answers", "store"):
         share = max(1, num_working // recipe.target.gpus)
+    elif row.name in ("head", "window"):
+        train = record = num_working
+        if recipe.record.rolls and num_working > 1:
+            train = max(1, min(num_working // 2, num_working - recipe.target.gpus))
+            record = max(1, (num_working - train) // recipe.target.gpus)
+        share = record if row.name == "window" else min(train, recipe.train.batch_rows)
     else:
-        share = min(num_working, recipe.train.batch_rows) if row.name == "head" else 1
+        share = 1
     return row if row.seconds is None else replace(row, seconds=row.seconds / share)
+
+
+def _total_seconds(rows: list[Estimate], num_working: int) -> float:
+    """Return the time of all stages; a window is recorded on other GPUs while the head trains."""
+    seconds = {row.name: row.seconds or 0.0 for row in rows}
+    beside = 0.0
+    if num_working > 1:
+        beside = min(seconds.get("window", 0.0), seconds.get("head", 0.0))
+    return sum(seconds.values()) - beside
 
 
 def _bottleneck(recipe: Recipe, rows: list[Estimate]) -> Iterator[str]:

@@ -23,9 +23,11 @@ from draftlab.pipeline.stage_records import read_record, record_path
 from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.store_statistics import count_predicted, length_histogram
 from draftlab.report import print_report, print_suites
-from draftlab.store.manifest import MANIFEST
+from draftlab.store.manifest import MANIFEST, Manifest
+from draftlab.store.shard import ShardListing
 from draftlab.store.store import Store
 from draftlab.store.urls import is_url
+from draftlab.store.window import StoreWindow, planned_sizes
 from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.text.samples import highlight_answers
@@ -54,6 +56,9 @@ def inspect_path(name: str | None, sample: int, console: Console, *, verify: boo
     if file := _report_file(path):
         print_report(Report.read(file), console)
     elif (path / MANIFEST).is_file():
+        if _is_rolling(path):
+            _window(path, console)
+            return
         run = path.resolve().parent
         recipe = recipe_of(run) if (run / "recipe.yaml").is_file() else None
         store = Store.open(path, url=recipe.record.url if recipe else None)
@@ -131,7 +136,9 @@ def _run(folder: Path, sample: int, console: Console, verify: bool) -> None:
     _table(f"run {folder.name}", {"folder": folder, **stages}, console)
     if (folder / "head" / CONFIG).is_file():
         _head(folder / "head", console)
-    if stages.get("store") == "complete":
+    if stages.get("store") == "complete" and _is_rolling(folder / "store"):
+        _window(folder / "store", console)
+    elif stages.get("store") == "complete":
         recipe = recipe_of(folder)
         store = Store.open(folder / "store", url=recipe.record.url)
         _store(store, console, verify)
@@ -222,6 +229,40 @@ def _store(store: Store, console: Console, verify: bool) -> None:
             "dropped": _fields(manifest.dropped.model_dump()),
             "truncated": manifest.truncated,
             "not finite": len(manifest.written.not_finite_records),
+        },
+        console,
+    )
+
+
+def _is_rolling(folder: Path) -> bool:
+    """Return whether the shards of a store come and go."""
+    window = StoreWindow.of(Manifest.read(folder / MANIFEST))
+    return window is not None and window.rolls
+
+
+def _window(folder: Path, console: Console) -> None:
+    """Print a store whose shards come and go, and what is there at the moment."""
+    manifest = Manifest.read(folder / MANIFEST)
+    window, counts = StoreWindow.of(manifest), manifest.counts
+    if window is None:
+        return
+    staying, files = window.validation_shards, ShardListing.of_folder(folder)
+    there = files.sizes[files.numbers >= staying]
+    size = size_text(float(planned_sizes(manifest)[staying:].sum()))
+    _table(
+        f"store {folder}",
+        {
+            "target": f"{manifest.identity.target_name} "
+            f"({manifest.identity.target_fingerprint[:12]})",
+            "boundaries": f"{list(manifest.identity.boundaries)}, inputs of layers",
+            "records": f"{counts.records:,} in {count_text(len(manifest.shards), 'shard')}",
+            "tokens": f"{counts.tokens:,}, {counts.loss_tokens / counts.tokens:.1%} in answers",
+            "held out": f"{window.validation_records:,} records in "
+            f"{count_text(staying, 'shard')}, which stay",
+            "window": f"{size_text(window.size)} of {size}: the other shards are recorded while a "
+            "training reads them, and deleted",
+            "there now": f"{count_text(len(there), 'shard')} of them, "
+            f"{size_text(float(there.sum()))}",
         },
         console,
     )

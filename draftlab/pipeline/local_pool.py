@@ -37,17 +37,27 @@ class LocalPool(WorkerPool):
         recipe, run: as for `TargetWorker`.
         devices: of the workers.
         monitor: receives their lines.
+        restarts: number of workers that are started again when they end.
     """
 
     lost = (WorkerLostError,)
 
-    def __init__(self, recipe: Recipe, run: Path, devices: Sequence[str], monitor: Monitor) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Path,
+        devices: Sequence[str],
+        monitor: Monitor,
+        *,
+        restarts: int = 0,
+    ) -> None:
         super().__init__(monitor)
-        self.recipe, self.run_folder, self._devices = recipe, run, list(devices)
+        self.recipe, self.run_folder, self._restarts = recipe, run, restarts
+        self._devices = list(enumerate(devices, 1))
 
     def start_workers(self, num_tasks: int) -> None:
-        """Start a worker on each device, once."""
-        for number, device in enumerate(self._devices, 1):
+        """Start a worker on each device, and those again that have ended, as far as allowed."""
+        for number, device in self._devices:
             log = self.run_folder / f"worker-{number}.log"
             self.workers.append(LocalWorker(self.recipe, self.run_folder, device, number, log))
         self._devices.clear()
@@ -58,12 +68,19 @@ class LocalPool(WorkerPool):
                 do="run the same command again, with fewer GPUs if it fails again",
             )
 
+    def drop(self, worker: Worker, error: BaseException, *, final: bool) -> None:
+        if self._restarts and worker in self.workers and isinstance(worker, LocalWorker):
+            self._restarts -= 1
+            self._devices.append((worker.number, worker.device))
+        super().drop(worker, error, final=final)
+
 
 class LocalWorker(Worker):
     """A worker process on this machine."""
 
     def __init__(self, recipe: Recipe, run: Path, device: str, number: int, log: Path) -> None:
         self.name, self.log = f"worker {number} on {device}", log
+        self.number, self.device = number, device
         self._connection, child = _SPAWN.Pipe()
         target = recipe.target.model_copy(update={"device": device})
         recipe = recipe.model_copy(update={"target": target})

@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ from draftlab.pipeline.resolve import find_head
 from draftlab.pipeline.run_folder import RUNS, Run, Status, lock
 from draftlab.pipeline.stages import STAGES, Stage
 from draftlab.pipeline.training import train_and_save
+from draftlab.pipeline.window_training import local_window_pool, num_recorders
 from draftlab.pipeline.worker_pool import WorkerPool
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
@@ -237,6 +238,7 @@ class Pipeline:
         count = self.gpus or 1
         if self.ranks is not None and self.recipe.target.gpus == 1:
             count = self.ranks.local_gpus
+        count += num_recorders()
         if count == 1:
             return None
         devices = worker_devices(count, self.recipe.target.device)
@@ -264,6 +266,7 @@ class Pipeline:
             folder,
             monitor=self.monitor,
             ranks=self.ranks,
+            new_pool=partial(local_window_pool, self.recipe, self.folder, self.monitor),
         )
 
     def _eval(self, folder: Path) -> None:

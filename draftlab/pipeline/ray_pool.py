@@ -122,7 +122,8 @@ class RayPool(WorkerPool):
         places = num_places(self._resources)
         wanted = min(num_tasks, places) - len(self.workers) - len(self._starting)
         for _ in range(wanted):
-            options = _TargetActor.options(**self._resources)
+            # Without the placement group of this process, which a rank of a training has.
+            options = _TargetActor.options(**self._resources, placement_group=None)
             actor = options.remote(self._recipe, self._run, os.getcwd())
             self._starting[actor.start.remote().future()] = actor
         if not places and not self._waits:

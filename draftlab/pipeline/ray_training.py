@@ -38,10 +38,12 @@ from draftlab.pipeline.ray_nodes import (
     target_resources,
     wait_for_files,
 )
+from draftlab.pipeline.ray_pool import RayPool
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.training import train_and_save
+from draftlab.pipeline.window_training import split_gpus
 from draftlab.progress import Monitor
 from draftlab.train.checkpoint import checkpoints
 from draftlab.train.distributed.ranks import TIMEOUT, LostRankError, Ranks
@@ -127,9 +129,13 @@ def train(
 
 
 def _num_gpus(recipe: Recipe) -> int:
+    """Return the ranks of a training on all GPUs, without those that record a window meanwhile."""
     if recipe.train.device == "cpu":
         return 1
-    return max(1, sum(int(node["Resources"].get("GPU", 0)) for node in alive_nodes()))
+    total = max(1, sum(int(node["Resources"].get("GPU", 0)) for node in alive_nodes()))
+    if not recipe.record.rolls or recipe.target.device == "cpu":
+        return total
+    return split_gpus(total, recipe.target.gpus, where="--ray")[0]
 
 
 def _fit(recipe: Recipe, run: Path, monitor: Monitor, num_ranks: int) -> None:
@@ -172,7 +178,12 @@ def _train_rank(config: dict[str, Any]) -> None:
         ranks = Ranks.join(task.recipe.train.device)
         recording = Recording(task.recipe, task.run, monitor)
         head = task.run / STAGES["head"].artefact
-        train_and_save(task.recipe, recording, task.run, head, monitor=monitor, ranks=ranks)
+
+        def new_pool(_: Ranks) -> RayPool:
+            return RayPool(task.recipe, task.run, monitor)
+
+        arguments = (task.recipe, recording, task.run, head)
+        train_and_save(*arguments, monitor=monitor, ranks=ranks, new_pool=new_pool)
         ranks.leave()
     except Exception as error:
         traceback.print_exc()

@@ -14,7 +14,7 @@ from draftlab.errors import UserError
 from draftlab.formatting import size_text
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.stages import STAGES
-from draftlab.pipeline.target_worker import TargetWorker
+from draftlab.pipeline.target_worker import TargetWorker, held_out
 from draftlab.pipeline.worker_pool import WorkerPool
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest
@@ -25,11 +25,13 @@ from draftlab.store.samples import SampleTable, Selection
 from draftlab.store.shard_cache import SIZE
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store, StoreIdentity
+from draftlab.store.window_store import WindowStore
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answers import regenerate
 from draftlab.text.conversations import Conversation
 from draftlab.text.prompts import load_prompts
+from draftlab.text.samples import open_samples
 from draftlab.text.server_answers import ServerAnswers
 from draftlab.train.batch.order import check_row_tokens
 from draftlab.train.distributed.ranks import Ranks
@@ -45,11 +47,13 @@ def cache_line(store: Store) -> str:
         f"store: {size_text(size)} at {store.address}, read through a cache of "
         f"{size_text(cache.max_bytes)} in {cache.folder}"
     )
-    if size <= cache.max_bytes:
+    window = cache.max_bytes if store.window is None else store.window.size
+    if size <= cache.max_bytes or 2 * window <= cache.max_bytes:
         return line
     return (
         f"{line}; it is smaller than the store, so that shards are downloaded again and again: "
-        f"{SIZE}={math.ceil(size / 1e9)}GB avoids that"
+        f"{SIZE}={math.ceil(size / 1e9)}GB avoids that, and so does a recording with "
+        "record.window of at most half of the cache and record.keep=all"
     )
 
 
@@ -169,6 +173,7 @@ class Recording:
             monitor=self.monitor,
             open_source=self.here.open_source if pool is None else None,
             record_shards=record_shards,
+            held_out=held_out(self.recipe),
         )
 
     def _samples(
@@ -192,7 +197,14 @@ class Recording:
     ) -> tuple[Manifest, Selection]:
         """Return the plan of the store, and its samples."""
         identity, samples = self._samples(target, monitor)
-        return plan_recording(target, samples, self.recipe.record, identity, monitor=monitor)
+        return plan_recording(
+            target,
+            samples,
+            self.recipe.record,
+            identity,
+            monitor=monitor,
+            held_out=held_out(self.recipe),
+        )
 
     def open_store(self, ranks: Ranks | None) -> Store:
         """Return the recorded store; with record.online, one that computes states when read.
@@ -216,16 +228,23 @@ class Recording:
                 where="target",
                 do=f"leave both at their defaults, train with one process, or leave {needed} out",
             )
+        folder = self.run / STAGES["store"].artefact
+        if self.recipe.record.window is not None:
+            answers = self.run / STAGES["answers"].artefact
+            samples = open_samples(answers, self.tokenizer, Monitor())
+            store = WindowStore.of_run(folder, samples, self.recipe.record.url)
+            if not store.files.is_local:
+                self.monitor.say(cache_line(store))
+            return store
         if not online:
-            folder, url = self.run / STAGES["store"].artefact, self.recipe.record.url
-            store = Store.open(folder, url=url)
+            store = Store.open(folder, url=self.recipe.record.url)
             if not store.files.is_local:  # counting tokens would download all shards
                 _, store.samples = self._plan(self.here.metadata, Monitor())
                 self.monitor.say(cache_line(store))
             return store
         # Its lines were printed with the manifest.
         plan, samples = self._plan(self.target, Monitor())
-        recorded = Manifest.read(self.run / STAGES["store"].artefact / MANIFEST)
+        recorded = Manifest.read(folder / MANIFEST)
         # They are part of the key of checkpoints, which an older version may have written.
         plan = plan.in_schema(recorded.schema_version)
         plan = plan.model_copy(update={"identity": recorded.identity})

@@ -24,7 +24,7 @@ from draftlab.heads.family import get_family
 from draftlab.pipeline.recipe import LATEST, RENAMED_SETTINGS, Recipe, flatten
 from draftlab.pipeline.stage_records import read_record, record_path, recorded
 from draftlab.pipeline.stages import FORMER_DEFAULTS, STAGES, Stage, settings_with_effect
-from draftlab.store.store import check_store
+from draftlab.store.completeness import check_store
 from draftlab.store.transfer_errors import UnreachableError
 
 RUNS = Path("runs")
@@ -68,10 +68,13 @@ class Run:
     def inputs(self, stage: Stage) -> dict[str, Any]:
         """Return all that decides a stage's result, including the inputs of earlier stages."""
         earlier = self.inputs(STAGES[stage.after]) if stage.after else {}
+        prefixes = stage.settings
+        if self.settings.get("record.window") is not None:
+            prefixes += stage.with_window
         settings = {
             key: value
             for key, value in self.settings.items()
-            if any(key == p or key.startswith(p + ".") for p in stage.settings)
+            if any(key == p or key.startswith(p + ".") for p in prefixes)
         }
         return earlier | settings_with_effect(settings) | self.files.get(stage.name, {})
 

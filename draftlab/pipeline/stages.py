@@ -26,6 +26,7 @@ class Stage:
         files: files that a complete artefact folder has.
         hashed: glob pattern, in the run folder, of the files whose hashes its record keeps.
         cheap: runs again without --force when a setting changed.
+        with_window: further settings that decide its result if record.window is set.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Stage:
     files: tuple[str, ...] = ()
     hashed: str = ""
     cheap: bool = False
+    with_window: tuple[str, ...] = ()
 
 
 STAGES = {
@@ -47,7 +49,15 @@ STAGES = {
             "answers.jsonl",
             hashed="answers.jsonl",
         ),
-        Stage("store", "answers", ("record",), "store", (MANIFEST,), hashed=f"store/{MANIFEST}"),
+        Stage(
+            "store",
+            "answers",
+            ("record",),
+            "store",
+            (MANIFEST,),
+            hashed=f"store/{MANIFEST}",
+            with_window=("train.validation_share",),  # besides the seed, an input of the answers
+        ),
         Stage(
             "head",
             "store",

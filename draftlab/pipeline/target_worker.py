@@ -16,6 +16,7 @@ from draftlab.progress import Monitor
 from draftlab.store.identity import StoreIdentity
 from draftlab.store.record import OpenStateSource, ShardRecorder, open_recorder
 from draftlab.store.samples import SampleTable
+from draftlab.store.window import HeldOut
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
@@ -25,6 +26,11 @@ from draftlab.text.decode import Decode, engine_decode
 from draftlab.text.samples import open_samples
 from draftlab.vllm.answers import VllmAnswers
 from draftlab.vllm.hidden_states import VllmStateSource
+
+
+def held_out(recipe: Recipe) -> HeldOut:
+    """Return what decides the held-out records, which a store with a window is planned by."""
+    return HeldOut(recipe.train.validation_share, recipe.seed)
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,31 @@ class TargetWorker:
 
         The shard may still be written; `finish` waits for it.
         """
+        recorder = self._opened_recorder()
+        shard = recorder.receipts.plan.shards[number]
+        if not recorder.receipts.is_committed(shard):  # by a worker that was given up meanwhile
+            for _ in recorder.record(number):
+                pass
+        return shard.tokens
+
+    def record_ahead(self, number: int) -> list[str]:
+        """Record a shard of a window; return the files that were committed since the last call.
+
+        The shard may still be written; `flush` waits for it.
+        """
+        recorder = self._opened_recorder()
+        for _ in recorder.record(number):
+            pass
+        return recorder.writers.take_committed()
+
+    def flush(self) -> list[str]:
+        """Wait until all shards are committed; return the files since the last call."""
+        writers = self._opened_recorder().writers
+        writers.wait()
+        return writers.take_committed()
+
+    def _opened_recorder(self) -> ShardRecorder:
+        """Return what records shards of the published plan."""
         if self._recorder is None:
             identity, samples = self.samples(self.recorded_target, Monitor())
             self._recorder = open_recorder(
@@ -140,13 +171,9 @@ class TargetWorker:
                 identity,
                 self.open_source,
                 self._open,
+                held_out(self.recipe),
             )
-        receipts = self._recorder.receipts
-        shard = receipts.plan.shards[number]
-        if not receipts.is_committed(shard):  # by a worker that was given up meanwhile
-            for _ in self._recorder.record(number):
-                pass
-        return shard.tokens
+        return self._recorder
 
     @property
     def open_source(self) -> OpenStateSource | None:

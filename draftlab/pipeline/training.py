@@ -17,6 +17,7 @@ from draftlab.pipeline.head_spec import draft_vocabulary, head_config, mask_toke
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.resolve import find_head
+from draftlab.pipeline.window_training import NewPool, recorded_meanwhile
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
 from draftlab.target_model.locate import resolve_target
@@ -25,6 +26,7 @@ from draftlab.target_model.parts import TargetParts, load_parts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.loop import Trainer
+from draftlab.train.profiler import NOT_TRAINING
 from draftlab.train.validation import Validation
 from draftlab.version import git_commit
 
@@ -37,17 +39,24 @@ def train_and_save(
     *,
     monitor: Monitor,
     ranks: Ranks | None,
+    new_pool: NewPool,
 ) -> None:
-    """Train the head of a recipe on the store of its run; the first rank writes it to a folder."""
-    head = train_head(
-        recipe,
-        recording.open_store(ranks),
-        recording.tokenizer,
-        run / "train",
-        monitor=monitor,
-        ranks=ranks,
-        target=recording.target if recipe.train.replay is not None else None,
-    )
+    """Train the head of a recipe on the store of its run; the first rank writes it to a folder.
+
+    Args:
+        new_pool: returns the workers that record the shards of a window meanwhile, for rank 0.
+    """
+    store, ranks = recording.open_store(ranks), ranks or Ranks.join(recipe.train.device)
+    with recorded_meanwhile(recipe, store, run / "train", ranks, new_pool, monitor):
+        head = train_head(
+            recipe,
+            store,
+            recording.tokenizer,
+            run / "train",
+            monitor=monitor,
+            ranks=ranks,
+            target=recording.target if recipe.train.replay is not None else None,
+        )
     if ranks is None or ranks.is_main:
         save_head(folder, head, torch.bfloat16)
 
@@ -103,6 +112,8 @@ def train_head(
         validation = trainer.run()
         head = trainer.backend.unwrap()
         trainer.backend.close()
+        if recipe.record.window is not None:
+            monitor.say(_window_line(trainer))
         provenance = _provenance(trainer, validation, vocabulary)
         if initial is not None:
             provenance["initial_head"] = {
@@ -128,6 +139,14 @@ def _initial_head(recipe: Recipe, parts: TargetParts) -> DraftHead | None:
         dtype=torch.float32,
         device="cpu",
     )
+
+
+def _window_line(trainer: Trainer) -> str:
+    """Return for how much of its time the training has waited for shards of the window."""
+    seconds = trainer.timer.totals
+    trained = sum(value for phase, value in seconds.items() if phase != NOT_TRAINING)
+    share = seconds.get("window", 0.0) / trained if trained else 0.0
+    return f"window: the training waited for shards {share:.1%} of the time"
 
 
 def _provenance(

@@ -154,7 +154,7 @@ class WorkerPool(ABC):
         try:
             while waiting or running:
                 self.start_workers(len(waiting) + len(running))
-                self._hand_out(method, tasks, waiting, running)
+                self.hand_out(method, tasks, waiting, running)
                 if not running:
                     time.sleep(POLL_S)
                     continue
@@ -165,20 +165,27 @@ class WorkerPool(ABC):
                     except (*self.lost, CancelledError) as error:
                         waiting.appendleft(number)
                         attempts[number] += worker in self.workers  # and not an earlier task's end
-                        self._drop(worker, error, final=attempts[number] == MAX_ATTEMPTS)
+                        self.drop(worker, error, final=attempts[number] == MAX_ATTEMPTS)
                         continue
-                    yield number, self._value(worker, outcome)
+                    yield number, self.value_of(worker, outcome)
         finally:
             for future in running:
                 future.cancel()
 
-    def _hand_out(
+    def hand_out(
         self,
         method: str,
         tasks: Sequence[Any],
         waiting: deque[int],
         running: dict[Future[Outcome], tuple[Worker, int]],
     ) -> None:
+        """Have workers that have little to do call a method for waiting tasks.
+
+        Args:
+            tasks: the arguments, by number.
+            waiting: numbers of tasks; those that are handed out are taken.
+            running: takes the calls, with their workers and numbers.
+        """
         loads = Counter(id(worker) for worker, _ in running.values())
         for load in range(TASKS_AHEAD):
             for worker in self.workers:
@@ -203,11 +210,11 @@ class WorkerPool(ABC):
                 outcome = future.result()
             except (*self.lost, CancelledError) as error:
                 none_left = number == len(finishing) and self.workers == [worker]
-                self._drop(worker, error, final=none_left)
+                self.drop(worker, error, final=none_left)
                 continue
-            self._value(worker, outcome)
+            self.value_of(worker, outcome)
 
-    def _value(self, worker: Worker, outcome: Outcome) -> Any:
+    def value_of(self, worker: Worker, outcome: Outcome) -> Any:
         """Report the lines of a call, and return its value or raise its error."""
         for line in outcome.lines:
             if line not in self._said:
@@ -217,7 +224,7 @@ class WorkerPool(ABC):
             raise UserError(f"{worker.name}: {error.what}", where=error.where, do=error.do)
         return outcome.value
 
-    def _drop(self, worker: Worker, error: BaseException, *, final: bool) -> None:
+    def drop(self, worker: Worker, error: BaseException, *, final: bool) -> None:
         """Go on without a worker that has ended, or raise a `UserError`."""
         if worker not in self.workers:
             return

@@ -8,9 +8,11 @@ processes record them.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,11 @@ from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
 from draftlab.store.shard_files import LocalShardFiles, ShardFiles
 from draftlab.store.shard_table import SHARDS, ShardTable, WrittenShard
+from draftlab.store.window import staying_shards
 
 LOCK = ".lock"
+NOT_WRITTEN = WrittenShard(bytes=0, sha256="0" * 64)
+"""In the table of a complete store: a shard that comes and goes (`store/window.py`)."""
 
 
 @contextmanager
@@ -104,23 +109,24 @@ class Receipts:
         write_json(self.receipt_path(shard), receipt, writer=writer)
 
     def missing(self) -> list[int]:
-        """Return the numbers of the shards that are not committed."""
-        sizes = self.files.list().sizes_of(len(self.plan.shards)).tolist()
-        shards = zip(self.plan.shards, sizes, strict=True)
-        return [shard.number for shard, size in shards if not self._has_receipt(shard, size)]
+        """Return the numbers of the shards that are not committed, of those that stay."""
+        shards = self.plan.shards[: staying_shards(self.plan)]
+        sizes = self.files.list().sizes_of(len(shards)).tolist()
+        pairs = zip(shards, sizes, strict=True)
+        return [shard.number for shard, size in pairs if not self._has_receipt(shard, size)]
 
     def is_committed(self, shard: Shard) -> bool:
         """Return whether a shard has a receipt of this plan, and the file the receipt's size."""
-        receipt = self._read_receipt(shard)
+        receipt = self.read(shard)
         return receipt is not None and receipt.bytes == self.files.size(shard)
 
     def _has_receipt(self, shard: Shard, size: int) -> bool:
         if size < 0:
             return False
-        receipt = self._read_receipt(shard)
+        receipt = self.read(shard)
         return receipt is not None and receipt.bytes == size
 
-    def _read_receipt(self, shard: Shard) -> WrittenShard | None:
+    def read(self, shard: Shard) -> WrittenShard | None:
         """Return a shard's receipt of this plan; None if there is none."""
         path = self.receipt_path(shard)
         try:
@@ -162,17 +168,21 @@ class Receipts:
             )
 
     def complete(self) -> None:
-        """Write the manifest of the complete store, with the fields of all receipts.
+        """Write the manifest of the complete store, with the fields of the receipts.
+
+        Those of shards that come and go are blank.
 
         Raises:
             UserError: a shard has no receipt of this plan.
         """
-        boundaries = self.plan.identity.fp8_boundaries
-        table = ShardTable.of(self.plan.index, boundaries, map(self._receipt, self.plan.shards))
+        boundaries, staying = self.plan.identity.fp8_boundaries, staying_shards(self.plan)
+        written = chain(map(self._receipt, self.plan.shards[:staying]), repeat(NOT_WRITTEN))
+        shards = islice(written, len(self.plan.shards))
+        table = ShardTable.of(self.plan.index, boundaries, shards)
         self.plan.completed(table).write(self.folder)
 
     def _receipt(self, shard: Shard) -> WrittenShard:
-        receipt = self._read_receipt(shard)
+        receipt = self.read(shard)
         if receipt is None:  # a process that works on a former plan has replaced it
             raise UserError(
                 "expected a shard of this recording, found one that another process has "
@@ -206,6 +216,11 @@ def _manifest_version(folder: Path) -> tuple[int, int]:
     return stat.st_ino, stat.st_mtime_ns
 
 
+def renew_version(folder: Path) -> None:
+    """Have writers of a former leader, which may outlive it, end with an error (`check_plan`)."""
+    os.utime(folder / MANIFEST)
+
+
 def resume_plan(
     folder: Path, plan: Manifest, monitor: Monitor, files: ShardFiles | None = None
 ) -> Manifest:
@@ -234,10 +249,11 @@ def resume_plan(
     receipts = Receipts(folder, manifest.as_plan(), files)
     if manifest.table is None:  # there were no shards (record.online)
         return receipts.plan
-    sizes = receipts.files.list().sizes_of(len(manifest.shards))
-    if np.array_equal(sizes, manifest.table.bytes):
+    staying = staying_shards(manifest)
+    sizes = receipts.files.list().sizes_of(staying)
+    if np.array_equal(sizes, manifest.table.bytes[:staying]):
         return manifest
-    for shard, size in zip(manifest.shards, sizes.tolist(), strict=True):
+    for shard, size in zip(manifest.shards[:staying], sizes.tolist(), strict=True):
         if problem := shard.problem(size):
             monitor.say(f"{shard.file}: {problem}; it is recorded again")
         else:

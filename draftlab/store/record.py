@@ -23,7 +23,7 @@ from draftlab.formatting import count_text, size_text
 from draftlab.progress import Monitor
 from draftlab.store.copied_manifest import adopt_manifest
 from draftlab.store.extraction import HiddenStateExtractor, StateSource
-from draftlab.store.manifest import Manifest, StoreIdentity
+from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.receipts import Receipts, lock_folder, resume_plan
 from draftlab.store.recording_plan import check_same_recording, plan_recording
 from draftlab.store.samples import Sample
@@ -31,6 +31,8 @@ from draftlab.store.settings import NotFinitePolicy, RecordSettings
 from draftlab.store.shard_files import LocalShardFiles, ShardFiles, open_shard_files
 from draftlab.store.shard_writer import ShardWriters
 from draftlab.store.store import Store
+from draftlab.store.window import HeldOut, StoreWindow, planned_sizes, staying_shards
+from draftlab.store.window_store import WindowStore
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 
@@ -57,6 +59,7 @@ def record(
     monitor: Monitor,
     open_source: OpenStateSource | None = None,
     record_shards: RecordShards | None = None,
+    held_out: HeldOut | None = None,
 ) -> Store:
     """Record samples into a store, or continue an interrupted recording.
 
@@ -73,6 +76,8 @@ def record(
         open_source: opens what computes the states; required for a `TargetMetadata`, and by
             default the target.
         record_shards: records the shards in place of this process.
+        held_out: what decides the held-out records of a store with a window; of one whose shards
+            come and go only their shards are recorded.
 
     Raises:
         UserError: there is nothing to record, a sample does not fit the vocabulary, states are not
@@ -80,7 +85,9 @@ def record(
     """
     if record_shards is None:
         open_source = open_source or _extractor_of(target)
-    plan, recorded = plan_recording(target, samples, settings, identity, monitor=monitor)
+    plan, recorded = plan_recording(
+        target, samples, settings, identity, monitor=monitor, held_out=held_out
+    )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files = open_shard_files(folder, settings.url)
@@ -105,7 +112,10 @@ def record(
             receipts.complete()
         files.publish(folder)
         receipts.clear()
-    store = Store.open(folder, identity, url=settings.url)
+    if settings.rolls:
+        store: Store = WindowStore(folder, Manifest.read(folder / MANIFEST), recorded)
+    else:
+        store = Store.open(folder, identity, url=settings.url)
     _report_state_quality(store.manifest, monitor)
     return store
 
@@ -196,17 +206,20 @@ def open_recorder(
     identity: StoreIdentity,
     open_source: OpenStateSource | None,
     stack: ExitStack,
+    held_out: HeldOut | None = None,
 ) -> ShardRecorder:
     """Return a recorder of the plan that another process, which calls `record`, has published.
 
     Args:
-        target, samples, folder, settings, identity, open_source: as for `record`.
+        target, samples, folder, settings, identity, open_source, held_out: as for `record`.
         stack: ends the recorder.
 
     Raises:
         UserError: the plan is not that of these samples and settings.
     """
-    plan, recorded = plan_recording(target, samples, settings, identity, monitor=Monitor())
+    plan, recorded = plan_recording(
+        target, samples, settings, identity, monitor=Monitor(), held_out=held_out
+    )
     receipts = Receipts.from_published(folder, open_shard_files(folder, settings.url))
     check_same_recording(receipts.plan, plan, folder)
     source = stack.enter_context((open_source or _extractor_of(target))(receipts.plan))
@@ -222,9 +235,10 @@ def _extractor_of(target: Target | TargetMetadata) -> OpenStateSource:
 def _check_disk(
     plan: Manifest, missing: Sequence[int], files: ShardFiles, monitor: Monitor
 ) -> None:
-    tokens, records = plan.index.shard_tokens[missing], plan.index.shard_records[missing]
-    per_token, header = plan.identity.bytes_per_token, 1024
-    needed = int((tokens * per_token + 8 * records + header).sum())
+    sizes, window = planned_sizes(plan), StoreWindow.of(plan)
+    staying, needed = staying_shards(plan), int(sizes[missing].sum())
+    if window is not None and window.rolls:
+        needed += min(window.size, int(sizes[staying:].sum()))
     if isinstance(files, LocalShardFiles):
         files.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(files.folder).free
@@ -236,12 +250,17 @@ def _check_disk(
                 do="free disk space, name a folder on another disk, store fp8 features "
                 "(record.dtype), or record fewer samples or boundaries",
             )
-    committed = len(plan.shards) - len(missing)
+    committed = staying - len(missing)
     monitor.say(
         f"recording {count_text(plan.counts.records, 'record')}, {plan.counts.tokens:,} tokens "
         f"({plan.counts.loss_tokens:,} in answers), {count_text(len(plan.shards), 'shard')}"
         + (f", {committed} of them there already" if committed else "")
-        + f"; {size_text(needed)} to write"
+        + (f", {window.validation_shards} of them with the held-out records" if window else "")
+        + (
+            f"; a window of {size_text(window.size)}: training records the others, and deletes them"
+            if window is not None and window.rolls
+            else f"; {size_text(needed)} to write"
+        )
         + ("" if files.is_local else f" to {files.address}")
     )
 

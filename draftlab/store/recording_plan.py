@@ -15,9 +15,11 @@ from draftlab.progress import Monitor
 from draftlab.store.batches import cut_batches, group_consecutive
 from draftlab.store.columns import Numbers
 from draftlab.store.manifest import Counts, Dropped, Manifest, StoreIdentity
+from draftlab.store.prompt_split import hold_out
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.samples import Sample, SampleTable, Selection
 from draftlab.store.settings import RecordSettings
+from draftlab.store.window import HeldOut, StoreWindow, check_window, planned_sizes
 from draftlab.target_model.boundaries import check_boundaries
 from draftlab.target_model.metadata import TargetMetadata
 
@@ -36,8 +38,14 @@ def plan_recording(
     identity: StoreIdentity,
     *,
     monitor: Monitor,
+    held_out: HeldOut | None = None,
 ) -> tuple[Manifest, Selection]:
     """Plan a recording. The same arguments give the same plan.
+
+    With a window the held-out records come first, in shards of their own.
+
+    Args:
+        held_out: what decides them, which a window needs.
 
     Returns:
         The manifest of an incomplete store, and its samples, truncated, in stored order.
@@ -58,7 +66,10 @@ def plan_recording(
     too_long = table.lengths > max_length
     overlong = too_long & (settings.overlong == "skip")
     unanswered = ~overlong & (table.first_label >= np.minimum(table.lengths, max_length))
-    rows = np.flatnonzero(~overlong & ~unanswered)
+    rows, num_held_out = np.flatnonzero(~overlong & ~unanswered), 0
+    if settings.window is not None and len(rows):
+        training, validation = hold_out([table.ids[row] for row in rows], *_required(held_out))
+        rows, num_held_out = rows[np.concatenate([validation, training])], len(validation)
     recorded = Selection(table, rows, max_length)
     truncated = rows[too_long[rows]]
     num_overlong, num_unanswered, num_truncated = (
@@ -88,7 +99,7 @@ def plan_recording(
             do="check the chat template's assistant spans (draftlab inspect) and max_length",
         )
     manifest = Manifest.plan(
-        _index(recorded, lengths, settings, padded),
+        _index(recorded, lengths, settings, padded, num_held_out),
         identity=identity,
         samples_sha256=table.sha256,
         settings={
@@ -106,6 +117,8 @@ def plan_recording(
         dropped=Dropped(overlong=num_overlong, nothing_to_predict=num_unanswered),
         truncated=num_truncated,
     )
+    if settings.window is not None:
+        manifest = _with_window(manifest, settings, _required(held_out), num_held_out)
     return manifest, recorded
 
 
@@ -196,11 +209,42 @@ def _check_samples(table: SampleTable, vocab_size: int) -> None:
         )
 
 
+def _required(held_out: HeldOut | None) -> HeldOut:
+    if held_out is None:
+        raise ValueError("a plan with a window needs to know which records are held out")
+    return held_out
+
+
+def _with_window(
+    plan: Manifest, settings: RecordSettings, held_out: HeldOut, num_held_out: int
+) -> Manifest:
+    """Return a plan with the setting of its window.
+
+    Raises:
+        UserError: the window is too small.
+    """
+    index = plan.index
+    first = int(np.searchsorted(index.shard_ends, num_held_out)) + 1 if num_held_out else 0
+    window = StoreWindow.plan(settings, held_out, num_held_out, first)
+    check_window(window, planned_sizes(plan)[first:])
+    return plan.model_copy(update={"settings": plan.settings | window.settings()})
+
+
 def _index(
-    selection: Selection, lengths: np.ndarray, settings: RecordSettings, padded: bool
+    selection: Selection,
+    lengths: np.ndarray,
+    settings: RecordSettings,
+    padded: bool,
+    num_held_out: int,
 ) -> RecordIndex:
+    """Return the index; no shard has both held-out records, which are the first, and others."""
     ids, rows = selection.table.ids, selection.rows
-    groups = group_consecutive(lengths.tolist(), settings.shard_tokens)
+    all_lengths = lengths.tolist()
+    groups = group_consecutive(all_lengths[:num_held_out], settings.shard_tokens)
+    groups += [
+        [num_held_out + i for i in group]
+        for group in group_consecutive(all_lengths[num_held_out:], settings.shard_tokens)
+    ]
     batches = (
         cut_batches(lengths[group].tolist(), settings.batch_tokens, padded=padded)
         for group in groups

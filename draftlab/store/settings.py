@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from draftlab.settings import Settings, SingleOrList
+from draftlab.settings import Settings, SingleOrList, Size
 from draftlab.store.identity import StoreDtype
 from draftlab.store.urls import check_url
 from draftlab.target_model.settings import VllmSettings
@@ -38,6 +38,14 @@ class RecordSettings(Settings):
     """Store nothing: the target is loaded beside the training and computes states on demand. This
     is slower, because every epoch computes them again; features of an 8B target are 33 kB a token.
     """
+    window: Size | None = None
+    """Most disk space of the shards that training reads, such as 200GB; None: all are recorded
+    before the training. With a window they are recorded while the training reads others, a shard
+    that it has read is deleted, and every further epoch computes its states again. Records are
+    shuffled within half of the window. Validation records have shards of their own, which stay."""
+    keep: Literal["window", "all"] = "window"
+    """With a window: which shards stay. all: every shard is recorded before the training, which
+    reads them in the window's order, so that the head has the same bits."""
     not_finite: NotFinitePolicy = "refuse"
     """What happens to samples whose states have NaN or infinity. refuse: the recording stops and
     names the sample and the layer. skip: the sample is counted and not used for training."""
@@ -59,7 +67,24 @@ class RecordSettings(Settings):
         return None if value is None else check_url(value)
 
     @model_validator(mode="after")
-    def _check_online(self) -> RecordSettings:
+    def _window_fits(self) -> RecordSettings:
         if self.online and self.url is not None:
             raise ValueError("record.url is for shards, and record.online makes none")
+        if self.rolls and self.url is not None:
+            raise ValueError(
+                "expected url, or a window whose shards are deleted, found both: keep=all keeps "
+                "the shards of a window at the URL"
+            )
+        if self.keep == "all" and self.window is None:
+            raise ValueError("keep=all keeps the shards of a window: expected a window, found none")
+        if self.online and self.window is not None:
+            raise ValueError(
+                "expected window or online, found both: online stores nothing, and training "
+                "computes the states itself"
+            )
         return self
+
+    @property
+    def rolls(self) -> bool:
+        """Whether shards are recorded and deleted while the training runs."""
+        return self.window is not None and self.keep == "window"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ class ShardWriters:
     Attributes:
         bytes_written: size of the committed shards.
         seconds_waited: time for which the target waited for the writers.
+        committed: files of the shards that are committed, until somebody takes them.
     """
 
     def __init__(self, receipts: Receipts, policy: NotFinitePolicy) -> None:
@@ -46,6 +48,7 @@ class ShardWriters:
         # Another writer of the same shard, on any machine, has another temporary file.
         self._writer = uuid4().hex
         self.bytes_written, self.seconds_waited = 0, 0.0
+        self.committed: deque[str] = deque()
         self._free = threading.Semaphore(SHARDS_AT_ONCE)
         self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
@@ -99,6 +102,19 @@ class ShardWriters:
             self.bytes_written += future.result()
             self._futures.remove(future)
 
+    def wait(self) -> None:
+        """Wait until all shards are committed; raise the exception of a thread that failed."""
+        with self._waiting():
+            wait(self._futures)
+        self._collect_results()
+
+    def take_committed(self) -> list[str]:
+        """Return the files of the shards that were committed since the last call."""
+        files = []
+        while self.committed:
+            files.append(self.committed.popleft())
+        return files
+
     def _write(
         self, shard: Shard, samples: Sequence[Sample], batches: queue.Queue[StatesFuture]
     ) -> int:
@@ -137,6 +153,7 @@ class ShardWriters:
             ) from None
         fields = {"bytes": size, "sha256": digest, **buffer.receipt_fields()}
         self.receipts.commit(shard, fields, self._writer)
+        self.committed.append(shard.file)
         return size
 
 

@@ -20,13 +20,16 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, sha256_text
+from draftlab.formatting import count_text
 from draftlab.store.columns import Numbers
+from draftlab.store.completeness import RECORD_AGAIN, check_complete
 from draftlab.store.copied_manifest import locate_store
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.samples import Sample
 from draftlab.store.shard_file import map_shard
 from draftlab.store.shard_files import LocalShardFiles, ShardFiles, open_shard_files
+from draftlab.store.window import StoreWindow, staying_shards
 
 __all__ = ["Record", "Store", "StoreIdentity"]
 
@@ -35,7 +38,6 @@ OPEN_SHARDS = 256
 """Shards that a store keeps mapped, those that were read last."""
 OPEN_REMOTE_SHARDS = 8
 """The same for shards at a URL: mapped files that left the cache keep their disk space."""
-_RECORD_AGAIN = "record again into this folder: only missing shards are computed"
 
 
 @dataclass(frozen=True)
@@ -69,12 +71,6 @@ class Record:
     scales: Tensor | None = None
 
 
-def check_store(folder: Path, url: str | None = None) -> None:
-    """Check that a store is complete, as `Store.open` does; one with record.online always is."""
-    if not Manifest.read(folder / MANIFEST).online:
-        Store.open(folder, url=url)
-
-
 def _reopen(folder: Path, digest: str, url: str | None) -> Store:
     """Open a store that another process has pickled; that process has checked the shards' sizes."""
     store = Store(folder, Manifest.read(folder / MANIFEST), files=open_shard_files(folder, url))
@@ -105,7 +101,7 @@ class Store:
         self.folder, self.manifest = folder, manifest
         self.files = files or LocalShardFiles(folder)
         self.samples = None
-        self.identity = manifest.identity
+        self.identity, self.window = manifest.identity, StoreWindow.of(manifest)
         self.ids = manifest.index.ids
         self.lengths = Numbers(manifest.index.lengths)
         self.temperatures = Numbers(manifest.index.temperatures)
@@ -137,8 +133,8 @@ class Store:
                 say it: a stranger's could lead to other files of yours.)
 
         Raises:
-            UserError: there is no store, it has another identity, its recording was interrupted, or
-                a shard is missing or has another size than in the manifest.
+            UserError: as `check_complete`; there is no store, it has another identity, or it is a
+                window.
         """
         folder, files = locate_store(address, url)
         # The listing of a large store takes as long as the hash of its index: both run at a time.
@@ -147,26 +143,14 @@ class Store:
             manifest = Manifest.read(folder / MANIFEST)
         if expected is not None:
             manifest.identity.check(expected, files.address)
-        if not manifest.complete:
+        if len(manifest.shards) > (staying := staying_shards(manifest)):
             raise UserError(
-                "the recording of this store was interrupted",
+                "this store is a window: its shards come and go while a training reads them, and "
+                f"only the first {count_text(staying, 'shard')}, with the validation records, stay",
                 where=folder,
-                do="run the same command again: recording resumes after the last whole shard",
+                do="record with record.keep: all to keep all shards",
             )
-        if manifest.online:
-            raise UserError(
-                "this store holds no states: training computes them on demand",
-                where=folder,
-                do="record with record.online: false to inspect the states",
-            )
-        sizes = listing.result().sizes_of(len(manifest.shards))
-        for number in np.flatnonzero(sizes != manifest.written.bytes)[:1].tolist():
-            shard = manifest.shards[number]
-            problem = shard.problem(int(sizes[number]))
-            do = _RECORD_AGAIN
-            if files.is_local and (sizes < 0).all():
-                do += "; or name the URL at which its run has the shards (record.url in its recipe)"
-            raise UserError(problem, where=files.where(shard.file), do=do)
+        check_complete(files, manifest, listing.result())
         return cls(folder, manifest, files=files)
 
     @cached_property
@@ -285,7 +269,7 @@ class Store:
             return f"remove this store and make it again: `draftlab store {made_by}`"
         if recipe.is_file():
             return f"remove this shard; `draftlab record {quote(str(recipe))}` makes it again"
-        return f"remove this shard and {_RECORD_AGAIN}"
+        return f"remove this shard and {RECORD_AGAIN}"
 
     def _locate(self, index: int) -> tuple[int, dict[str, Tensor], slice]:
         """Return a record's index from 0 on, its shard's tensors, and its positions in them."""

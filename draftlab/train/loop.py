@@ -23,9 +23,8 @@ from draftlab.store.store import Store
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.draft_vocabulary import DraftVocabulary
-from draftlab.train.batch.fetch_ahead import fetch_ahead
 from draftlab.train.batch.loader import BatchLoader, MicroBatch
-from draftlab.train.batch.packer import OptimizerStep, Packer
+from draftlab.train.batch.packer import Packer
 from draftlab.train.batch.packing import uses_one_row
 from draftlab.train.best_head import BestHead
 from draftlab.train.checkpoint import (
@@ -90,7 +89,7 @@ class Trainer:
         self.ranks = ranks or Ranks.join(settings.device)
         self.device = self.ranks.device
         self.dtype = product_dtype(settings.precision, self.device)
-        self.training, self.held_out = split_records(store.ids, settings, seed, monitor)
+        self.training, self.held_out = split_records(store, settings, seed, monitor)
         rules = self.objective.sampling, self.objective.imitates_states
         packer = Packer(store, settings, seed, *rules, uses_one_row(self.device))
         self.loader = BatchLoader(packer, self.ranks)
@@ -187,15 +186,10 @@ class Trainer:
             self.validate()
             if self.best.stops_training(self.step):
                 return
-        steps = fetch_ahead(
-            self.loader.steps(self.training, first=self.step),
-            OptimizerStep.records,
-            self.store,
-            processes=self.ranks.local_gpus,
-        )
-        with closing(self.loader.micro_batches(steps)) as micro_batches:
+        steps = self.loader.steps(self.training, first=self.step)
+        with closing(self.loader.micro_batches(steps)) as micro_batches, self.loader.stopping():
             for micro in micro_batches:
-                self.timer.mark("data")
+                self.timer.mark(self.loader.phase(self.step))
                 if micro.first:
                     self._start_step(micro)
                 self._accumulate(micro)
@@ -222,6 +216,7 @@ class Trainer:
     def _start_step(self, micro: MicroBatch) -> None:
         """Sum an optimizer step's counts over all ranks; processes wait for each other here."""
         *counts, tokens = self.ending.sum([*micro.counts, micro.tokens])
+        self.loader.begin_step(self.step)
         self.anchors = counts[0]
         self.weights = self.objective.weights_of_steps(self.settings, counts)
         self.window.add_step(counts, tokens)
@@ -258,7 +253,7 @@ class Trainer:
         """Write a line of metrics.jsonl about the steps since the last one, and report progress."""
         sums = torch.stack(self.window.sums.tensors()).cpu()
         self.window.sums = Sums(*self.ranks.all_reduce(sums))
-        metrics = self.window.compute(self.timer, token_mfu=self.token_mfu)
+        metrics = self.window.compute(self.timer, token_mfu=self.token_mfu) | self.loader.metrics()
         largest = float(self.window.largest_norm)
         self.window = Window.empty(self.settings.ttt_steps, self.device)
         if not all(map(math.isfinite, (largest, *metrics["loss"]))):

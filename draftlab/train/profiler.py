@@ -19,11 +19,15 @@ class PhaseTimer:
 
     Args:
         device: the device that trains.
+
+    Attributes:
+        totals: seconds of each phase since the timer was made, as far as they were read.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"
         self._marks: list[tuple[str, Any]] = []
+        self.totals: dict[str, float] = {}
 
     def start(self) -> None:
         """Drop all marks and begin the first phase."""
@@ -42,6 +46,8 @@ class PhaseTimer:
             seconds = before.elapsed_time(now) / 1e3 if self.on_gpu else now - before
             phases[phase] = phases.get(phase, 0.0) + seconds
         self._marks = self._marks[-1:]
+        for phase, seconds in phases.items():
+            self.totals[phase] = self.totals.get(phase, 0.0) + seconds
         return phases
 
     def _now(self) -> Any:

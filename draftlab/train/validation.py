@@ -23,12 +23,14 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.counters import Counters
+from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.store.batches import cut_batches
 from draftlab.store.columns import Texts
 from draftlab.store.prompt_split import hold_out
 from draftlab.store.store import Record, Store
+from draftlab.store.window import StoreWindow
 from draftlab.train.batch.fetch_ahead import fetch_ahead
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import pack
@@ -170,14 +172,22 @@ class _ByPosition:
 
 
 def split_records(
-    ids: Sequence[str], settings: TrainSettings, seed: int, monitor: Monitor
+    store: Store, settings: TrainSettings, seed: int, monitor: Monitor
 ) -> tuple[np.ndarray, list[int]]:
     """Return the records to train on, and those of the held-out records that validations read.
 
     Returns:
         int64 [n] and a list, both ascending.
+
+    Raises:
+        UserError: the store has a window, and its plan holds out other records.
     """
-    training, held_out = hold_out(ids, settings.validation_share, seed)
+    ids, window = store.ids, store.window
+    if window is None:
+        training, held_out = hold_out(ids, settings.validation_share, seed)
+    else:
+        _check_held_out(window, settings, seed)
+        held_out, training = np.split(np.arange(len(ids)), [window.validation_records])
     if settings.validation_share and not len(held_out):
         no_effect = "; train.validate_every has no effect" if settings.validate_every else ""
         monitor.say(f"validation: none, since all records answer one prompt{no_effect}")
@@ -200,6 +210,17 @@ def _hashed(ids: Texts, numbers: np.ndarray) -> Iterator[tuple[bytes, int]]:
         text = ids.utf8[first : ends[-1] if ends else 0].tobytes()
         for start, end, number in zip(starts, ends, chunk.tolist(), strict=True):
             yield hashlib.sha256(text[start - first : end - first]).digest(), number
+
+
+def _check_held_out(window: StoreWindow, settings: TrainSettings, seed: int) -> None:
+    planned, found = (window.validation_share, window.seed), (settings.validation_share, seed)
+    if planned != found:
+        raise UserError(
+            f"expected train.validation_share {planned[0]:g} and seed {planned[1]}, by which this "
+            f"store was planned, found {found[0]:g} and {found[1]}",
+            where="train.validation_share",
+            do="record the store again: with record.window its plan holds these records out",
+        )
 
 
 @torch.no_grad()

@@ -1,6 +1,6 @@
 """Kill runs at random moments, start them again, and compare every file with an undisturbed run's.
 
-    python eval/lab/kills.py [--kills 60] [--seed 0] [--folder FOLDER]
+    python eval/lab/kills.py [--kills 60] [--seed 0] [--folder FOLDER] [--cases CASE ...]
 
 A process that has imported everything forks one that runs a command of draftlab. It waits until a
 stage chosen at random has begun, and sends SIGKILL or SIGTERM within the time that the stage takes.
@@ -12,6 +12,8 @@ cases are
     force      draftlab run RECIPE OVERRIDE --force, in a finished run
     two        two processes of the same run at once
     gpus       draftlab run RECIPE --gpus 2, two ranks that train on the CPU through gloo
+    window     draftlab run RECIPE WINDOW, one process trains and one records meanwhile
+    windows    the same with --gpus 4: two ranks train, and two processes record
     workers    draftlab record RECIPE --gpus 2, which answers and records in two processes
 
 Of several processes either all are killed or one of them. Target and prompts are the tests' toys,
@@ -44,7 +46,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.cli import app
 from draftlab.pipeline.stages import STAGES
-from tests.helpers.small_run import new_workshop
+from draftlab.pipeline.window_shards import JOURNAL
+from tests.helpers.small_run import new_workshop, write_prompts
 
 RECIPE, RUN, LOG = Path("small.yaml"), Path("runs/kills"), Path("kills.log")
 OVERRIDES = (
@@ -54,12 +57,16 @@ OVERRIDES = (
     "train.steps=60",
     "train.checkpoint_every=7",
 )
+WINDOW = ("record.shard_tokens=32", "record.window=200KB", "train.row_tokens=64")
 SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 ENDED = (0, *(code for number in SIGNALS for code in (-number, 128 + number)))
 """Exit codes of a process that finished or was killed."""
 LOCKED = "another draftlab process is working in this run"
 POLL_S, PATIENCE_S = 0.005, 120.0
-TIMES = {"tokens_per_s", "loss_tokens_per_s", "predictions_per_s", "phases", "peak_memory_gib"}
+TIMES = {
+    *("tokens_per_s", "loss_tokens_per_s", "predictions_per_s", "phases", "peak_memory_gib"),
+    "recording_waited",
+}
 """Keys of metrics.jsonl that differ from run to run."""
 
 
@@ -85,6 +92,8 @@ CASES = {
     "force, head": Case(options=("train.learning_rate=2.0e-3", "--force"), before=()),
     "two": Case(processes=2),
     "gpus": Case(options=("--gpus", "2")),
+    "window": Case(options=(*WINDOW, "train.batch_rows=1")),
+    "windows": Case(options=(*WINDOW, "train.batch_rows=2", "--gpus", "4")),
     "workers": Case("record", ("--gpus", "2")),
 }
 
@@ -162,6 +171,8 @@ def contents() -> dict[str, str]:
     for path in sorted(Path().rglob("*")):
         if path.is_symlink():
             files[str(path)] = f"→ {os.readlink(path)}"
+        elif path.name == JOURNAL:  # shards in the order in which they were first recorded
+            files[str(path)] = ""
         elif path.is_file() and path.suffix != ".log" and path.parent not in older:
             data = path.read_bytes()
             if path.name == "metrics.jsonl":
@@ -281,17 +292,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kills", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args(arguments)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-")) / "work"
     os.chdir(new_workshop(folder))
+    write_prompts(Path("prompts.jsonl"), [f"def f{i}(use): the user {i}" for i in range(48)])
     temporary = Path(tempfile.mkdtemp(prefix="kills-tmp-"))
     os.environ["TMPDIR"] = str(temporary)
     importlib.import_module("draftlab.pipeline.pipeline")  # before the forks
     kills, lives = Kills(options.seed), 0
-    for name in CASES:
+    for name in options.cases:
         kills.measure(name)
     while (left := options.kills - sum(kills.kills.values())) > 0:
-        name = list(CASES)[lives % len(CASES)]
+        name = options.cases[lives % len(options.cases)]
         kills.life(name, left)
         lives += 1
         print(f"{sum(kills.kills.values())} kills, {lives} complete runs: {name}", flush=True)

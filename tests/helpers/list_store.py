@@ -37,6 +37,7 @@ class ListStore:
     """Records in memory, with what the trainer asks a store for."""
 
     on_disk = True  # or could be pickled, which is as good
+    window = None
 
     def __init__(self, records: list[Record]) -> None:
         self.records = records

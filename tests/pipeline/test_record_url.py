@@ -238,3 +238,18 @@ def test_an_unusable_url_is_refused_before_anything_runs(workshop: Path) -> None
         assert "record.url" in result.output
         assert "SECRET" not in result.output
     assert not (workshop / "runs").exists()
+
+
+def test_a_window_at_a_url_gives_the_head_of_a_local_one(
+    server: FaultyServer, workshop: Path
+) -> None:
+    window = ("record.window=10MB", "record.keep=all")
+    local = new_workshop(workshop.parent / "local")
+    for folder, more in ((local, ()), (workshop, (AT_URL,))):
+        result = draftlab(folder, "train", "small.yaml", *window, *more)
+        assert result.exit_code == 0, result.output
+    heads = [contents(folder / "runs/small/head") for folder in (local, workshop)]
+    assert heads[0] == heads[1]
+    refused = draftlab(workshop, "train", "small.yaml", window[0], AT_URL, "name=other")
+    assert refused.exit_code == 2
+    assert "keep=all" in refused.output

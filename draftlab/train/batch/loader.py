@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -20,9 +20,11 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
+from draftlab.train.batch.fetch_ahead import fetch_ahead
 from draftlab.train.batch.order import batches
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch, map_tensors
+from draftlab.train.batch.window_reading import WindowReading
 from draftlab.train.batch.workers import WorkerPool
 from draftlab.train.distributed.ranks import Ranks, assign_micro_batches
 
@@ -68,13 +70,25 @@ class BatchLoader:
         self.packer, self.ranks, self.device = packer, ranks, ranks.device
         self.on_gpu = self.device.type == "cuda"
         self.num_workers = _choose_num_workers(packer, ranks)
+        self.window = WindowReading.of(packer)
 
     def describe(self) -> str:
         """Return what packs batches, for the console."""
         return count_text(self.num_workers, "data worker") if self.num_workers else "threads"
 
     def steps(self, records: Sequence[int] | np.ndarray, *, first: int) -> Iterator[OptimizerStep]:
-        """Yield this process's share of the optimizer steps on some records, from a step on."""
+        """Yield this process's share of the optimizer steps on some records, from a step on.
+
+        Args:
+            records: to train on; with a window all but the held-out ones.
+        """
+        steps, processes = self._steps(records, first), self.ranks.local_gpus
+        return fetch_ahead(steps, OptimizerStep.records, self.packer.store, processes=processes)
+
+    def _steps(self, records: Sequence[int] | np.ndarray, first: int) -> Iterator[OptimizerStep]:
+        if self.window is not None:
+            yield from self.window.steps(first, self.ranks)
+            return
         settings, seed, records = self.packer.settings, self.packer.seed, np.asarray(records)
         lengths = np.asarray(self.packer.store.lengths)[records]
         sizes = settings.row_tokens, settings.batch_rows
@@ -83,6 +97,23 @@ class BatchLoader:
             chosen = [records[row].tolist() for row in rows]
             micro_batches = assign_micro_batches(chosen, settings.micro_rows, self.ranks)
             yield OptimizerStep(step, micro_batches)
+
+    def phase(self, step: int) -> str:
+        """Return what training waits for before a step: "data", or the "window" of the store."""
+        return "window" if self.window is not None and self.window.has_waited(step) else "data"
+
+    def begin_step(self, step: int) -> None:
+        """Note that all ranks have the first micro-batch of a step, and all of earlier steps."""
+        if self.window is not None:
+            self.window.begin_step(step)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of a line of metrics.jsonl about what makes a window's shards."""
+        return {} if self.window is None else self.window.metrics()
+
+    def stopping(self) -> AbstractContextManager[object]:
+        """Return a block at whose end nothing more is loaded: close `micro_batches` after it."""
+        return nullcontext() if self.window is None else self.window.stopping()
 
     def micro_batches(self, steps: Iterable[OptimizerStep]) -> Generator[MicroBatch, None, None]:
         """Yield the micro-batches of the steps in order, on the device, loaded ahead.
@@ -99,11 +130,14 @@ class BatchLoader:
 
     def _packed(self, steps: Iterable[OptimizerStep]) -> Generator[list[Batch], None, None]:
         """Yield the packed micro-batches of each step, in pinned memory for a GPU."""
+        wait = self.window.waiting if self.window is not None else lambda pack: pack
         if not self.num_workers:
-            yield from map_in_threads(self._pack_here, steps, THREADS.get(self.device.type, 1))
+            num_threads = THREADS.get(self.device.type, 1)
+            yield from map_in_threads(wait(self._pack_here), steps, num_threads)
             return
         pool = WorkerPool(self.packer, self.num_workers, pinned=self.on_gpu)
-        with closing(pool), closing(map_in_threads(pool.pack, steps, self.num_workers)) as packed:
+        packed_ahead = map_in_threads(wait(pool.pack), steps, self.num_workers)
+        with closing(pool), closing(packed_ahead) as packed:
             for batches in packed:
                 yield batches if self.on_gpu else [batch.dequantised() for batch in batches]
 

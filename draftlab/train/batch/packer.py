@@ -19,10 +19,16 @@ Rows = list[list[int]]
 
 
 class OptimizerStep(NamedTuple):
-    """The number of an optimizer step, and one rank's micro-batches: rows, and whether idle."""
+    """An optimizer step on one rank.
+
+    Attributes:
+        micro_batches: rows, and whether idle.
+        group: with a window, the last group of shards that the step reads (`WindowStep`).
+    """
 
     number: int
     micro_batches: Sequence[tuple[Rows, bool]]
+    group: int = 0
 
     def records(self) -> list[int]:
         """Return the indices of all records."""

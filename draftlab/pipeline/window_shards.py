@@ -1,0 +1,214 @@
+"""The shards of a window on the disk: which are there, which a training needs, which can go."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from draftlab.errors import UserError
+from draftlab.files import sha256_file
+from draftlab.progress import Monitor
+from draftlab.store.receipts import Receipts
+from draftlab.store.shard_file import map_shard
+from draftlab.store.shard_table import WrittenShard
+
+JOURNAL = "recorded.jsonl"
+"""In the store's folder: the SHA-256 that each shard had when it was first recorded."""
+VISIBLE_S, POLL_S = 60.0, 0.2
+"""Longest time until a file system shows a shard that another machine has written, in seconds."""
+
+
+class DamagedShardError(Exception):
+    """A shard does not have the bytes that were written."""
+
+
+class Demand:
+    """The groups of shards that a training needs, in order.
+
+    Args:
+        groups: numbers of shards, group by group, from the training's first group on.
+        passed: number of the first groups that are not needed any more.
+    """
+
+    def __init__(self, groups: Iterator[list[int]], passed: int) -> None:
+        self._groups = (item for item in enumerate(groups) if item[0] >= passed)
+        self._ahead: deque[tuple[int, list[int]]] = deque()
+        self._uses: defaultdict[int, deque[int]] = defaultdict(deque)
+
+    def pop(self) -> tuple[int, list[int]] | None:
+        """Return the number and the shards of the next group; None: no more are needed."""
+        if not self._ahead and not self._read():
+            return None
+        number, shards = self._ahead.popleft()
+        for shard in shards:
+            self._uses[shard].popleft()
+        return number, shards
+
+    def next_use(self, shard: int) -> float:
+        """Return the number of the next group that has a shard; infinity: none has."""
+        while not self._uses[shard]:
+            if not self._read():
+                return float("inf")
+        return self._uses[shard][0]
+
+    def _read(self) -> bool:
+        item = next(self._groups, None)
+        if item is None:
+            return False
+        self._ahead.append(item)
+        for shard in item[1]:
+            self._uses[shard].append(item[0])
+        return True
+
+
+class WindowShards:
+    """The shards of a store that come and go, on the disk.
+
+    Args:
+        receipts: of the store's plan.
+        sizes: most bytes of each of them, by number.
+        size: of the window, in bytes.
+        monitor: receives lines.
+
+    Attributes:
+        on_disk: bytes of the shards that are there or being recorded.
+        verified: those whose bytes have been compared with their receipts.
+        needed: how many groups, that are not yet passed, need a shard.
+        recorded: number of shards that were recorded, and that again.
+        tokens: that were recorded.
+    """
+
+    def __init__(
+        self, receipts: Receipts, sizes: dict[int, int], size: int, monitor: Monitor
+    ) -> None:
+        self.receipts, self.sizes, self.size, self.monitor = receipts, sizes, size, monitor
+        self.folder, self.plan = receipts.folder, receipts.plan
+        self.on_disk: dict[int, int] = {}
+        self.verified: set[int] = set()
+        self.needed: Counter[int] = Counter()
+        self.recorded = self.again = self.tokens = 0
+        self._first_sha256 = self._read_journal()
+        self._said_differs = False
+        self._scan()
+
+    def _scan(self) -> None:
+        """Keep the whole shards of the folder, and remove what else an earlier recorder left."""
+        self.receipts.remove_temporary()
+        for path in self.folder.glob("shard-*"):
+            number = shard_number(path.name)
+            if number not in self.sizes:
+                continue
+            if self.receipts.is_committed(self.plan.shards[number]):
+                self.on_disk[number] = self.sizes[number]
+            elif path.suffix == ".safetensors":
+                self.remove(number)
+            elif not path.with_suffix(".safetensors").exists():
+                path.unlink(missing_ok=True)  # the receipt of a shard that is deleted
+
+    def make_room(self, number: int, demand: Demand) -> bool:
+        """Make room for a shard and reserve it; return whether there is room.
+
+        The shards that are needed latest are deleted.
+        """
+        used = sum(self.on_disk.values())
+        while used + self.sizes[number] > self.size:
+            unneeded = [n for n in self.on_disk if not self.needed[n]]
+            if not unneeded:
+                return False
+            last = max(unneeded, key=lambda n: (demand.next_use(n), n))
+            used -= self.on_disk[last]
+            self.remove(last)
+        self.on_disk[number] = self.sizes[number]
+        return True
+
+    def remove(self, number: int) -> None:
+        """Delete a shard, whose room is free then."""
+        self.delete_files(number)
+        self.on_disk.pop(number, None)
+        self.verified.discard(number)
+
+    def delete_files(self, number: int) -> None:
+        """Delete a shard's file and receipt."""
+        shard = self.plan.shards[number]
+        (self.folder / shard.file).unlink(missing_ok=True)
+        self.receipts.discard(shard)
+
+    def read(self, number: int) -> WrittenShard:
+        """Compare a shard with its receipt, and return the receipt; any thread calls this.
+
+        Raises:
+            DamagedShardError: it has other bytes, or does not appear.
+            UserError: it is another file than the plan's.
+        """
+        shard = self.plan.shards[number]
+        end = time.monotonic() + VISIBLE_S
+        while not self.receipts.is_committed(shard):
+            if time.monotonic() > end:
+                raise DamagedShardError(f"it is not there {VISIBLE_S:g} s after it was written")
+            time.sleep(POLL_S)
+        receipt = self.receipts.read(shard)
+        digest = sha256_file(self.folder / shard.file)
+        if receipt is None or digest != receipt.sha256:
+            raise DamagedShardError(f"its SHA-256 is {digest}, which its receipt has not")
+        map_shard(self.receipts.files, shard, self.plan.identity, "run the same command again")
+        return receipt
+
+    def add_verified(self, number: int, receipt: WrittenShard, *, new: bool) -> None:
+        """Note that a shard is there, and compare its hash with that of the first recording.
+
+        Args:
+            new: whether it was recorded just now.
+        """
+        shard, sha256 = self.plan.shards[number], receipt.sha256
+        first = self._first_sha256.get(shard.file)
+        self.verified.add(number)
+        if new:
+            self.recorded += 1
+            self.again += first is not None
+            self.tokens += shard.tokens
+        if first is None:
+            self._first_sha256[shard.file] = sha256
+            with open(self.folder / JOURNAL, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"file": shard.file, "sha256": sha256}) + "\n")
+            for id_, where in receipt.not_finite.items():
+                self.monitor.say(f"skipped sample {id_!r}: NaN or infinity at {where}")
+        elif first != sha256 and not self._said_differs:
+            self._said_differs = True
+            self.monitor.say(
+                f"warning: {shard.file} was recorded again with other bytes than at first: another "
+                "kind of GPU or another version of a library computes it. The training goes on, "
+                "but another run may not give the same bits"
+            )
+
+    def _read_journal(self) -> dict[str, str]:
+        path, hashes = self.folder / JOURNAL, dict[str, str]()
+        if not path.exists():
+            return hashes
+        whole = [line for line in path.read_text().splitlines(keepends=True) if line[-1:] == "\n"]
+        try:
+            for entry in map(json.loads, whole):
+                hashes.setdefault(entry["file"], entry["sha256"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"expected the hashes of recorded shards, found another file: {error!r}",
+                where=path,
+                do="remove the file",
+            ) from None
+        path.write_text("".join(whole))  # without a torn last line
+        return hashes
+
+    def clear(self) -> None:
+        """Delete all shards that come and go."""
+        for path in self.folder.glob("shard-*.safetensors"):
+            if shard_number(path.name) in self.sizes:
+                self.remove(shard_number(path.name))
+        self.receipts.remove_temporary()
+
+
+def shard_number(file: str) -> int:
+    """Return the number of a shard, which is in its file's name; −1: the file is no shard's."""
+    digits = Path(file).stem.removeprefix("shard-")
+    return int(digits) if digits.isdecimal() else -1

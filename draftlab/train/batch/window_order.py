@@ -1,0 +1,144 @@
+"""The order of training in windows (docs/methods.md §1): a function of seed, plan and window.
+
+Each epoch permutes the shards that come and go and cuts them into groups of at most half of the
+window. Records are shuffled, and packed into rows, within a group. So one group is trained while
+the next is recorded, and both fit into the window.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from draftlab.errors import UserError
+from draftlab.store.manifest import Manifest
+from draftlab.store.window import StoreWindow, planned_sizes
+from draftlab.train.batch.order import epoch_rows
+
+
+class WindowStep(NamedTuple):
+    """The rows of an optimizer step in records of the store.
+
+    Attributes:
+        group: the last group that the step reads, counted from the first epoch's first one on.
+        passed: number of groups that no later step reads.
+    """
+
+    rows: list[list[int]]
+    group: int
+    passed: int
+
+
+class WindowOrder:
+    """The order of a training on a store with a window.
+
+    Args:
+        manifest: of the store.
+        seed: of the training.
+
+    Attributes:
+        first: number of the first shard that comes and goes.
+        sizes: bytes of each shard from `first` on.
+        num_groups: groups of an epoch.
+    """
+
+    def __init__(self, manifest: Manifest, seed: int) -> None:
+        window = StoreWindow.of(manifest)
+        if window is None:
+            raise ValueError("expected a store with a window")
+        self.seed, self.first = seed, window.validation_shards
+        index = manifest.index
+        counts, ends = index.shard_records[self.first :], index.shard_ends[self.first :]
+        self._starts, self._ends = ends - counts, ends
+        self.tokens = index.shard_tokens[self.first :]
+        self.sizes = planned_sizes(manifest)[self.first :]
+        self.window, self._total = window.size, int(self.sizes.sum())
+        half, largest = window.size // 2, int(self.sizes.max())
+        # Groups of equal size up to one shard: a small last one would leave the trainer waiting.
+        self.num_groups = 1 if self._total <= half else math.ceil(self._total / (half - largest))
+
+    def check_steps(self, batch_rows: int, row_tokens: int) -> None:
+        """Check that no optimizer step reads more groups than the window holds.
+
+        Raises:
+            UserError: a step may be larger than a group.
+        """
+        if self._total <= self.window:
+            return
+        largest = max(self.sizes)
+        group_bytes = self._total / self.num_groups - largest
+        step_bytes = batch_rows * row_tokens * max(self.sizes / self.tokens)
+        if group_bytes < step_bytes:
+            needed = 4 * (step_bytes + 2 * largest)
+            raise UserError(
+                f"expected a window whose half holds an optimizer step of {batch_rows} × "
+                f"{row_tokens:,} tokens, found one of {self.window:,} bytes",
+                where="record.window",
+                do=f"raise it to {math.ceil(needed):,} bytes or more, or lower train.batch_rows",
+            )
+
+    def epoch(self, epoch: int) -> list[list[int]]:
+        """Return the groups of an epoch, as numbers of shards counted from `first` on."""
+        seed = np.random.SeedSequence([self.seed, epoch], spawn_key=(0,))
+        shards = np.random.default_rng(seed).permutation(len(self.sizes))
+        begins = np.cumsum(self.sizes[shards]) - self.sizes[shards]
+        numbers = begins * self.num_groups // self._total
+        cuts = np.flatnonzero(np.diff(numbers)) + 1
+        return [group.tolist() for group in np.split(shards, cuts)]
+
+    def groups(self) -> Iterator[list[int]]:
+        """Yield the groups of all epochs, without end."""
+        for epoch in count():
+            yield from self.epoch(epoch)
+
+    def needed(self, num_rows: int, row_tokens: int) -> Iterator[list[int]]:
+        """Yield the groups that may be read for so many rows; rows are at most full."""
+        for group in self.groups():
+            if num_rows <= 0:
+                return
+            yield group
+            num_rows -= math.ceil(self.tokens[group].sum() / row_tokens)
+
+    def steps(self, lengths: np.ndarray, row_tokens: int, batch_rows: int) -> Iterator[WindowStep]:
+        """Yield the optimizer steps, without end; steps continue over groups and epochs.
+
+        Args:
+            lengths: of all records of the store, int32 [n].
+        """
+        rows: list[list[int]] = []
+        number = 0
+        for epoch in count():
+            for in_epoch, group in enumerate(self.epoch(epoch)):
+                rows += self._rows(group, epoch, in_epoch, lengths, row_tokens)
+                start = 0
+                while len(rows) - start >= batch_rows:
+                    end = start + batch_rows
+                    passed = number + (end == len(rows))
+                    yield WindowStep(rows[start:end], number, passed)
+                    start = end
+                rows = rows[start:]
+                number += 1
+
+    def _rows(
+        self,
+        group: Sequence[int],
+        epoch: int,
+        in_epoch: int,
+        lengths: np.ndarray,
+        row_tokens: int,
+    ) -> list[list[int]]:
+        """Return the rows of a group."""
+        bounds = zip(self._starts[group].tolist(), self._ends[group].tolist(), strict=True)
+        records = np.concatenate([np.arange(start, end) for start, end in bounds])
+        seed = np.random.SeedSequence([self.seed, epoch], spawn_key=(1, in_epoch))
+        rows = epoch_rows(
+            lengths[records],
+            row_tokens,
+            seed=int(seed.generate_state(1, np.uint64)[0]),
+            epoch=epoch,
+        )
+        return [records[row].tolist() for row in rows]

@@ -1,0 +1,155 @@
+"""Train on a window beside a full store: speed, shares of waiting, and the same bits.
+
+    python eval/lab/window.py [--folder DIR] [--tokens 600000] [--window 6GB] [--steps 100]
+    python eval/lab/window.py --gpus 1        # one GPU records and trains
+    python eval/lab/window.py --tiny          # the same on a CPU, in a minute
+
+A target of Llama-3.1-8B's shapes with random weights is written into DIR (16 GB). An EAGLE3 head is
+trained on random conversations twice: on a full store (`record.keep=all`, another 33 kB a token)
+on one GPU, and on a window with `--gpus 2`, where one GPU trains and the other one records. A line
+of JSON for each has tokens/s of the training, the shares of its time in which it waited for
+shards of the window and for other data, and the share of its time in which the recording waited for
+room, all without the first tenth of the steps. The heads must have the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from draftlab.target_model.locate import local_target
+from draftlab.target_model.settings import TargetSettings
+from eval.lab.record import SHAPES, TINY
+
+RECIPE = {
+    "target": "target",
+    "prompts": {"source": "prompts.jsonl"},
+    "regenerate": {"enabled": False},
+    "export": {"formats": []},
+}
+
+
+def write_target(folder: Path, tiny: bool) -> Any:
+    """Write a Llama with random weights and the embedded target's tokenizer; return the latter."""
+    embedded = local_target(TargetSettings(path="embedded"))
+    tokenizer = AutoTokenizer.from_pretrained(embedded)
+    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+    torch.manual_seed(0)
+    with torch.device("cpu" if tiny else "cuda"):
+        config = LlamaConfig(**(TINY if tiny else SHAPES) | {"vocab_size": 128_256}, **special)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+    del model
+    torch.cuda.empty_cache()
+    for path in embedded.iterdir():
+        if path.suffix in (".json", ".jinja", ".txt") and not (folder / path.name).exists():
+            shutil.copy(path, folder / path.name)
+    return tokenizer
+
+
+def write_prompts(path: Path, tokens: int, tokenizer: Any, longest: int) -> None:
+    """Write conversations of log-normal lengths (median about 735 tokens), 70 % answer."""
+    generator = np.random.default_rng(0)
+    words = [word for word in tokenizer.get_vocab() if word.isascii() and word.isalpha()]
+    count = 0
+    with open(path, "w", encoding="utf-8") as file:
+        while tokens > 0:
+            length = int(np.clip(generator.lognormal(6.6, 0.7), 16, 0.8 * longest))
+            texts = [
+                " ".join(generator.choice(words, max(2, int(share * length / 1.3))))
+                for share in (0.3, 0.7)
+            ]
+            messages = [
+                {"role": role, "content": text}
+                for role, text in zip(("user", "assistant"), texts, strict=True)
+            ]
+            file.write(json.dumps({"id": f"c{count}", "messages": messages}) + "\n")
+            count += 1
+            tokens -= length
+
+
+def train(name: str, settings: list[str], options: list[str]) -> float:
+    """Train in a process of its own; return its seconds."""
+    overrides = [f"name={name}", *settings]
+    command = [sys.executable, "-m", "draftlab.cli", "train", "window.yaml", *overrides, *options]
+    started = time.perf_counter()
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
+    return time.perf_counter() - started
+
+
+def measured(name: str, seconds: float) -> dict[str, Any]:
+    """Return the figures of a run's training, without the first tenth of its steps."""
+    lines = Path(f"runs/{name}/train/metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    rows = [row for row in rows if "phases" in row]
+    rows = [row for row in rows if row["step"] > rows[-1]["step"] / 10]
+    times = [1 / row["tokens_per_s"] for row in rows]  # for equally many tokens
+
+    def share(phase: str) -> float:
+        parts = zip(rows, times, strict=True)
+        return sum(row["phases"].get(phase, 0.0) * t for row, t in parts) / sum(times)
+
+    return {
+        "run": name,
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+        "train_tokens_s": round(len(times) / sum(times)),
+        "waited_for_window": round(share("window"), 4),
+        "waited_for_data": round(share("data"), 4),
+        "recording_waited": rows[-1].get("recording_waited"),
+        "seconds_in_all": round(seconds, 1),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: TMPDIR")
+    parser.add_argument("--tokens", type=int, default=600_000, help="of the conversations")
+    parser.add_argument("--window", default="6GB")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true", help="a tiny target on a CPU")
+    parser.add_argument("settings", nargs="*", help="of the recipe, such as train.batch_rows=16")
+    options = parser.parse_args()
+    settings = ["record.shard_tokens=8192", "record.max_length=2048"]
+    settings += [f"record.window={options.window}"]
+    settings += [f"train.steps={options.steps}", "train.log_every=5", "draft_vocab.size=2000"]
+    if options.tiny:
+        options.tokens, options.steps = 60_000, 40
+        settings = ["record.shard_tokens=1024", "record.window=12MB", "train.steps=40"]
+        settings += ["train.row_tokens=512", "train.log_every=2", "record.max_length=512"]
+        settings += ["target.device=cpu", "train.device=cpu", "draft_vocab.size=300"]
+        settings += ["train.batch_rows=2"]
+    settings += options.settings
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        os.chdir(name)
+        tokenizer = write_target(Path("target"), options.tiny)
+        write_prompts(Path("prompts.jsonl"), options.tokens, tokenizer, 2048)
+        Path("window.yaml").write_text(json.dumps(RECIPE))
+        heads = []
+        gpus = ["--gpus", str(options.gpus)] if options.gpus > 1 else []
+        for run, own, verb in (("full", ["record.keep=all"], []), ("window", [], gpus)):
+            seconds = train(run, [*settings, *own], verb)
+            print(json.dumps(measured(run, seconds)), flush=True)
+            heads.append(Path(f"runs/{run}/head/model.safetensors").read_bytes())
+            shutil.rmtree(f"runs/{run}/store")
+        print(json.dumps({"same_bytes": heads[0] == heads[1]}), flush=True)
+        os.chdir("/")
+    return int(heads[0] != heads[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

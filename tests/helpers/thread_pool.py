@@ -1,0 +1,80 @@
+"""A pool whose workers are threads of the test, with faults that tests choose."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from draftlab.errors import UserError
+from draftlab.pipeline.recipe import Recipe
+from draftlab.pipeline.worker_pool import CallHandler, Outcome, Worker, WorkerPool
+from draftlab.progress import Monitor
+
+
+class LostError(Exception):
+    """A worker has ended."""
+
+
+class ThreadWorker(Worker):
+    """A worker that is a thread.
+
+    Args:
+        faults: a call's number → what happens in its place: an error, or the worker's end.
+    """
+
+    def __init__(
+        self, recipe: Recipe, run: Path, name: str, faults: dict[int, Exception], calls: Counter
+    ) -> None:
+        self.name, self.log = name, run / f"{name}.log"
+        self._handler, self._faults, self._calls = CallHandler(recipe, run), faults, calls
+        self._thread = ThreadPoolExecutor(1, name)
+
+    def call(self, method: str, *arguments: Any) -> Future[Outcome]:
+        return self._thread.submit(self._call, method, arguments)
+
+    def _call(self, method: str, arguments: Sequence[Any]) -> Outcome:
+        self._calls[method] += 1
+        fault = self._faults.pop(self._calls["record_ahead"], None)
+        if isinstance(fault, LostError):
+            raise fault
+        if fault is not None:
+            return Outcome(error=fault if isinstance(fault, UserError) else UserError(str(fault)))
+        return self._handler.call(method, arguments)
+
+    def close(self) -> None:
+        self._thread.shutdown(cancel_futures=True)
+
+
+class ThreadPool(WorkerPool):
+    """A pool of threads, which replaces `LocalPool`.
+
+    Attributes:
+        faults: of all workers together, by the number of the call of `record_ahead`.
+        calls: of each method.
+    """
+
+    lost = (LostError,)
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Path,
+        devices: Sequence[str],
+        monitor: Monitor,
+        *,
+        restarts: int = 0,
+        faults: dict[int, Exception] | None = None,
+        num_workers: int = 2,
+    ) -> None:
+        super().__init__(monitor)
+        self.recipe, self.run_folder, self.num_workers = recipe, run, num_workers
+        self.faults, self.calls = faults or {}, Counter()
+
+    def start_workers(self, num_tasks: int) -> None:
+        while len(self.workers) < self.num_workers:
+            name = f"thread {len(self.workers) + 1}"
+            arguments = (name, self.faults, self.calls)
+            self.workers.append(ThreadWorker(self.recipe, self.run_folder, *arguments))
