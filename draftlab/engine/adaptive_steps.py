@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from itertools import groupby
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftlab.engine.adaptive import AdaptivePolicy, AdaptiveVerification, shape_families
-from draftlab.engine.drafter import VerifiedFeatures
 from draftlab.engine.feature_backlog import FeatureBacklog
 from draftlab.engine.sampling import Request
 from draftlab.engine.step import GraphedStep, Step, StepShape
@@ -37,6 +39,11 @@ class AdaptiveSteps:
         drafter = step.drafter
         if not (drafter.settings.confidence and drafter.settings.fresh_noise):
             raise ValueError("adaptive verification needs drafts with confidence and fresh noise")
+        if "k" not in inspect.signature(drafter.propose).parameters:
+            raise ValueError(
+                f"adaptive verification chooses how many drafts are proposed: {type(drafter)}."
+                "propose takes no `k`"
+            )
         self.step, self.drafter, self.settings = step, drafter, settings
         self.run, self.num_blocks = run, num_blocks
         self.batch = step.input_batch
@@ -45,7 +52,9 @@ class AdaptiveSteps:
         self.policy: AdaptivePolicy | None = None
         self._shape = StepShape(drafter.k)
         self._steps_behind = 0  # steps without the head since its cache was extended
-        self._results: list[tuple[tuple[Tensor, ...], list[bool]]] = []  # not shown to the policy
+        # The latest results that the policy has not seen, and their number of rows.
+        self._results: deque[tuple[np.ndarray, ...]] = deque()
+        self._num_rows = 0
 
     def measure(self, requests: Collection[Request]) -> None:
         """Measure the costs of all shapes before the first requests; later calls do nothing."""
@@ -98,12 +107,17 @@ class AdaptiveSteps:
             return rows
         return min(GraphedStep.padded_size(rows), self.batch.num_slots)
 
-    def begin_requests(self, index: Tensor, verified: VerifiedFeatures) -> None:
-        """Extend the draft model's cache by the last pair of prompts, and draft if steps do."""
-        if self._shape.k == 0:
-            self.drafter.extend_cache(verified)
-        else:
-            self.step.draft(index, verified, self._shape.k)
+    @property
+    def num_drafts(self) -> int:
+        """First drafts of new requests: as many as the latest step proposed."""
+        return self._shape.k
+
+    @property
+    def numbers_of_drafts(self) -> list[int]:
+        """Numbers of drafts that steps may propose; all drafts until costs are measured."""
+        if self.policy is None:
+            return [self.drafter.k]
+        return sorted({family.k for family in self.policy.families})
 
     def next_shape(self, slots: Sequence[int]) -> StepShape:
         """Return the shape of the next step of these slots; called once before each step."""
@@ -127,19 +141,24 @@ class AdaptiveSteps:
         Args:
             current: which of the first rows still run; a graph's batch may be padded.
         """
-        if results[-1].shape[1]:  # a prefill or a step without drafts tells nothing
-            self._results.append((results, current))
+        _, accepted, num_drafts, _, confidence = results
+        if not confidence.shape[1]:  # a prefill or a step without drafts tells nothing
+            return
+        verified = num_drafts[: len(current)].numpy() > 0
+        rows = np.flatnonzero(verified & np.array(current))
+        # Copies, since a result's pinned memory is used again.
+        columns = (column.numpy()[rows] for column in (accepted, num_drafts, confidence))
+        self._results.append(tuple(columns))
+        self._num_rows += len(rows)
+        while self._num_rows - len(self._results[0][0]) >= self.settings.window:
+            self._num_rows -= len(self._results.popleft()[0])
 
     def _show_results(self) -> None:
         """Show the policy the results of the steps since the last time, one K after the other."""
-        for _, group in groupby(self._results, lambda one: one[0][-1].shape[1]):
-            parts = [
-                (accepted[rows], num_drafts[rows] * torch.tensor(current), confidence[rows])
-                for (_, accepted, num_drafts, _, confidence), current in group
-                for rows in [slice(len(current))]
-            ]
-            self.policy.observe(*(torch.cat(each).numpy() for each in zip(*parts, strict=True)))
+        for _, group in groupby(self._results, lambda columns: columns[-1].shape[1]):
+            self.policy.observe(*map(np.concatenate, zip(*group, strict=True)))
         self._results.clear()
+        self._num_rows = 0
 
     def _write_calibration(self) -> None:
         """Copy the policy's calibration to the device."""

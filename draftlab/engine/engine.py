@@ -30,6 +30,7 @@ from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
 from draftlab.engine.prefill import prefill
 from draftlab.engine.sampling import Generation, Request
 from draftlab.engine.scheduler import BlockPool, Scheduler
+from draftlab.engine.small_prefill import SmallPrefill
 from draftlab.engine.step import GraphedStep, Step, StepShape, Verifier
 from draftlab.kernels.cuda_device import out_of_memory_error, use_device
 from draftlab.kernels.step_layout import unpack_results
@@ -143,6 +144,9 @@ class Engine:
         self.prefill_tokens = prefill_tokens
         use_graphs = can_capture(target) if graphs is None else graphs
         self.graphs = GraphedStep(self.step) if use_graphs else None
+        self.small_prefill = None
+        if on_gpu and self.cache.states is None:
+            self.small_prefill = SmallPrefill(self.step, self.graphs)
         self.max_in_flight = 1 if on_gpu else 0
         self.adaptive = None
         if adaptive is not None and drafter is not None:
@@ -163,6 +167,21 @@ class Engine:
                 with use_device(self.target.device):
                     self.adaptive.measure(requests)
             yield from self._generate(requests)
+
+    def capture_prefills(self, requests: Collection[Request]) -> None:
+        """Capture the graphs of prefills that such requests may need when they come one by one.
+
+        Else each is captured when it is first needed, while other requests wait.
+        """
+        if self.small_prefill is None:
+            return
+        ks = (self.k,) if self.drafter else ()
+        if self.adaptive is not None:
+            ks = self.adaptive.numbers_of_drafts
+        with use_device(self.target.device):
+            lengths = {len(request.prompt_ids) for request in requests}
+            limited = any(Sequence(request, self.k).limited for request in requests)
+            self.small_prefill.capture(lengths, ks, limited=limited)
 
     def _generate(self, requests: Collection[Request]) -> Iterator[Generation]:
         pool = BlockPool(self.num_blocks, self.block_size)
@@ -200,12 +219,17 @@ class Engine:
         self.input_batch.set_requests(index, [sequence.request for sequence in sequences])
         for sequence in sequences:
             self.input_batch.set_blocks(sequence.slot, sequence.blocks)
+        k = self.adaptive.num_drafts if self.adaptive is not None else self.k
+        shape = self.small_prefill and self.small_prefill.shape(sequences)
+        if shape:
+            launched = self._copy_to_host(sequences, self.small_prefill(sequences, shape))
+            if self.drafter is not None:
+                self.small_prefill.draft(sequences, shape, k)
+            return launched
         result, verified = prefill(self.step, sequences, index, self.prefill_tokens)
         launched = self._copy_to_host(sequences, result)  # first tokens do not wait for drafts
-        if verified is not None and self.adaptive is not None:
-            self.adaptive.begin_requests(index, verified)
-        elif verified is not None:
-            self.step.draft(index, verified, self.k)
+        if verified is not None:
+            self.step.begin_drafting(index, verified, k)
         return launched
 
     def _decode(self, running: list[Sequence]) -> _InFlight:

@@ -50,7 +50,7 @@ class FeatureBacklog:
 
     def clear(self, index: Tensor) -> None:
         """Forget the pairs of slots int64 [B], which new requests enter."""
-        self.count[index] = 0
+        self.count.index_fill_(0, index, 0)
 
     @torch.inference_mode()
     def flush(self, drafter: HeadDrafter, index: Tensor) -> None:

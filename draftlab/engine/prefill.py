@@ -40,7 +40,7 @@ def prefill(
         so that the tokens are copied to the host before drafts are computed (None: there is no
         drafter).
     """
-    batch, drafter = step.input_batch, step.drafter
+    batch = step.input_batch
     # After a preemption the newest token is known; as always, it has no cached key yet.
     inputs = [tuple(s.tokens[:-1] if s.resumed else s.tokens) for s in sequences]
     first_row: dict[Tokens, int] = {}  # each prompt is computed in its first row
@@ -61,23 +61,49 @@ def prefill(
     gather = batch.to_device([prompt_rows.index(row) for row in sources], torch.int64)
     lengths = batch.to_device([len(tokens) for tokens in inputs], torch.int64)
     resumed = batch.to_device([s.resumed for s in sequences], torch.bool)
-    known = batch.to_device([s.tokens[-1] for s in sequences], torch.int64)
-    keys, limited = batch.keys[index], any(s.limited for s in sequences)
-    logits = step.target.logits(states.last[gather])
-    newest = known.where(resumed, sample_token(logits, lengths, keys, limited=limited))
+    newest = batch.to_device([s.tokens[-1] for s in sequences], torch.int64)
+    limited = any(s.limited for s in sequences)
+    states = HiddenStates(states.features[gather], states.last[gather])
+    return emit_first_tokens(step, index, lengths, states, limited=limited, known=(resumed, newest))
+
+
+def emit_first_tokens(
+    step: Step,
+    index: Tensor,
+    lengths: Tensor,
+    states: HiddenStates,
+    *,
+    limited: bool,
+    known: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, VerifiedFeatures | None]:
+    """Sample first tokens after prompts and write them to the input batch; see `prefill`.
+
+    Args:
+        index: slots, int64 [B].
+        lengths: of the prompts, int64 [B]; 0 for the dummy, which stays empty.
+        states: of their last positions, [B, …].
+        known: rows whose token is known, bool [B], and their tokens, int64 [B].
+    """
+    batch = step.input_batch
+    keys = batch.keys[index]
+    newest = sample_token(step.target.logits(states.last), lengths, keys, limited=limited)
+    if known is not None:
+        is_known, tokens = known
+        newest = tokens.where(is_known, newest)
     if step.backlog is not None:
         step.backlog.clear(index)
-    batch.length[index], batch.newest[index], batch.stored[index] = lengths + 1, newest, 0
+    batch.length[index] = (lengths + 1).where(lengths > 0, 0)
     zeros = torch.zeros_like(lengths)
-    no_probability = newest.new_empty(len(sequences), 0)
+    batch.newest[index], batch.stored[index] = newest, zeros  # a graph cannot copy a number
+    no_probability = newest.new_empty(len(index), 0)
     no_confidence = None if batch.confidence is None else no_probability
     result = pack_results(newest[:, None], zeros, zeros - 1, no_probability, no_confidence)
-    if drafter is None:
+    if step.drafter is None:
         return result, None
     # The last pair has the newest token, which differs between equal prompts.
     return result, VerifiedFeatures(
         newest[:, None],
-        states.features[gather][:, None],
+        states.features[:, None],
         lengths[:, None] - 1,
         torch.ones_like(lengths),
         batch.block_table[index],

@@ -188,6 +188,13 @@ class Step:
         fewer = {} if k == self.k else {"k": k}  # own drafters may know no other number
         self.store_drafts(index, self.drafter.propose(verified, **fewer))
 
+    def begin_drafting(self, index: Tensor, verified: VerifiedFeatures, k: int) -> None:
+        """Propose the first k drafts of prompts after their last pair; k = 0: only cache it."""
+        if k == 0:
+            self.drafter.extend_cache(verified)
+        else:
+            self.draft(index, verified, k)
+
     def store_drafts(self, index: Tensor, proposal: Proposal) -> None:
         """Store the drafts of the slots `index` for their next step."""
         q = proposal.distribution
@@ -259,13 +266,21 @@ class GraphedStep:
     def _capture(self, size: int, limited: bool, shape: StepShape | None) -> _Graph:
         """Capture a step of `size` dummies, so that no request's state changes."""
         index = self.step.input_batch.index([], size)
+        graph, result = self.capture(lambda: self.step(index, limited=limited, shape=shape))
+        return _Graph(graph, index, result)
+
+    def capture(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        """Return a graph of a call, and the result that its replays write.
+
+        It runs twice before, which compiles kernels and fills allocators.
+        """
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels and fills allocators
-                self.step(index, limited=limited, shape=shape)
+            for _ in range(2):
+                run()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            result = self.step(index, limited=limited, shape=shape)
-        return _Graph(graph, index, result)
+            result = run()
+        return graph, result

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 
+from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.settings import LOAD_ROUNDS
@@ -137,6 +138,7 @@ def _warm_up(engine: Decoder, stream: Stream) -> None:
 
     The answers of the stream end after different numbers of tokens, so that prompts are admitted
     alone and together, as they will be: a prompt of another shape compiles kernels of its own.
+    draftlab's engine also captures what any of the prompts may need.
     """
     requests = [
         replace(request, max_new_tokens=2 + i % WARM_UP_TOKENS, stop_ids=frozenset())
@@ -144,3 +146,5 @@ def _warm_up(engine: Decoder, stream: Stream) -> None:
     ]
     for _ in engine.generate(requests):
         pass
+    if isinstance(engine, Engine):
+        engine.capture_prefills(stream.requests)

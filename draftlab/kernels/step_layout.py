@@ -85,7 +85,7 @@ def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> Step
     """Write a verification's result to `slots.length` and `slots.newest` of the layout's rows.
 
     No drafts are stored afterwards. The results have the confidence of those that were; NaN behind
-    them.
+    them, and in rows without a request.
     """
     length, accepted, drafts = layout.length, result.accepted, layout.tokens[:, 1:]
     active = length > 0
@@ -98,7 +98,8 @@ def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> Step
     slots.newest[layout.index] = result.emitted
     confidence = slots.confidence
     if confidence is not None:
-        stored = depth[:-1] < slots.stored[layout.index, None]
+        # Dummies share a slot, which the first of them empties.
+        stored = (depth[:-1] < slots.stored[layout.index, None]) & active[:, None]
         confidence = confidence[layout.index, : drafts.shape[1]].where(stored, torch.nan)
     slots.stored[layout.index] = 0
     return StepOutput(

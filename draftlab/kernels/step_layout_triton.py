@@ -98,7 +98,8 @@ def commit_kernel(
     active = known_length > 0
     tl.store(slot_length + slot, tl.where(active, known_length + num_accepted + 1, 0))
     tl.store(slot_newest + slot, token)
-    num_stored = tl.load(slot_stored + slot)
+    # Dummies share a slot, which the first of them empties.
+    num_stored = tl.where(active, tl.load(slot_stored + slot), 0)
     tl.store(slot_stored + slot, tl.zeros_like(slot))
     tl.store(counts_out + row, num_accepted + 1)
     depth = tl.arange(0, DEPTHS)

@@ -237,10 +237,16 @@ def _evaluation(recipe: Recipe, target: TargetSize, gpu: Gpu | None) -> Estimate
     if gpu and prompts is not None:
         steps = math.ceil(prompts / settings.batch) * settings.max_new_tokens
         seconds = rows * steps * target.step_seconds(gpu, settings.batch, PROMPT_TOKENS)
-        timed = [(1, float(settings.timing_prompts))] * len(settings.timing_batches)
-        timed += [(c, settings.answers_under_load(c)) for c in settings.concurrency]
-        answers = sum(n * target.step_seconds(gpu, c, PROMPT_TOKENS) for c, n in timed)
-        seconds += rows * settings.timing_tokens * answers
+        timed = settings.timing_prompts * len(settings.timing_batches)
+        batch_1 = target.step_seconds(gpu, 1, PROMPT_TOKENS)
+        loaded = sum(
+            settings.answers_under_load(c) * target.step_seconds(gpu, c, PROMPT_TOKENS)
+            for c in settings.concurrency
+        )
+        # Each adaptive configuration stands for all K's of a head.
+        adaptive = (rows - len(configs)) // len(settings.k or "k") * settings.adaptive
+        answers = rows * timed * batch_1 + (rows + adaptive) * loaded
+        seconds += settings.timing_tokens * answers
     number = f"{prompts:,}" if prompts is not None else "all"
     return Estimate("eval", f"{rows} rows of {number} prompts", seconds=seconds)
 

@@ -24,7 +24,7 @@ from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.store_statistics import count_predicted, length_histogram
 from draftlab.report import print_report, print_suites
 from draftlab.store.manifest import MANIFEST, Manifest
-from draftlab.store.shard import ShardListing
+from draftlab.store.shard import ShardSizes
 from draftlab.store.store import Store
 from draftlab.store.urls import is_url
 from draftlab.store.window import StoreWindow, planned_sizes
@@ -246,7 +246,7 @@ def _window(folder: Path, console: Console) -> None:
     window, counts = StoreWindow.of(manifest), manifest.counts
     if window is None:
         return
-    staying, files = window.validation_shards, ShardListing.of_folder(folder)
+    staying, files = window.validation_shards, ShardSizes.of(folder)
     there = files.sizes[files.numbers >= staying]
     size = size_text(float(planned_sizes(manifest)[staying:].sum()))
     _table(

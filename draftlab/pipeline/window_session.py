@@ -103,7 +103,8 @@ class WindowSession:
             self._flush()
             if futures := [*self.running, *self.verifying]:
                 done = wait(futures, POLL_S, FIRST_COMPLETED).done
-                for future in done & self.running.keys():
+                # In the order of the calls: a later one reports what an earlier one computed.
+                for future in [future for future in self.running if future in done]:
                     self._collect(future)
                 for future in done & self.verifying.keys():
                     self._collect_verified(future)
@@ -161,6 +162,8 @@ class WindowSession:
         for file in files:
             if self.written.pop(shard_number(file), None) is not None:
                 self._verify(shard_number(file), new=True)
+        if number == _FLUSH:  # nothing should be left
+            self._give_to_others(worker, number)
 
     def _give_to_others(self, worker: Worker, number: int) -> None:
         """Have others record a shard, and all that a worker has not reported as committed."""

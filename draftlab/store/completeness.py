@@ -8,7 +8,7 @@ import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.store.manifest import MANIFEST, Manifest
-from draftlab.store.shard import ShardListing
+from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_files import ShardFiles, open_shard_files
 from draftlab.store.window import staying_shards
 
@@ -29,7 +29,7 @@ def check_store(folder: Path, url: str | None = None) -> None:
         check_complete(files, manifest, files.list())
 
 
-def check_complete(files: ShardFiles, manifest: Manifest, listing: ShardListing) -> None:
+def check_complete(files: ShardFiles, manifest: Manifest, listing: ShardSizes) -> None:
     """Check that a store is complete and that the shards that stay have their sizes.
 
     Args:
@@ -52,7 +52,7 @@ def check_complete(files: ShardFiles, manifest: Manifest, listing: ShardListing)
             do="record with record.online: false to inspect the states",
         )
     staying = staying_shards(manifest)
-    sizes = listing.sizes_of(staying)
+    sizes = listing.first(staying)
     for number in np.flatnonzero(sizes != manifest.written.bytes[:staying])[:1].tolist():
         shard, do = manifest.shards[number], RECORD_AGAIN
         if files.is_local and (sizes < 0).all():

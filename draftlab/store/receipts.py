@@ -111,7 +111,7 @@ class Receipts:
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not committed, of those that stay."""
         shards = self.plan.shards[: staying_shards(self.plan)]
-        sizes = self.files.list().sizes_of(len(shards)).tolist()
+        sizes = self.files.list().first(len(shards)).tolist()
         pairs = zip(shards, sizes, strict=True)
         return [shard.number for shard, size in pairs if not self._has_receipt(shard, size)]
 
@@ -250,7 +250,7 @@ def resume_plan(
     if manifest.table is None:  # there were no shards (record.online)
         return receipts.plan
     staying = staying_shards(manifest)
-    sizes = receipts.files.list().sizes_of(staying)
+    sizes = receipts.files.list().first(staying)
     if np.array_equal(sizes, manifest.table.bytes[:staying]):
         return manifest
     for shard, size in zip(manifest.shards[:staying], sizes.tolist(), strict=True):

@@ -164,7 +164,7 @@ def _checked(path: Path) -> Path:
     return path
 
 
-class ShardListing(NamedTuple):
+class ShardSizes(NamedTuple):
     """The files of shards in a folder or at a URL, in any order.
 
     Attributes:
@@ -176,14 +176,14 @@ class ShardListing(NamedTuple):
     sizes: np.ndarray
 
     @classmethod
-    def of(cls, files: Iterable[tuple[str, int]]) -> ShardListing:
+    def from_files(cls, files: Iterable[tuple[str, int]]) -> ShardSizes:
         """Return the shards among files with these names and sizes."""
         matches = ((_FILE(name), size) for name, size in files)
         known = [(int(m[1]), size) for m, size in matches if m is not None and len(m[1]) <= 18]
         return cls(*np.array(known, np.int64).reshape(-1, 2).T)
 
     @classmethod
-    def of_folder(cls, folder: Path) -> ShardListing:
+    def of(cls, folder: Path) -> ShardSizes:
         """List a folder once.
 
         Raises:
@@ -206,8 +206,8 @@ class ShardListing(NamedTuple):
                     sizes.append(state.st_size)
         return cls(np.array(numbers, np.int64), np.array(sizes, np.int64))
 
-    def sizes_of(self, shards: int) -> np.ndarray:
-        """Return the sizes of the first shards: int64 [shards]; −1: there is no such file."""
+    def first(self, shards: int) -> np.ndarray:
+        """Return the sizes of so many first shards: int64 [shards]; −1: there is no such file."""
         sizes, known = np.full(shards, -1, np.int64), self.numbers < shards
         sizes[self.numbers[known]] = self.sizes[known]
         return sizes

@@ -19,7 +19,7 @@ from draftlab.files import atomic_path, sha256_file
 from draftlab.store.manifest import MANIFEST, Shard
 from draftlab.store.object_store import UrlFolder
 from draftlab.store.record_index import RECORDS
-from draftlab.store.shard import ShardListing
+from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_cache import ShardCache, machine_cache
 from draftlab.store.shard_table import SHARDS
 from draftlab.store.urls import local_folder
@@ -47,7 +47,7 @@ class ShardFiles(ABC):
         """Return the path or URL of a file."""
 
     @abstractmethod
-    def list(self) -> ShardListing:
+    def list(self) -> ShardSizes:
         """List the files of all shards at once.
 
         Raises:
@@ -118,8 +118,8 @@ class LocalShardFiles(ShardFiles):
     def where(self, name: str) -> Path:
         return self.folder / name
 
-    def list(self) -> ShardListing:
-        return ShardListing.of_folder(self.folder) if self.folder.is_dir() else ShardListing.of([])
+    def list(self) -> ShardSizes:
+        return ShardSizes.of(self.folder) if self.folder.is_dir() else ShardSizes.from_files([])
 
     def size(self, shard: Shard) -> int:
         path = shard.path(self.folder)
@@ -184,8 +184,8 @@ class RemoteShardFiles(ShardFiles):
     def where(self, name: str) -> str:
         return self.remote.where(name)
 
-    def list(self) -> ShardListing:
-        return ShardListing.of(self.remote.sizes().items())
+    def list(self) -> ShardSizes:
+        return ShardSizes.from_files(self.remote.sizes().items())
 
     def size(self, shard: Shard) -> int:
         return self.remote.size(shard.file)

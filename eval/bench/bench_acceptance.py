@@ -217,6 +217,7 @@ class Bench:
                         traceback.print_exc()
                     name = peer_name(peer, our_rate=our_rate)
                     self.left_out.append(f"{name}, {family}, seed {seed}: {error}")
+                    print(f"left out: {self.left_out[-1]}", flush=True)
 
 
 def peer_name(peer: str, *, our_rate: bool) -> str:

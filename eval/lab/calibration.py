@@ -104,7 +104,7 @@ def main() -> int:
             running[family] = subprocess.Popen(
                 command(family, options),
                 cwd=options.out,  # its folder of runs
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
+                env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path[1:]])},
                 stdout=log,
                 stderr=log,
             )

@@ -168,7 +168,7 @@ def test_every_process_gets_the_arguments_of_the_verb(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workshop, calls = new_workshop(tmp_path), []
-    monkeypatch.setattr(launching, "launch", lambda *args: calls.append(args[:2]) or 7)
+    monkeypatch.setattr(launching, "launch", lambda *args, **_: calls.append(args[:2]) or 7)
     options = ["--json"] if verb == "run" else []
     words = ["small.yaml", "train.device=cpu", "name=two", "--gpus", "3", "--force", *options]
     assert draftlab(workshop, verb, *words).exit_code == 7

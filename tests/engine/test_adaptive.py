@@ -295,3 +295,13 @@ def test_a_cycle_verifies_all_drafts_of_every_shape(target: Target) -> None:
     most = {shape: 4 * shape.k if shape.budget is None else shape.budget for shape in shapes}
     verified = {shape: max(int(n.sum()) for s, n in steps if s == shape) for shape in shapes}
     assert verified == most
+
+
+def test_a_drafter_with_a_fixed_number_of_drafts_is_refused(target: Target) -> None:
+    class FixedDrafter(ChainDrafter):
+        def propose(self, verified):
+            return super().propose(verified)
+
+    drafter = FixedDrafter(drafter_of(target, "chain").head, 3, **OPTIONS)
+    with pytest.raises(ValueError, match="propose takes no `k`"):
+        adaptive_engine(target, drafter, compact=False)

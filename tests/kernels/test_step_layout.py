@@ -143,11 +143,11 @@ def test_commit(case: tuple[SlotBuffers, Tensor, dict], seed: int) -> None:
             outcome.packed_results, confidence=slots.confidence is not None
         )
         if slots.confidence is not None:
-            own = index < len(slots.length) - 1  # the dummy's rows race for its count
-            stored = torch.arange(width - 1) < slots.stored[index[own], None]
-            before = slots.confidence[index[own], : width - 1]
-            assert torch.equal(confidence[own][stored], before[stored])
-            assert confidence[own][~stored].isnan().all()
+            count = slots.stored[index].where(slots.length[index] > 0, 0)
+            stored = torch.arange(width - 1) < count[:, None]
+            before = slots.confidence[index, : width - 1]
+            assert torch.equal(confidence[stored], before[stored])
+            assert confidence[~stored].isnan().all()
         assert not after.stored[index].any()
         for row, slot in enumerate(index.tolist()):
             accepted, token = int(verdict.accepted[row]), int(verdict.emitted[row])

@@ -100,6 +100,27 @@ def test_a_run_equals_that_of_one_process(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_window_is_recorded_on_other_nodes(cluster: Any, tmp_path: Path, killed: bool) -> None:
+    settings = ("record.shard_tokens=128", "record.window=520KB", "train.steps=200")
+    texts = [f"def f{i}(use): the user {i}" for i in range(150)]
+    for name in ("ray", "full"):
+        write_prompts(new_workshop(tmp_path / name) / "prompts.jsonl", texts)
+    full = draftlab(tmp_path / "full", "train", "small.yaml", *settings, "record.keep=all")
+    assert full.exit_code == 0, full.output
+    command = ("train", "small.yaml", *settings, "--ray", cluster.address)
+    driver = Driver(tmp_path / "ray", *command)
+    if killed:
+        driver.wait(lambda: (tmp_path / "ray/runs/small/train/metrics.jsonl").exists())
+        for process in [p for node in cluster.worker_nodes for p in processes(node)]:
+            process.kill()  # ranks and actors
+    assert driver.wait() == 0, driver.text
+    heads = [contents(tmp_path / name / "runs/small/head") for name in ("ray", "full")]
+    assert heads[0] == heads[1], driver.text
+    assert "window: recorded " in driver.text
+
+
+@pytest.mark.slow
 def test_two_ranks_of_ray_train_are_two_of_torchrun(cluster: Any, tmp_path: Path) -> None:
     for name in ("ray", "launched"):
         copy_of_finished(tmp_path / name)

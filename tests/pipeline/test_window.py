@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.pipeline import window_training
+from draftlab.pipeline import window_session, window_training
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.store import Store
 from draftlab.store.window import StoreWindow
@@ -157,6 +157,18 @@ def test_the_shards_of_a_lost_worker_are_recorded_by_another(
     result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
     assert result.exit_code == 0, result.output
     assert result.output.count("its work is done by others") == 2
+    assert bytes_of(workshop, "small") == bytes_of(full, "full")
+
+
+def test_answers_of_a_worker_may_arrive_together(
+    full: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later answer of a worker names the shards that earlier calls computed."""
+    use_threads(monkeypatch, num_workers=1)
+    plain = window_session.wait
+    monkeypatch.setattr(window_session, "wait", lambda futures, *_: plain(futures, 2.0))
+    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
+    assert result.exit_code == 0, result.output
     assert bytes_of(workshop, "small") == bytes_of(full, "full")
 
 

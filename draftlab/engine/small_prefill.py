@@ -1,0 +1,191 @@
+"""Prefill of a few short prompts in static shapes, so that CUDA graphs hold it.
+
+Requests that replace finished ones are prefilled one or two at a time. The host then takes longer
+to launch the kernels of such a prefill than the GPU to run them, and running requests wait. Here
+prompts are padded to one of a few shapes, and on CUDA each shape is captured on first use: one
+graph runs the target and samples the first tokens, and another one proposes the first drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from draftlab.engine.drafter import VerifiedFeatures
+from draftlab.engine.generation_state import Sequence
+from draftlab.engine.prefill import emit_first_tokens
+from draftlab.engine.step import GraphedStep, Step
+from draftlab.kernels.paged_attention import slot_mapping
+from draftlab.target_model.model import HiddenStates
+
+
+class PrefillShape(NamedTuple):
+    """Rows and columns of padded prompts, and whether one of them samples with top-k or top-p."""
+
+    rows: int
+    columns: int
+    limited: bool
+
+
+class SmallPrefill:
+    """Prefills prompts that fit one of the shapes.
+
+    Args:
+        step: the engine's step.
+        graphs: the engine's graphs, whose memory is shared; None: launch kernel by kernel.
+    """
+
+    ROWS = 1, 2, 4
+    COLUMNS = 32, 64, 96, 128, 192, 256, 384, 512
+
+    def __init__(self, step: Step, graphs: GraphedStep | None) -> None:
+        self.step, self.graphs = step, graphs
+        self._prefills: dict[PrefillShape, _Call] = {}
+        self._drafts: dict[tuple[int, int], _Call] = {}
+        self._verified: dict[int, VerifiedFeatures] = {}  # by rows: what first drafts begin from
+
+    def shape(self, sequences: list[Sequence]) -> PrefillShape | None:
+        """Return the shape that newly admitted sequences fit; None: they need `prefill`.
+
+        Equal prompts do, since they are computed once there, and so do preempted sequences.
+        """
+        prompts = [sequence.tokens for sequence in sequences]
+        rows = _smallest(self.ROWS, len(prompts))
+        columns = _smallest(self.COLUMNS, max(map(len, prompts)))
+        if rows is None or columns is None or any(s.resumed for s in sequences):
+            return None
+        if len(set(map(tuple, prompts))) < len(prompts):
+            return None
+        return PrefillShape(rows, columns, any(s.limited for s in sequences))
+
+    @torch.inference_mode()
+    def __call__(self, sequences: list[Sequence], shape: PrefillShape) -> Tensor:
+        """Run the sequences' prompts; return their first tokens, as `prefill` does.
+
+        The next call with this shape overwrites the result.
+        """
+        rows = [
+            [s.slot, len(s.tokens), *s.tokens, *[0] * (shape.columns - len(s.tokens))]
+            for s in sequences
+        ]
+        rows += [self._empty_row(shape)] * (shape.rows - len(sequences))
+        return self._prefill(shape)(self.step.input_batch.to_device(rows, torch.int64))
+
+    @torch.inference_mode()
+    def draft(self, sequences: list[Sequence], shape: PrefillShape, k: int) -> None:
+        """Extend the draft model's cache by the last pair of the prompts of the latest call.
+
+        Args:
+            k: first drafts to propose and store.
+        """
+        slots = [sequence.slot for sequence in sequences]
+        index = self.step.input_batch.index(slots, shape.rows)
+        self._first_drafts(shape.rows, k)(index[:, None])
+
+    @torch.inference_mode()
+    def capture(self, lengths: Collection[int], ks: Collection[int], *, limited: bool) -> None:
+        """Capture whatever prompts of these lengths need, and first drafts of these numbers."""
+        columns = {_smallest(self.COLUMNS, length) for length in lengths} - {None}
+        for rows in self.ROWS:
+            for each in sorted(columns):
+                self._prefill(PrefillShape(rows, each, limited))
+            for k in ks if columns else ():
+                self._first_drafts(rows, k)
+
+    def _prefill(self, shape: PrefillShape) -> _Call:
+        if shape not in self._prefills:
+            empty = self._empty_row(shape)
+            self._prefills[shape] = self._capture(
+                lambda inputs: self._run(inputs, shape.limited), empty, shape.rows
+            )
+        return self._prefills[shape]
+
+    def _first_drafts(self, rows: int, k: int) -> _Call:
+        def run(inputs: Tensor) -> Tensor:
+            self.step.begin_drafting(inputs[:, 0], self._verified[rows], k)
+            return inputs
+
+        if (rows, k) not in self._drafts:
+            dummy = self.step.input_batch.dummy
+            self._drafts[rows, k] = self._capture(run, [dummy], rows)
+        return self._drafts[rows, k]
+
+    def _empty_row(self, shape: PrefillShape) -> list[int]:
+        return [self.step.input_batch.dummy] + [0] * (1 + shape.columns)
+
+    def _run(self, inputs: Tensor, limited: bool) -> Tensor:
+        """Prefill int64 [R, 2 + S]: slots, lengths and padded prompts; the dummy has length 0."""
+        step, batch, drafter = self.step, self.step.input_batch, self.step.drafter
+        index, lengths, tokens = inputs[:, 0], inputs[:, 1], inputs[:, 2:]
+        columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        positions = columns.where(columns < lengths[:, None], -1)
+        table, keys = batch.block_table[index], batch.keys[index]
+        slots = slot_mapping(table, positions, step.cache.block_size)
+        states = step.decoder.states(
+            tokens,
+            step.boundaries,
+            positions=positions,
+            cache=step.cache.at(table, positions, slots, index),
+        )
+        if drafter is not None:
+            pair_positions = columns.where(columns < lengths[:, None] - 1, -1)
+            pairs = VerifiedFeatures(
+                tokens.roll(-1, 1),
+                states.features,
+                pair_positions,
+                (lengths - 1).clamp(min=1),
+                table,
+                keys,
+            )
+            drafter.extend_cache(pairs.first_columns(tokens.shape[1] - 1))
+        last = torch.arange(len(tokens), device=tokens.device), (lengths - 1).clamp(min=0)
+        ends = HiddenStates(states.features[last], states.last[last])
+        result, verified = emit_first_tokens(step, index, lengths, ends, limited=limited)
+        if verified is not None:
+            _copy(verified, self._verified.setdefault(len(tokens), verified))
+        return result
+
+    def _capture(self, run: Callable[[Tensor], Tensor], empty: list[int], rows: int) -> _Call:
+        """Return a call of `run`, captured with rows of the dummy so that no request changes."""
+        inputs = self.step.input_batch.to_device([empty] * rows, torch.int64)
+        if self.graphs is None:
+            run(inputs)
+            return _Call(run)
+        # The first run, outside of the graph, makes the tensors that graphs share.
+        graph, result = self.graphs.capture(lambda: run(inputs))
+        return _Call(run, graph, inputs, result)
+
+
+@dataclass
+class _Call:
+    """A function of one tensor, or the CUDA graph of it."""
+
+    run: Callable[[Tensor], Tensor]
+    graph: torch.cuda.CUDAGraph | None = None
+    inputs: Tensor | None = None
+    result: Tensor | None = None
+
+    def __call__(self, inputs: Tensor) -> Tensor:
+        if self.graph is None or self.inputs is None or self.result is None:
+            return self.run(inputs)
+        self.inputs.copy_(inputs)
+        self.graph.replay()
+        return self.result
+
+
+def _smallest(sizes: tuple[int, ...], least: int) -> int | None:
+    """Return the smallest of the ascending sizes that is large enough; None: none is."""
+    return next((size for size in sizes if size >= least), None)
+
+
+def _copy(source: VerifiedFeatures, target: VerifiedFeatures) -> None:
+    """Copy tensors to those that the graphs of first drafts read."""
+    for name in ("tokens", "features", "positions", "counts", "block_table"):
+        getattr(target, name).copy_(getattr(source, name))
+    pairs = [(source.keys, target.keys, f.name) for f in fields(source.keys)]
+    for one, other, name in pairs:
+        getattr(other, name).copy_(getattr(one, name))

@@ -1,0 +1,68 @@
+"""Prefill in padded shapes gives the reference engine's tokens; on a GPU test_on_gpu.py has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftlab.engine.adaptive import AdaptiveVerification
+from draftlab.engine.drafter import new_drafter
+from draftlab.engine.engine import Engine
+from draftlab.engine.reference import ReferenceEngine
+from draftlab.engine.sampling import Request, Sampling
+from draftlab.engine.small_prefill import PrefillShape, SmallPrefill
+from tests.engine.test_on_gpu import drafter_of, embedded
+from tests.helpers.greedy_answers import outcomes, run
+
+
+class CountingPrefill(SmallPrefill):
+    """A prefill that keeps the shapes of its calls."""
+
+    def __call__(self, sequences, shape):
+        self.shapes = [*getattr(self, "shapes", []), shape]
+        return super().__call__(sequences, shape)
+
+
+def small_engine(*arguments, **options) -> Engine:
+    engine = Engine(*arguments, **options)
+    engine.small_prefill = CountingPrefill(engine.step, None)
+    return engine
+
+
+@pytest.mark.parametrize("kind", [None, "chain", "parallel", "block"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_tokens_and_counters_are_the_reference_engines(kind: str | None, temperature: float):
+    target, heads, prompts = embedded("cpu")
+    requests = [Request(i, ids, 8, Sampling(temperature)) for i, ids in prompts[:6]]
+    drafter = None if kind is None else drafter_of(heads[kind], temperature)
+    expected = outcomes(run(ReferenceEngine(target, drafter, batch=3, max_length=400), requests))
+    for options in ({"batch": 3}, {"batch": 1}, {"batch": 3, "num_blocks": 8, "block_size": 64}):
+        engine = small_engine(target, drafter, max_length=400, **options)
+        assert outcomes(run(engine, requests)) == expected
+        assert len(engine.small_prefill.shapes) >= len(requests) // options["batch"]
+
+
+def test_prompts_that_fit_no_shape() -> None:
+    target, heads, prompts = embedded("cpu")
+    ids = prompts[0][1][:1]  # the shortest prompt that there can be
+    engine = small_engine(target, drafter_of(heads["chain"], 0.0), batch=6, max_length=600)
+    groups = [[ids], [ids, ids], [ids * 600], [ids * (n + 1) for n in range(5)]]
+    for group in groups:
+        requests = [Request(str(n), tuple(t)[:590], 4) for n, t in enumerate(group)]
+        run(engine, requests)
+    assert engine.small_prefill.shapes == [PrefillShape(1, 32, False)]
+
+
+@pytest.mark.parametrize("kind", ["chain", "parallel", "block"])
+def test_captures_before_requests_change_nothing(kind: str) -> None:
+    """With adaptive steps of every number of drafts, which first drafts have too."""
+    target, heads, prompts = embedded("cpu")
+    requests = [Request(i, ids, 10) for i, ids in prompts[:6]]
+    plain = {g.id: g.token_ids for g in run(Engine(target, batch=2, max_length=400), requests)}
+    drafter = new_drafter(heads[kind], 3, confidence=True, fresh_noise=True)
+    adaptive = AdaptiveVerification(cycle=True)
+    engine = small_engine(target, drafter, batch=2, max_length=400, adaptive=adaptive)
+    engine.capture_prefills(requests)
+    assert {g.id: g.token_ids for g in run(engine, requests)} == plain
+    engine.capture_prefills(requests)
+    assert {k for _, k in engine.small_prefill._drafts} == {0, 1, 2, 3}
+    assert {g.id: g.token_ids for g in run(engine, requests)} == plain
