@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from itertools import chain, count
@@ -40,6 +41,21 @@ def size_text(number_of_bytes: float) -> str:
         if number_of_bytes >= unit:
             return f"{rounded_text(number_of_bytes / unit)} {name}"
     return f"{number_of_bytes:,.0f} B"
+
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_size(text: str) -> int:
+    """Return a size such as "200GB" or "1.5 TB" in bytes.
+
+    Raises:
+        ValueError: it is none.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?B)\s*", text, re.IGNORECASE)
+    if match is None or not (size := int(float(match[1]) * _UNITS[match[2].upper()])):
+        raise ValueError(f"expected a size such as 200GB or 1.5TB, found {text!r}")
+    return size
 
 
 def plain_values(fields: dict[str, Any]) -> list[tuple[str, str]]:

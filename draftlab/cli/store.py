@@ -18,13 +18,18 @@ if TYPE_CHECKING:
 
 store_app = typer.Typer(help="Merge, split and sample stores.", no_args_is_help=True)
 
-FromStore = Annotated[Path, typer.Argument(help="A recorded store.", metavar="STORE")]
+FromStore = Annotated[
+    str, typer.Argument(help="A recorded store: its folder or URL.", metavar="STORE")
+]
 Seed = Annotated[int, typer.Option(help="Seed of the choice of records.")]
 
 
 @store_app.command()
 def merge(
-    stores: Annotated[list[Path], typer.Argument(help="Recorded stores.", metavar="STORE…")],
+    stores: Annotated[
+        list[str],
+        typer.Argument(help="Recorded stores: folders or URLs.", metavar="STORE…"),
+    ],
     out: Annotated[Path, typer.Option(help="Folder to write.")],
     debug: Debug = False,
 ) -> None:
@@ -139,6 +144,6 @@ def _check_parts(out: list[Path], parts: list[np.ndarray], records: int, prompts
 def _report(store: Store) -> None:
     counts = store.manifest.counts
     monitor.say(
-        f"{store.folder}: {count_text(counts.records, 'record')}, {counts.tokens:,} tokens, "
+        f"{store.address}: {count_text(counts.records, 'record')}, {counts.tokens:,} tokens, "
         f"{count_text(len(store.manifest.shards), 'shard')}"
     )

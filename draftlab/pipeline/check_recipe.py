@@ -24,6 +24,7 @@ from draftlab.pipeline.head_spec import (
 from draftlab.pipeline.head_workspace import input_files
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.resolve import find_head
+from draftlab.store.shard_files import open_shard_files
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.locate import local_target, resolve_device, resolve_target
@@ -60,6 +61,8 @@ def check_before_run(
             raise error
     if here:
         _check_machine(recipe, stages)
+    if recipe.record.url is not None and not plan and not {"store", "head"}.isdisjoint(stages):
+        open_shard_files(Path(), recipe.record.url).read_manifest()  # package, server, credentials
     config = target_config(recipe.target)
     check_shapes(recipe, config.get_text_config())
     family, rows = get_family(recipe.head.family), config.get_text_config().vocab_size

@@ -7,6 +7,7 @@ GPU allows. Of several GPUs that hold a target, one works at a time.
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 
 from draftlab.formatting import rounded_text, size_text
@@ -21,6 +22,8 @@ from draftlab.pipeline.sizes import (
     TargetSize,
 )
 from draftlab.store.manifest import StoreIdentity
+from draftlab.store.shard_cache import DEFAULT_SIZE, SIZE
+from draftlab.store.urls import local_folder
 
 REPLAYED_STEP = 2.0
 """Positions between the decode steps that `train.replay` replays: a modest acceptance length."""
@@ -150,16 +153,21 @@ def _store(
     if max_length > target.max_length:
         limit = f", conversations of at most the target's {target.max_length:,} positions"
     tokens = conversations.count * min(conversations.length, max_length)
-    of = ""
+    url, of = recipe.record.url, ""
+    at_url = url is not None and local_folder(url) is None
     if recipe.record.rolls:
         of = f"; the held-out records alone, since all {as_count(tokens)} tokens would take "
         of += as_bytes(tokens * identity.bytes_per_token)
         tokens *= recipe.train.validation_share
+    if url is not None:
+        of += f"; {as_bytes(tokens * identity.bytes_per_token)} at {url}"
+    if at_url:
+        of += f", and a cache of {os.environ.get(SIZE) or DEFAULT_SIZE} on each machine ({SIZE})"
     return Estimate(
         "store",
         f"up to about {as_count(tokens)} tokens of {as_bytes(identity.bytes_per_token)}, "
         f"{states}{limit}{of}",
-        disk=tokens * identity.bytes_per_token,
+        disk=None if at_url else tokens * identity.bytes_per_token,
         seconds=gpu and 2 * target.active * tokens / gpu.products / 1e12,
     )
 

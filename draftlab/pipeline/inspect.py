@@ -21,11 +21,12 @@ from draftlab.pipeline.resolve import REFERENCE, recipe_of, reference_head
 from draftlab.pipeline.run_folder import find_run
 from draftlab.pipeline.stage_records import read_record, record_path
 from draftlab.pipeline.stages import STAGES
-from draftlab.pipeline.store_statistics import store_statistics
+from draftlab.pipeline.store_statistics import count_predicted, length_histogram
 from draftlab.report import print_report, print_suites
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.shard import ShardSizes
 from draftlab.store.store import Store
+from draftlab.store.urls import is_url
 from draftlab.store.window import StoreWindow, planned_sizes
 from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.loading import load_tokenizer
@@ -40,10 +41,14 @@ def inspect_path(name: str | None, sample: int, console: Console, *, verify: boo
     """Print a run, a store, a head folder or a report.
 
     Args:
-        name: path (the folder or a file in it) or run name; None: the latest run.
+        name: path (the folder or a file in it), URL of a store, or run name; None: the latest run.
         sample: index of the conversation to print.
         verify: whether to hash a store's shards.
     """
+    if name is not None and is_url(name):
+        _store(Store.open(name), console, verify)
+        console.print("no conversation: without a run's recipe the tokenizer is unknown")
+        return
     path = Path(name) if name is not None else find_run(None)
     if name == REFERENCE and not path.exists():
         path = reference_head()
@@ -54,10 +59,12 @@ def inspect_path(name: str | None, sample: int, console: Console, *, verify: boo
         if _is_rolling(path):
             _window(path, console)
             return
-        store, run = Store.open(path), path.resolve().parent
+        run = path.resolve().parent
+        recipe = recipe_of(run) if (run / "recipe.yaml").is_file() else None
+        store = Store.open(path, url=recipe.record.url if recipe else None)
         _store(store, console, verify)
-        if (run / "recipe.yaml").is_file():
-            _conversation(store, load_tokenizer(recipe_of(run).target), sample, console)
+        if recipe:
+            _conversation(store, load_tokenizer(recipe.target), sample, console)
         else:
             console.print("no conversation: without a run's recipe the tokenizer is unknown")
     elif (path / CONFIG).is_file():
@@ -132,9 +139,10 @@ def _run(folder: Path, sample: int, console: Console, verify: bool) -> None:
     if stages.get("store") == "complete" and _is_rolling(folder / "store"):
         _window(folder / "store", console)
     elif stages.get("store") == "complete":
-        store = Store.open(folder / "store")
+        recipe = recipe_of(folder)
+        store = Store.open(folder / "store", url=recipe.record.url)
         _store(store, console, verify)
-        _conversation(store, load_tokenizer(recipe_of(folder).target), sample, console)
+        _conversation(store, load_tokenizer(recipe.target), sample, console)
 
 
 def _head(folder: Path, console: Console) -> None:
@@ -189,23 +197,28 @@ def _store(store: Store, console: Console, verify: bool) -> None:
         store.verify()
     manifest, counts = store.manifest, store.manifest.counts
     num_bytes = int(manifest.written.bytes.sum())
-    statistics = store_statistics(store)
-    coverage = "covers " + ", ".join(
-        f"{share:.1%} with {size:,}" for size, share in statistics.coverage.items()
-    )
-    most = max(count for _, count in statistics.lengths)
+    in_answers = f"{counts.loss_tokens / counts.tokens:.1%} in answers"
+    if store.files.is_local:
+        statistics = count_predicted(store)
+        predicted = f"{statistics.predicted / counts.tokens:.1%} predicted"
+        coverage = "covers " + ", ".join(
+            f"{share:.1%} with {size:,}" for size, share in statistics.coverage.items()
+        )
+    else:
+        predicted, coverage = "predicted ones are not counted", "not counted: it reads all shards"
+    histogram = length_histogram(store.lengths)
+    most = max(count for _, count in histogram)
     lengths = "\n".join(
         f"≤ {longest:<7,} {count:>9,} {'▇' * math.ceil(30 * count / most)}"
-        for longest, count in statistics.lengths
+        for longest, count in histogram
     )
     _table(
-        f"store {store.folder}",
+        f"store {store.address}",
         {
             "target": f"{store.identity.target_name} ({store.identity.target_fingerprint[:12]})",
             "boundaries": f"{list(store.identity.boundaries)}, inputs of layers",
             "records": f"{counts.records:,} in {count_text(len(manifest.shards), 'shard')}",
-            "tokens": f"{counts.tokens:,}, {counts.loss_tokens / counts.tokens:.1%} in answers, "
-            f"{statistics.predicted / counts.tokens:.1%} predicted",
+            "tokens": f"{counts.tokens:,}, {in_answers}, {predicted}",
             "draft vocabulary": coverage,
             "lengths": lengths,
             "size": f"{size_text(num_bytes)}, {num_bytes / counts.tokens:,.0f} bytes per token, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
+from draftlab.formatting import size_text
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.target_worker import TargetWorker, held_out
@@ -20,6 +22,8 @@ from draftlab.store.online import OnlineStore
 from draftlab.store.record import record
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import SampleTable, Selection
+from draftlab.store.shard_cache import SIZE
+from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.store.window_store import WindowStore
 from draftlab.target_model.metadata import TargetMetadata
@@ -32,6 +36,25 @@ from draftlab.text.server_answers import ServerAnswers
 from draftlab.train.batch.order import check_row_tokens
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.vllm.answers import VllmAnswers
+
+
+def cache_line(store: Store) -> str:
+    """Return how the shards of a store at a URL are read, for the console."""
+    if not isinstance(store.files, RemoteShardFiles):
+        raise ValueError("expected a store at a URL")
+    cache, size = store.files.cache, int(store.manifest.written.bytes.sum())
+    line = (
+        f"store: {size_text(size)} at {store.address}, read through a cache of "
+        f"{size_text(cache.max_bytes)} in {cache.folder}"
+    )
+    window = cache.max_bytes if store.window is None else store.window.size
+    if size <= cache.max_bytes or 2 * window <= cache.max_bytes:
+        return line
+    return (
+        f"{line}; it is smaller than the store, so that shards are downloaded again and again: "
+        f"{SIZE}={math.ceil(size / 1e9)}GB avoids that, and so does a recording with "
+        "record.window of at most half of the cache and record.keep=all"
+    )
 
 
 @dataclass
@@ -208,9 +231,17 @@ class Recording:
         folder = self.run / STAGES["store"].artefact
         if self.recipe.record.window is not None:
             answers = self.run / STAGES["answers"].artefact
-            return WindowStore.of_run(folder, open_samples(answers, self.tokenizer, Monitor()))
+            samples = open_samples(answers, self.tokenizer, Monitor())
+            store = WindowStore.of_run(folder, samples, self.recipe.record.url)
+            if not store.files.is_local:
+                self.monitor.say(cache_line(store))
+            return store
         if not online:
-            return Store.open(folder)
+            store = Store.open(folder, url=self.recipe.record.url)
+            if not store.files.is_local:  # counting tokens would download all shards
+                _, store.samples = self._plan(self.here.metadata, Monitor())
+                self.monitor.say(cache_line(store))
+            return store
         # Its lines were printed with the manifest.
         plan, samples = self._plan(self.target, Monitor())
         recorded = Manifest.read(folder / MANIFEST)

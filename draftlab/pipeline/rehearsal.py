@@ -58,6 +58,7 @@ REPLACED = {
     "target.revision": None,
     "regenerate.backend": "paged",
     "record.backend": "transformers",
+    "record.url": None,
     "eval.engine": "paged",
     "train.validation_share": 0.2,
     "train.wandb": None,
@@ -132,6 +133,8 @@ def rehearsal_recipe(recipe: Recipe, runs: Path, monitor: Monitor) -> Recipe:
             monitor.say(
                 f"{key}: {changes[key]} in place of {program}, which a rehearsal leaves out"
             )
+    if recipe.record.url is not None:
+        monitor.say(f"record.url: a rehearsal writes nothing to {recipe.record.url}")
     for key, value in changes.items():
         section, setting = key.split(".")
         tree[section][setting] = value

@@ -24,7 +24,8 @@ from draftlab.heads.family import get_family
 from draftlab.pipeline.recipe import LATEST, RENAMED_SETTINGS, Recipe, flatten
 from draftlab.pipeline.stage_records import read_record, record_path, recorded
 from draftlab.pipeline.stages import FORMER_DEFAULTS, STAGES, Stage, settings_with_effect
-from draftlab.store.store import check_store
+from draftlab.store.completeness import check_store
+from draftlab.store.transfer_errors import UnreachableError
 
 RUNS = Path("runs")
 State = Literal["done", "unfinished", "missing", "changed", "unneeded"]
@@ -111,7 +112,9 @@ class Run:
                 return f"{name} has SHA-256 {actual[:12]}, and {digest[:12]} when it was written"
         if stage.name == "store":
             try:
-                check_store(self.folder / stage.artefact)
+                check_store(self.folder / stage.artefact, self.settings.get("record.url"))
+            except UnreachableError:  # nothing is known of the shards
+                raise
             except UserError as error:  # a shard is missing or truncated
                 return f"{Path(error.where).name}: {error.what}"
         return ""

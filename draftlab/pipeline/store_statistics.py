@@ -21,21 +21,19 @@ class StoreStatistics:
         predicted: number of tokens that a head predicts in training.
         coverage: size of a draft vocabulary → share of these tokens that its most frequent tokens
             cover, for sizes up to the first that covers all.
-        lengths: see `length_histogram`.
     """
 
     predicted: int
     coverage: dict[int, float]
-    lengths: list[tuple[int, int]]
 
 
-def store_statistics(store: Store) -> StoreStatistics:
-    """Count the tokens of a store; the hidden states are not read."""
+def count_predicted(store: Store) -> StoreStatistics:
+    """Count the predicted tokens of a store; the hidden states are not read."""
     counts = np.sort(predicted_counts(store, store.identity.vocab_size))[::-1]
     total, distinct = int(counts.sum()), int((counts > 0).sum())
     sizes = [size for size in VOCABULARY_SIZES if size < distinct] + [distinct]
     coverage = {size: float(counts[:size].sum() / max(total, 1)) for size in sizes}
-    return StoreStatistics(total, coverage, length_histogram(store.lengths))
+    return StoreStatistics(total, coverage)
 
 
 def length_histogram(lengths: Sequence[int]) -> list[tuple[int, int]]:

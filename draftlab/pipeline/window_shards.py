@@ -153,7 +153,7 @@ class WindowShards:
         digest = sha256_file(self.folder / shard.file)
         if receipt is None or digest != receipt.sha256:
             raise DamagedShardError(f"its SHA-256 is {digest}, which its receipt has not")
-        map_shard(self.folder, shard, self.plan.identity, "run the same command again")
+        map_shard(self.receipts.files, shard, self.plan.identity, "run the same command again")
         return receipt
 
     def add_verified(self, number: int, receipt: WrittenShard, *, new: bool) -> None:

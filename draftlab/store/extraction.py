@@ -18,10 +18,10 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.store.fp8 import E4M3, quantise
 from draftlab.store.manifest import Manifest, Shard, StoreIdentity
+from draftlab.store.masks import NO_TEACHER, teacher_mask
 from draftlab.store.recording_plan import SIDE_BY_SIDE
 from draftlab.store.samples import Sample
 from draftlab.store.shard_file import DTYPES
-from draftlab.store.store import NO_TEACHER, teacher_mask
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import PackedRow, copy_to_device

@@ -23,7 +23,7 @@ from draftlab.progress import Monitor
 from draftlab.store.batches import group_consecutive
 from draftlab.store.manifest import Counts, Dropped, Manifest
 from draftlab.store.record_index import RecordIndex
-from draftlab.store.shard import Shards, shard_file
+from draftlab.store.shard import Shard, Shards, shard_file
 from draftlab.store.shard_file import write_shard
 from draftlab.store.shard_table import ShardTable, WrittenShard
 from draftlab.store.store import Store
@@ -39,15 +39,14 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
             is not empty.
     """
     for store in stores[1:]:
-        store.identity.check(stores[0].identity, store.folder)
+        store.identity.check(stores[0].identity, store.address)
     _check_unique_ids(stores)
     manifests = [store.manifest for store in stores]
     total, number = sum(len(manifest.shards) for manifest in manifests), 0
     with _new_folder(folder) as new:
         for store in stores:
             for shard in store.manifest.shards:
-                store.verify([shard.number])
-                _link(shard.path(store.folder), new / shard_file(number))
+                _copy_shard(store, shard, new / shard_file(number))
                 number += 1
                 monitor.progress("merge", number, total)
         tables = [manifest.written for manifest in manifests]
@@ -104,7 +103,8 @@ def select(
     with _new_folder(folder) as new:
         for number, group in enumerate(groups):
             members = [records[i] for i in group]
-            store.verify(store.shards_of(members))
+            if store.files.is_local:  # others are verified when they are read
+                store.verify(store.shards_of(members))
             rows = [store.raw_tensors(record) for record in members]
             tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
             tensors["offsets"] = torch.tensor([0, *(lengths[i] for i in group)]).cumsum(0)
@@ -134,7 +134,7 @@ def _sums(models: Sequence[Counts] | Sequence[Dropped]) -> dict[str, int]:
 def _check_unique_ids(stores: Sequence[Store]) -> None:
     id_, count = Counter(id_ for store in stores for id_ in store.ids).most_common(1)[0]
     if count > 1:
-        folders = [str(store.folder) for store in stores if id_ in store.ids]
+        folders = [str(store.address) for store in stores if id_ in store.ids]
         raise UserError(
             f"expected every record in one store, found {id_!r} in {' and '.join(folders)}",
             do="leave one of the stores out, or record its conversations under other ids",
@@ -168,6 +168,17 @@ def _new_folder(folder: Path) -> Iterator[Path]:
         os.replace(new, folder)
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def _copy_shard(store: Store, shard: Shard, to: Path) -> None:
+    """Copy a shard whose hash is right; link it if it is in a folder."""
+    if not store.files.is_local:
+        with store.files.local_file(shard) as path:
+            shutil.copyfile(path, to)
+        return
+    store.verify([shard.number])
+    with store.files.local_file(shard) as path:
+        _link(path, to)
 
 
 def _link(source: Path, to: Path) -> None:

@@ -11,9 +11,6 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from draftlab.kernels.cuda_device import use_device
 from draftlab.store.batches import cut_batches
 from draftlab.store.extraction import HiddenStateExtractor
@@ -70,8 +67,3 @@ class OnlineStore(Store):
             buffer.add(batch, future)
         store = Store(self.folder, plan, {0: buffer.tensors})
         return [store.view(number) for number in range(len(store))]
-
-    def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
-        sample = self.samples[index]
-        tokens, spans = torch.tensor(sample.token_ids), torch.tensor(sample.spans)
-        return tokens.long(), spans.long()

@@ -34,7 +34,7 @@ from draftlab.settings import describe_errors
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
-from draftlab.store.shard import ShardSizes
+from draftlab.store.shard_files import LocalShardFiles, ShardFiles
 from draftlab.store.shard_table import SHARDS, ShardTable, WrittenShard
 from draftlab.store.window import staying_shards
 
@@ -69,18 +69,20 @@ class Receipts:
     Args:
         folder: the store's folder.
         plan: the manifest of an incomplete store.
+        files: of the shards; None: they are in the folder.
     """
 
-    def __init__(self, folder: Path, plan: Manifest) -> None:
+    def __init__(self, folder: Path, plan: Manifest, files: ShardFiles | None = None) -> None:
         self.folder, self.plan = folder, plan
+        self.files = files or LocalShardFiles(folder)
         self.key = sha256_text(canonical_json(plan.dump()))
         self._version: tuple[int, int] | None = None
 
     @classmethod
-    def from_published(cls, folder: Path) -> Receipts:
+    def from_published(cls, folder: Path, files: ShardFiles | None = None) -> Receipts:
         """Return the receipts of the plan that another process has published in a folder."""
         version = _manifest_version(folder)
-        receipts = cls(folder, Manifest.read(folder / MANIFEST))
+        receipts = cls(folder, Manifest.read(folder / MANIFEST), files)
         receipts._version = version
         return receipts
 
@@ -89,6 +91,7 @@ class Receipts:
         path = self.folder / MANIFEST
         if not path.exists() or Manifest.read(path).dump() != self.plan.dump():
             self.plan.write(self.folder)
+        self.files.publish(self.folder)
         self._version = _manifest_version(self.folder)
 
     def receipt_path(self, shard: Shard) -> Path:
@@ -108,14 +111,14 @@ class Receipts:
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not committed, of those that stay."""
         shards = self.plan.shards[: staying_shards(self.plan)]
-        sizes = ShardSizes.of(self.folder).first(len(shards)).tolist()
+        sizes = self.files.list().first(len(shards)).tolist()
         pairs = zip(shards, sizes, strict=True)
         return [shard.number for shard, size in pairs if not self._has_receipt(shard, size)]
 
     def is_committed(self, shard: Shard) -> bool:
         """Return whether a shard has a receipt of this plan, and the file the receipt's size."""
-        path = shard.path(self.folder)
-        return self._has_receipt(shard, path.stat().st_size if path.is_file() else -1)
+        receipt = self.read(shard)
+        return receipt is not None and receipt.bytes == self.files.size(shard)
 
     def _has_receipt(self, shard: Shard, size: int) -> bool:
         if size < 0:
@@ -218,7 +221,9 @@ def renew_version(folder: Path) -> None:
     os.utime(folder / MANIFEST)
 
 
-def resume_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
+def resume_plan(
+    folder: Path, plan: Manifest, monitor: Monitor, files: ShardFiles | None = None
+) -> Manifest:
     """Return the plan to follow: the folder's own if there is one, because of its batches.
 
     The manifest of a complete store with all its shards is returned unchanged. A complete store
@@ -241,11 +246,11 @@ def resume_plan(folder: Path, plan: Manifest, monitor: Monitor) -> Manifest:
     check_same_recording(manifest, plan, folder)
     if not manifest.complete:
         return manifest
-    receipts = Receipts(folder, manifest.as_plan())
+    receipts = Receipts(folder, manifest.as_plan(), files)
     if manifest.table is None:  # there were no shards (record.online)
         return receipts.plan
     staying = staying_shards(manifest)
-    sizes = ShardSizes.of(folder).first(staying)
+    sizes = receipts.files.list().first(staying)
     if np.array_equal(sizes, manifest.table.bytes[:staying]):
         return manifest
     for shard, size in zip(manifest.shards[:staying], sizes.tolist(), strict=True):

@@ -21,12 +21,14 @@ import numpy as np
 from draftlab.errors import UserError
 from draftlab.formatting import count_text, size_text
 from draftlab.progress import Monitor
+from draftlab.store.copied_manifest import adopt_manifest
 from draftlab.store.extraction import HiddenStateExtractor, StateSource
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.receipts import Receipts, lock_folder, resume_plan
 from draftlab.store.recording_plan import check_same_recording, plan_recording
 from draftlab.store.samples import Sample
 from draftlab.store.settings import NotFinitePolicy, RecordSettings
+from draftlab.store.shard_files import LocalShardFiles, ShardFiles, open_shard_files
 from draftlab.store.shard_writer import ShardWriters
 from draftlab.store.store import Store
 from draftlab.store.window import HeldOut, StoreWindow, planned_sizes, staying_shards
@@ -88,12 +90,14 @@ def record(
     )
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    files = open_shard_files(folder, settings.url)
     with lock_folder(folder):
-        receipts = Receipts(folder, resume_plan(folder, plan, monitor))
+        adopt_manifest(folder, files, lambda other: check_same_recording(other, plan, folder))
+        receipts = Receipts(folder, resume_plan(folder, plan, monitor, files), files)
         receipts.remove_temporary()
         if not receipts.plan.complete:
             missing = receipts.missing()
-            _check_disk(receipts.plan, missing, folder, monitor)
+            _check_disk(receipts.plan, missing, files, monitor)
             receipts.publish()
             with ExitStack() as stack:
                 if record_shards is None:
@@ -106,11 +110,12 @@ def record(
                         time.sleep(_VISIBLE_S)
                         missing = receipts.missing()
             receipts.complete()
+        files.publish(folder)
         receipts.clear()
     if settings.rolls:
         store: Store = WindowStore(folder, Manifest.read(folder / MANIFEST), recorded)
     else:
-        store = Store.open(folder, identity)
+        store = Store.open(folder, identity, url=settings.url)
     _report_state_quality(store.manifest, monitor)
     return store
 
@@ -215,7 +220,7 @@ def open_recorder(
     plan, recorded = plan_recording(
         target, samples, settings, identity, monitor=Monitor(), held_out=held_out
     )
-    receipts = Receipts.from_published(folder)
+    receipts = Receipts.from_published(folder, open_shard_files(folder, settings.url))
     check_same_recording(receipts.plan, plan, folder)
     source = stack.enter_context((open_source or _extractor_of(target))(receipts.plan))
     return stack.enter_context(ShardRecorder(source, recorded, receipts, settings.not_finite))
@@ -227,20 +232,24 @@ def _extractor_of(target: Target | TargetMetadata) -> OpenStateSource:
     return lambda plan: nullcontext(HiddenStateExtractor(target, plan))
 
 
-def _check_disk(plan: Manifest, missing: Sequence[int], folder: Path, monitor: Monitor) -> None:
+def _check_disk(
+    plan: Manifest, missing: Sequence[int], files: ShardFiles, monitor: Monitor
+) -> None:
     sizes, window = planned_sizes(plan), StoreWindow.of(plan)
     staying, needed = staying_shards(plan), int(sizes[missing].sum())
     if window is not None and window.rolls:
         needed += min(window.size, int(sizes[staying:].sum()))
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise UserError(
-            f"expected {size_text(needed)} of free disk for {count_text(len(missing), 'shard')}, "
-            f"found {size_text(free)}",
-            where=folder,
-            do="free disk space, name a folder on another disk, store fp8 features (record.dtype), "
-            "or record fewer samples or boundaries",
-        )
+    if isinstance(files, LocalShardFiles):
+        files.folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(files.folder).free
+        if free < needed:
+            raise UserError(
+                f"expected {size_text(needed)} of free disk for "
+                f"{count_text(len(missing), 'shard')}, found {size_text(free)}",
+                where=files.folder,
+                do="free disk space, name a folder on another disk, store fp8 features "
+                "(record.dtype), or record fewer samples or boundaries",
+            )
     committed = staying - len(missing)
     monitor.say(
         f"recording {count_text(plan.counts.records, 'record')}, {plan.counts.tokens:,} tokens "
@@ -252,6 +261,7 @@ def _check_disk(plan: Manifest, missing: Sequence[int], folder: Path, monitor: M
             if window is not None and window.rolls
             else f"; {size_text(needed)} to write"
         )
+        + ("" if files.is_local else f" to {files.address}")
     )
 
 

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 
 from draftlab.errors import UserError
 from draftlab.files import read_json, save_tensors, sha256_file, write_json
-from draftlab.store.store import prediction_mask
+from draftlab.store.masks import prediction_mask
 
 Columns = dict[str, np.ndarray]
 INDEX_FILE = "index.json"

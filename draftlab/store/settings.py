@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from draftlab.settings import Settings, SingleOrList, Size
 from draftlab.store.identity import StoreDtype
+from draftlab.store.urls import check_url
 from draftlab.target_model.settings import VllmSettings
 
 NotFinitePolicy = Literal["refuse", "skip"]
@@ -48,6 +49,11 @@ class RecordSettings(Settings):
     not_finite: NotFinitePolicy = "refuse"
     """What happens to samples whose states have NaN or infinity. refuse: the recording stops and
     names the sample and the layer. skip: the sample is counted and not used for training."""
+    url: str | None = None
+    """Folder of the shards at a URL that fsspec knows: s3://bucket/folder, gs://, hf://, file://.
+    Copies of the manifest make it a store by itself. Training reads through a cache on each machine
+    (environment variables DRAFTLAB_CACHE, its folder, and DRAFTLAB_CACHE_SIZE, 20GB). Credentials
+    are in the environment. None: the shards are in the run folder."""
     backend: RecordBackend = "transformers"
     """What computes the states: transformers, or an installed vLLM in a process of its own through
     its hidden-state extraction, for the architectures that it supports. Both give the same store up
@@ -55,8 +61,20 @@ class RecordSettings(Settings):
     vllm: VllmSettings = VllmSettings()
     """Settings of the vLLM backend."""
 
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, value: str | None) -> str | None:
+        return None if value is None else check_url(value)
+
     @model_validator(mode="after")
     def _window_fits(self) -> RecordSettings:
+        if self.online and self.url is not None:
+            raise ValueError("record.url is for shards, and record.online makes none")
+        if self.rolls and self.url is not None:
+            raise ValueError(
+                "expected url, or a window whose shards are deleted, found both: keep=all keeps "
+                "the shards of a window at the URL"
+            )
         if self.keep == "all" and self.window is None:
             raise ValueError("keep=all keeps the shards of a window: expected a window, found none")
         if self.online and self.window is not None:

@@ -6,7 +6,7 @@ import os
 import re
 import stat
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, overload
@@ -165,7 +165,7 @@ def _checked(path: Path) -> Path:
 
 
 class ShardSizes(NamedTuple):
-    """The sizes of the shards in a folder, in any order.
+    """The files of shards in a folder or at a URL, in any order.
 
     Attributes:
         numbers: int64 [m], of the shards.
@@ -174,6 +174,13 @@ class ShardSizes(NamedTuple):
 
     numbers: np.ndarray
     sizes: np.ndarray
+
+    @classmethod
+    def from_files(cls, files: Iterable[tuple[str, int]]) -> ShardSizes:
+        """Return the shards among files with these names and sizes."""
+        matches = ((_FILE(name), size) for name, size in files)
+        known = [(int(m[1]), size) for m, size in matches if m is not None and len(m[1]) <= 18]
+        return cls(*np.array(known, np.int64).reshape(-1, 2).T)
 
     @classmethod
     def of(cls, folder: Path) -> ShardSizes:

@@ -16,6 +16,7 @@ from draftlab.errors import UserError
 from draftlab.store.columns import safetensors_header
 from draftlab.store.fp8 import E4M3
 from draftlab.store.manifest import Shard, StoreIdentity
+from draftlab.store.shard_files import ShardFiles
 
 
 class StateDtypes(NamedTuple):
@@ -71,7 +72,9 @@ def _header(tensors: dict[str, Tensor]) -> tuple[bytes, list[str]]:
     return safetensors_header(example, {n: (t.shape, t.nbytes) for n, t in tensors.items()})
 
 
-def map_shard(folder: Path, shard: Shard, identity: StoreIdentity, do: str) -> dict[str, Tensor]:
+def map_shard(
+    files: ShardFiles, shard: Shard, identity: StoreIdentity, do: str
+) -> dict[str, Tensor]:
     """Return the mapped tensors of a shard that holds the manifest's records.
 
     Shapes, dtypes and offsets are compared, and token ids and answer spans are read: an id outside
@@ -83,10 +86,11 @@ def map_shard(folder: Path, shard: Shard, identity: StoreIdentity, do: str) -> d
     Raises:
         UserError: the file is corrupt or of another store, or there is no memory to map it.
     """
-    path = shard.path(folder)
+    path = files.where(shard.file)
     try:
-        file = safe_open(path, "pt")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        with files.local_file(shard) as local:
+            file = safe_open(local, "pt")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
         if "Cannot allocate memory" in str(error):
             raise UserError(

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -17,15 +18,14 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path
 from draftlab.store.extraction import StatesFuture, find_not_finite
 from draftlab.store.fp8 import relative_errors
 from draftlab.store.manifest import Shard, StoreIdentity
+from draftlab.store.masks import NO_TEACHER
 from draftlab.store.receipts import Receipts
 from draftlab.store.samples import Sample
 from draftlab.store.settings import NotFinitePolicy
 from draftlab.store.shard_file import tensor_dtypes, write_shard
-from draftlab.store.store import NO_TEACHER
 
 SHARDS_AT_ONCE = 3  # filled or written at the same time; each is held in memory
 QUEUED_BATCHES = 2  # computed and not yet copied into their shard
@@ -60,6 +60,7 @@ class ShardWriters:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self._stopped.set()
+            self.receipts.files.cancel()
         with self._waiting():
             self._pool.shutdown(wait=True)
         if kind is None:
@@ -133,16 +134,21 @@ class ShardWriters:
 
     def _commit(self, buffer: ShardBuffer) -> int:
         shard = buffer.shard
-        path = self.receipts.folder / shard.file
+        size, digest, files = 0, "", self.receipts.files
+
+        def save(path: Path) -> str:
+            nonlocal size, digest
+            size, digest = write_shard(buffer.tensors, path)
+            self.receipts.discard(shard)
+            self.receipts.check_plan()
+            return digest
+
         try:
-            with atomic_path(path, writer=self._writer) as temporary:
-                size, digest = write_shard(buffer.tensors, temporary)
-                self.receipts.discard(shard)
-                self.receipts.check_plan()
+            files.write(shard.file, self._writer, save)
         except OSError as error:
             raise UserError(
                 f"a shard could not be written: {error}",
-                where=path,
+                where=files.where(shard.file),
                 do="free disk space; the same command goes on after the last whole shard",
             ) from None
         fields = {"bytes": size, "sha256": digest, **buffer.receipt_fields()}

@@ -19,23 +19,25 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, sha256_file, sha256_text
+from draftlab.files import canonical_json, sha256_text
 from draftlab.formatting import count_text
 from draftlab.store.columns import Numbers
+from draftlab.store.completeness import RECORD_AGAIN, check_complete
+from draftlab.store.copied_manifest import locate_store
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
-from draftlab.store.shard import ShardSizes
+from draftlab.store.samples import Sample
 from draftlab.store.shard_file import map_shard
+from draftlab.store.shard_files import LocalShardFiles, ShardFiles, open_shard_files
 from draftlab.store.window import StoreWindow, staying_shards
 
-__all__ = ["Record", "Store", "StoreIdentity", "prediction_mask"]
+__all__ = ["Record", "Store", "StoreIdentity"]
 
 
-NO_TEACHER = (float("nan"), -1)
-"""logsumexp and argmax of positions outside `teacher_mask`, where they are not computed."""
 OPEN_SHARDS = 256
 """Shards that a store keeps mapped, those that were read last."""
-_RECORD_AGAIN = "record again into this folder: only missing shards are computed"
+OPEN_REMOTE_SHARDS = 8
+"""The same for shards at a URL: mapped files that left the cache keep their disk space."""
 
 
 @dataclass(frozen=True)
@@ -69,67 +71,9 @@ class Record:
     scales: Tensor | None = None
 
 
-def prediction_mask(spans: Tensor) -> Tensor:
-    """Return the positions whose tokens a head learns to predict: bool [T].
-
-    w_k(t) = 1 makes x_{t+2+k} a label if x_{t+1} … x_{t+2+k} are in one span (methods §1), so x_j
-    is one iff j ≥ 2 and x_{j−1}, x_j are in one span. The target generates a span's first token.
-    """
-    mask = torch.zeros(len(spans), dtype=torch.bool)
-    mask[2:] = (spans[1:-1] == spans[2:]) & (spans[2:] > 0)
-    return mask
-
-
-def teacher_mask(spans: Tensor) -> Tensor:
-    """Return the positions whose target distribution a head learns from: bool [T].
-
-    The teacher of the prediction of x_j is the target's distribution at j − 1.
-    """
-    mask = torch.zeros(len(spans), dtype=torch.bool)
-    mask[:-1] = prediction_mask(spans)[1:]
-    return mask
-
-
-def check_store(folder: Path) -> None:
-    """Check that a store is complete, as `Store.open` does; one with record.online always is.
-
-    Of a store that is a window only the shards that stay have to be there.
-    """
-    manifest = Manifest.read(folder / MANIFEST)
-    if not manifest.online:
-        check_complete(folder, manifest, ShardSizes.of(folder))
-
-
-def check_complete(folder: Path, manifest: Manifest, files: ShardSizes) -> None:
-    """Check that a store is complete and that the shards that stay have their sizes.
-
-    Raises:
-        UserError: its recording was interrupted, it holds no states, or a shard is missing or has
-            another size than in the manifest.
-    """
-    if not manifest.complete:
-        raise UserError(
-            "the recording of this store was interrupted",
-            where=folder,
-            do="run the same command again: recording resumes after the last whole shard",
-        )
-    if manifest.online:
-        raise UserError(
-            "this store holds no states: training computes them on demand",
-            where=folder,
-            do="record with record.online: false to inspect the states",
-        )
-    staying = staying_shards(manifest)
-    sizes = files.first(staying)
-    for number in np.flatnonzero(sizes != manifest.written.bytes[:staying])[:1].tolist():
-        shard = manifest.shards[number]
-        problem = shard.problem(int(sizes[number]))
-        raise UserError(problem, where=folder / shard.file, do=_RECORD_AGAIN)
-
-
-def _reopen(folder: Path, digest: str) -> Store:
-    """Open a store that another process has pickled."""
-    store = Store.open(folder)
+def _reopen(folder: Path, digest: str, url: str | None) -> Store:
+    """Open a store that another process has pickled; that process has checked the shards' sizes."""
+    store = Store(folder, Manifest.read(folder / MANIFEST), files=open_shard_files(folder, url))
     if store.digest != digest:
         raise UserError(
             "expected the store that the other process has open, found one that was recorded since",
@@ -144,20 +88,28 @@ class Store:
 
     on_disk = True
     """Whether other processes can open the store by its folder."""
+    samples: Sequence[Sample] | None
+    """What was recorded, in stored order: `tokens_and_spans` then reads no shard. None: unknown."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, shards: dict[int, dict[str, Tensor]] | None = None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        shards: dict[int, dict[str, Tensor]] | None = None,
+        files: ShardFiles | None = None,
     ) -> None:
         self.folder, self.manifest = folder, manifest
+        self.files = files or LocalShardFiles(folder)
+        self.samples = None
         self.identity, self.window = manifest.identity, StoreWindow.of(manifest)
         self.ids = manifest.index.ids
         self.lengths = Numbers(manifest.index.lengths)
         self.temperatures = Numbers(manifest.index.temperatures)
         do = self._how_to_remake()
         # A process may map 65,530 files; of a shard that is mapped no more, views stay valid.
-        self._open_shard = lru_cache(OPEN_SHARDS)(
+        self._open_shard = lru_cache(OPEN_SHARDS if self.files.is_local else OPEN_REMOTE_SHARDS)(
             lambda number: (
-                map_shard(folder, manifest.shards[number], manifest.identity, do)
+                map_shard(self.files, manifest.shards[number], manifest.identity, do)
                 if shards is None
                 else shards[number]
             )
@@ -165,24 +117,32 @@ class Store:
         self._verified: set[int] = set()
 
     @classmethod
-    def open(cls, folder: Path, expected: StoreIdentity | None = None) -> Store:
+    def open(
+        cls,
+        address: Path | str,
+        expected: StoreIdentity | None = None,
+        *,
+        url: str | None = None,
+    ) -> Store:
         """Open a store. This checks the manifest and the shards' sizes and reads no shard.
 
         Args:
-            folder: the folder of manifest.json.
+            address: the folder of manifest.json, or its URL.
             expected: the identity that the store must have; None: any.
+            url: where the shards of a local manifest are; None: in its folder. (A manifest does not
+                say it: a stranger's could lead to other files of yours.)
 
         Raises:
             UserError: as `check_complete`; there is no store, it has another identity, or it is a
                 window.
         """
-        folder = Path(folder)
+        folder, files = locate_store(address, url)
         # The listing of a large store takes as long as the hash of its index: both run at a time.
         with ThreadPoolExecutor(1, "list") as thread:
-            listing = thread.submit(ShardSizes.of, folder)
+            listing = thread.submit(files.list)
             manifest = Manifest.read(folder / MANIFEST)
         if expected is not None:
-            manifest.identity.check(expected, folder)
+            manifest.identity.check(expected, files.address)
         if len(manifest.shards) > (staying := staying_shards(manifest)):
             raise UserError(
                 "this store is a window: its shards come and go while a training reads them, and "
@@ -190,8 +150,19 @@ class Store:
                 where=folder,
                 do="record with record.keep: all to keep all shards",
             )
-        check_complete(folder, manifest, listing.result())
-        return cls(folder, manifest)
+        check_complete(files, manifest, listing.result())
+        return cls(folder, manifest, files=files)
+
+    @cached_property
+    def _not_finite(self) -> set[int]:
+        """Records whose answers are left out, since their states are not finite."""
+        table = self.manifest.table
+        return set() if table is None else set(table.not_finite_records.tolist())
+
+    @property
+    def address(self) -> Path | str:
+        """The folder or URL of the shards."""
+        return self.files.address
 
     @cached_property
     def digest(self) -> str:
@@ -200,7 +171,13 @@ class Store:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the store as its folder, without the states."""
-        return _reopen, (self.folder.resolve(), self.digest)
+        address = self.address
+        if isinstance(address, Path):  # as a URL, unless the shards are in the manifest's folder
+            address = address.resolve()
+            url = None if address == self.folder.resolve() else address.as_uri()
+        else:
+            url = address
+        return _reopen, (self.folder.resolve(), self.digest, url)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -240,6 +217,13 @@ class Store:
 
     def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
         """Return int64 [T] tokens and spans of a record, without reading its states."""
+        if self.samples is not None:
+            sample = self.samples[index]
+            tokens, spans = (
+                torch.from_numpy(np.array(values, np.int64))
+                for values in (sample.token_ids, sample.spans)
+            )
+            return tokens, spans * (index not in self._not_finite)
         _, tensors, window = self._locate(index)
         return tensors["tokens"][window].long(), tensors["spans"][window].long()
 
@@ -261,15 +245,14 @@ class Store:
             if number in self._verified:
                 continue
             shard = self.manifest.shards[number]
-            path = shard.path(self.folder)
             try:
-                digest = sha256_file(path)
+                digest = self.files.sha256(shard) or "no file"
             except OSError as error:
                 digest = f"no file that can be read ({error.strerror})"
             if digest != shard.sha256:
                 raise UserError(
                     f"the shard is damaged: expected SHA-256 {shard.sha256}, found {digest}",
-                    where=path,
+                    where=self.files.where(shard.file),
                     do=self._how_to_remake(),
                 )
             self._verified.add(number)
@@ -286,7 +269,7 @@ class Store:
             return f"remove this store and make it again: `draftlab store {made_by}`"
         if recipe.is_file():
             return f"remove this shard; `draftlab record {quote(str(recipe))}` makes it again"
-        return f"remove this shard and {_RECORD_AGAIN}"
+        return f"remove this shard and {RECORD_AGAIN}"
 
     def _locate(self, index: int) -> tuple[int, dict[str, Tensor], slice]:
         """Return a record's index from 0 on, its shard's tensors, and its positions in them."""

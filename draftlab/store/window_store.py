@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.store.completeness import check_complete
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.samples import Sample, SampleTable, Selection
-from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_file import map_shard
-from draftlab.store.store import Record, Store, check_complete
+from draftlab.store.shard_files import ShardFiles, open_shard_files
+from draftlab.store.store import Record, Store
 from draftlab.store.window import WindowFeed, staying_shards
 
 _DO = "run the same command again, which records the shards that it needs"
@@ -32,15 +32,20 @@ class WindowStore(Store):
         folder: the store's folder.
         manifest: of the store.
         samples: in stored order; None: tokens are read from the shards.
+        files: of the shards; None: they are in the folder.
 
     Attributes:
         feed: what makes the shards; None: they are there.
     """
 
     def __init__(
-        self, folder: Path, manifest: Manifest, samples: Sequence[Sample] | None = None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        samples: Sequence[Sample] | None = None,
+        files: ShardFiles | None = None,
     ) -> None:
-        super().__init__(folder, manifest)
+        super().__init__(folder, manifest, files=files)
         self.samples, self.feed = samples, None
         self._staying, self._open_staying = staying_shards(manifest), self._open_shard
         self._open_shard = self._open_any
@@ -49,17 +54,19 @@ class WindowStore(Store):
     feed: WindowFeed | None
 
     @classmethod
-    def of_run(cls, folder: Path, samples: SampleTable) -> WindowStore:
+    def of_run(cls, folder: Path, samples: SampleTable, url: str | None = None) -> WindowStore:
         """Open a store with a window, whose shards may be missing if they come and go.
 
         Args:
             samples: that it was planned from.
+            url: where the shards are (`record.url`); None: in the folder.
 
         Raises:
             UserError: as `Store.open`, or these are other samples.
         """
         manifest = Manifest.read(folder / MANIFEST)
-        check_complete(folder, manifest, ShardSizes.of(folder))
+        files = open_shard_files(folder, url)
+        check_complete(files, manifest, files.list())
         if manifest.samples_sha256 != samples.sha256:
             raise UserError(
                 "expected the answers that this store was planned from, found others",
@@ -68,11 +75,13 @@ class WindowStore(Store):
             )
         rows = {id_: row for row, id_ in enumerate(samples.ids)}
         order = np.array([rows[id_] for id_ in manifest.index.ids], int)
-        return cls(folder, manifest, Selection(samples, order, manifest.settings["max_length"]))
+        selection = Selection(samples, order, manifest.settings["max_length"])
+        return cls(folder, manifest, selection, files)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the store as its folder, for data workers, which read states only."""
-        return _reopen, (self.folder.resolve(), self.digest)
+        _, arguments = super().__reduce__()
+        return _reopen, arguments
 
     def views(self, indices: Sequence[int]) -> list[Record]:
         """Return the views of several records; each shard is mapped once."""
@@ -81,14 +90,6 @@ class WindowStore(Store):
             return super().views(indices)
         finally:
             self._mapped.shards = None
-
-    def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
-        if self.samples is None:
-            return super().tokens_and_spans(index)
-        sample = self.samples[index]
-        # Copies, since torch warns of arrays that must not be written to.
-        tokens, spans = (np.array(x, np.int64) for x in (sample.token_ids, sample.spans))
-        return torch.from_numpy(tokens), torch.from_numpy(spans)
 
     def _open_any(self, number: int) -> dict[str, Tensor]:
         if number < self._staying:
@@ -101,11 +102,12 @@ class WindowStore(Store):
         return kept[number]
 
     def _map(self, number: int) -> dict[str, Tensor]:
-        return map_shard(self.folder, self.manifest.shards[number], self.identity, _DO)
+        return map_shard(self.files, self.manifest.shards[number], self.identity, _DO)
 
 
-def _reopen(folder: Path, digest: str) -> WindowStore:
-    store = WindowStore(folder, Manifest.read(folder / MANIFEST))
+def _reopen(folder: Path, digest: str, url: str | None) -> WindowStore:
+    files = open_shard_files(folder, url)
+    store = WindowStore(folder, Manifest.read(folder / MANIFEST), files=files)
     if store.digest != digest:
         raise UserError(
             "expected the store that the other process has open, found one that was planned since",

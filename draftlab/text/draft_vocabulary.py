@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.store.store import Store, prediction_mask
+from draftlab.store.masks import prediction_mask
+from draftlab.store.store import Store
 
 
 @dataclass(frozen=True)

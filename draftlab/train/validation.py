@@ -31,6 +31,7 @@ from draftlab.store.columns import Texts
 from draftlab.store.prompt_split import hold_out
 from draftlab.store.store import Record, Store
 from draftlab.store.window import StoreWindow
+from draftlab.train.batch.fetch_ahead import fetch_ahead
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import pack
 from draftlab.train.distributed.ranks import Ranks
@@ -247,8 +248,9 @@ def validate(
     training = head.training
     head.eval()
     groups = cut_batches(lengths, MAX_TOKENS_PER_PASS, padded=True)
-    for group in groups[ranks.rank :: ranks.size]:
-        records: list[Record] = store.views([indices[i] for i in group])
+    own = [[indices[i] for i in group] for group in groups[ranks.rank :: ranks.size]]
+    for numbers in fetch_ahead(own, list, store, processes=ranks.local_gpus):
+        records: list[Record] = store.views(numbers)
         longest = max(len(r.tokens) for r in records)
         batch = pack([[r] for r in records], longest, num_steps).to(device)
         scores = score(head, target, batch)

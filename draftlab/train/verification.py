@@ -29,7 +29,8 @@ class ShardVerification:
     not changed since. Rank 0 decides which shards are left, and the ranks share them.
 
     Args:
-        store: a store; one that is not on disk has nothing to hash.
+        store: a store. One that is not on disk has nothing to hash, and of one at a URL each shard
+            is hashed when it is downloaded, before anything reads it.
         folder: of the training. VERIFIED in it holds for each shard its hash and the size and the
             time of the last change (ns) of its file. Rank 0 writes it every few seconds.
         ranks: the processes that train together.
@@ -41,7 +42,8 @@ class ShardVerification:
 
     def __init__(self, store: Store, folder: Path, ranks: Ranks) -> None:
         self.store, self.folder, self.ranks = store, folder, ranks
-        shards = store.manifest.shards if store.on_disk else []
+        hashed_here = store.on_disk and store.files.is_local
+        shards = store.manifest.shards if hashed_here else []
         if store.window is not None and store.window.rolls:
             shards = shards[: store.window.validation_shards]  # the recorder verifies the others
         self._verified: dict[str, Any] = {}
@@ -64,7 +66,8 @@ class ShardVerification:
 
     def _state(self, shard: Shard) -> list[Any] | None:
         try:
-            stat = os.stat(shard.path(self.store.folder))
+            with self.store.files.local_file(shard) as path:
+                stat = os.stat(path)
         except OSError:
             return None  # `Store.verify` names the file
         return [shard.sha256, stat.st_size, stat.st_mtime_ns]

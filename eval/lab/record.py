@@ -31,9 +31,10 @@ from draftlab.progress import Monitor
 from draftlab.store.extraction import summarise_logits
 from draftlab.store.fp8 import dequantise, quantise
 from draftlab.store.manifest import StoreIdentity
+from draftlab.store.masks import teacher_mask
 from draftlab.store.record import RecordSettings, record
 from draftlab.store.samples import Sample
-from draftlab.store.store import Store, teacher_mask
+from draftlab.store.store import Store
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.model import Target

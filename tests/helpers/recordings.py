@@ -75,7 +75,7 @@ def record_store(
     )
 
 
-def fork_recorder(target: Target, folder: Path, pause: float = 0.0) -> int:
+def fork_recorder(target: Target, folder: Path, pause: float = 0.0, **changes: object) -> int:
     """Fork a process that records with pauses (seconds) between batches, and return its id."""
 
     class SlowMonitor(Monitor):
@@ -87,7 +87,7 @@ def fork_recorder(target: Target, folder: Path, pause: float = 0.0) -> int:
         return child
     try:
         torch.set_num_threads(1)
-        record_store(target, folder, monitor=SlowMonitor())
+        record_store(target, folder, monitor=SlowMonitor(), **changes)
         os._exit(0)
     except BaseException:
         os._exit(1)

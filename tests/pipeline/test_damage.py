@@ -17,7 +17,7 @@ import pytest
 from draftlab import Monitor, Pipeline, Report, files, load_recipe
 from draftlab.errors import UserError
 from draftlab.pipeline.stages import STAGES
-from draftlab.store import store as store_module
+from draftlab.store import shard_files
 from draftlab.store.store import Store
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import contents, copy_of_finished
@@ -141,9 +141,9 @@ def test_a_resumed_training_hashes_changed_shards_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
-    original = store_module.sha256_file
+    original = shard_files.sha256_file
     monkeypatch.setattr(
-        store_module, "sha256_file", lambda path: hashed.append(path.name) or original(path)
+        shard_files, "sha256_file", lambda path: hashed.append(path.name) or original(path)
     )
     for _ in range(2):  # the files of a copied run are other ones, and are hashed
         hashed.clear()

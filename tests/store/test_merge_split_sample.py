@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
-from draftlab.pipeline.store_statistics import length_histogram, store_statistics
+from draftlab.pipeline.store_statistics import count_predicted, length_histogram
 from draftlab.progress import Monitor
 from draftlab.store.merge_split_sample import merge, select
 from draftlab.store.samples import Sample
@@ -126,11 +126,12 @@ def test_statistics_count_predicted_tokens_and_lengths(tmp_path: Path) -> None:
         Sample("a", (1, 2, 3, 3, 3), (0, 1, 1, 1, 1)),
         Sample("b", (4,) * 40, (0,) * 38 + (1, 1)),
     ]
-    statistics = store_statistics(record_table(tmp_path, samples))
+    store = record_table(tmp_path, samples)
+    statistics = count_predicted(store)
     # All tokens of an answer but the first are predicted.
     assert statistics.predicted == 4
     assert statistics.coverage == {2: 1.0}
-    assert statistics.lengths == [(16, 1), (32, 0), (64, 1)]
+    assert length_histogram(store.lengths) == [(16, 1), (32, 0), (64, 1)]
     assert length_histogram([16, 17, 4096]) == [(2**i, int(i in (4, 5, 12))) for i in range(4, 13)]
 
 

@@ -21,9 +21,10 @@ from safetensors.torch import load_file, save_file
 
 from draftlab.errors import UserError
 from draftlab.files import sha256_file
+from draftlab.store.masks import prediction_mask, teacher_mask
 from draftlab.store.samples import Sample
 from draftlab.store.shard_file import map_shard
-from draftlab.store.store import Store, StoreIdentity, prediction_mask, teacher_mask
+from draftlab.store.store import Store, StoreIdentity
 from draftlab.train.batch.loss_rows import loss_reach
 from tests.helpers.table_target import (
     BOUNDARIES,
@@ -267,7 +268,7 @@ def test_a_shard_with_other_dtypes_or_values_is_refused(
     tensors = load_file(path)
     save_file(tensors | {name: change(tensors[name])}, path)
     with pytest.raises(UserError, match=words) as caught:
-        map_shard(tmp_path, store.manifest.shards[0], store.identity, "record again")
+        map_shard(store.files, store.manifest.shards[0], store.identity, "record again")
     assert path.name in caught.value.where
 
 

@@ -18,9 +18,10 @@ import pytest
 from draftlab.errors import UserError
 from draftlab.files import sha256_file
 from draftlab.progress import Monitor
-from draftlab.store import store as store_module
+from draftlab.store import shard_files
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard import Shards
+from draftlab.store.shard_files import LocalShardFiles
 from draftlab.store.shard_table import ShardTable, WrittenShard
 from draftlab.store.store import Store
 from draftlab.train import verification as verification_module
@@ -41,6 +42,7 @@ class ShardedStore(ListStore):
     def __init__(self, folder: Path, count: int = 24) -> None:
         super().__init__([toy_answer(orthogonal_parts(), i) for i in range(count)])
         self.folder, self._verified = folder, set[int]()
+        self.files = LocalShardFiles(folder)
         folder.mkdir(exist_ok=True)
         for number in range(3):
             if not self.path(number).exists():
@@ -79,7 +81,7 @@ def test_a_checkpoint_does_not_wait_for_the_hashing(
                 assert wait_for(checkpoint.exists), "the checkpoint waits for the hashing"
         return sha256_file(path)
 
-    monkeypatch.setattr(store_module, "sha256_file", slow_hash)
+    monkeypatch.setattr(shard_files, "sha256_file", slow_hash)
     monkeypatch.setattr(verification_module, "_WRITE_S", 0.0)
     store._verified.clear()
     with pytest.raises(SystemExit):

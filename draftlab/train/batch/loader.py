@@ -20,6 +20,7 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
+from draftlab.train.batch.fetch_ahead import fetch_ahead
 from draftlab.train.batch.order import batches
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch, map_tensors
@@ -81,6 +82,10 @@ class BatchLoader:
         Args:
             records: to train on; with a window all but the held-out ones.
         """
+        steps, processes = self._steps(records, first), self.ranks.local_gpus
+        return fetch_ahead(steps, OptimizerStep.records, self.packer.store, processes=processes)
+
+    def _steps(self, records: Sequence[int] | np.ndarray, first: int) -> Iterator[OptimizerStep]:
         if self.window is not None:
             yield from self.window.steps(first, self.ranks)
             return

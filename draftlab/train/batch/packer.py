@@ -30,6 +30,10 @@ class OptimizerStep(NamedTuple):
     micro_batches: Sequence[tuple[Rows, bool]]
     group: int = 0
 
+    def records(self) -> list[int]:
+        """Return the indices of all records."""
+        return [i for rows, _ in self.micro_batches for row in rows for i in row]
+
 
 @dataclass(frozen=True)
 class Packer:

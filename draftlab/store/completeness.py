@@ -1,0 +1,60 @@
+"""Checks that a store is complete, from its manifest and one listing of its shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from draftlab.errors import UserError
+from draftlab.store.manifest import MANIFEST, Manifest
+from draftlab.store.shard import ShardSizes
+from draftlab.store.shard_files import ShardFiles, open_shard_files
+from draftlab.store.window import staying_shards
+
+RECORD_AGAIN = "record again into this folder: only missing shards are computed"
+
+
+def check_store(folder: Path, url: str | None = None) -> None:
+    """Check that a store is complete, as `Store.open` does; one with record.online always is.
+
+    Of a store that is a window only the shards that stay have to be there.
+
+    Args:
+        url: where the shards are (`record.url`); None: in the folder.
+    """
+    manifest = Manifest.read(folder / MANIFEST)
+    if not manifest.online:
+        files = open_shard_files(folder, url)
+        check_complete(files, manifest, files.list())
+
+
+def check_complete(files: ShardFiles, manifest: Manifest, listing: ShardSizes) -> None:
+    """Check that a store is complete and that the shards that stay have their sizes.
+
+    Args:
+        listing: of the files.
+
+    Raises:
+        UserError: its recording was interrupted, it holds no states, or a shard is missing or has
+            another size than in the manifest.
+    """
+    if not manifest.complete:
+        raise UserError(
+            "the recording of this store was interrupted",
+            where=files.address,
+            do="run the same command again: recording resumes after the last whole shard",
+        )
+    if manifest.online:
+        raise UserError(
+            "this store holds no states: training computes them on demand",
+            where=files.address,
+            do="record with record.online: false to inspect the states",
+        )
+    staying = staying_shards(manifest)
+    sizes = listing.first(staying)
+    for number in np.flatnonzero(sizes != manifest.written.bytes[:staying])[:1].tolist():
+        shard, do = manifest.shards[number], RECORD_AGAIN
+        if files.is_local and (sizes < 0).all():
+            do += "; or name the URL at which its run has the shards (record.url in its recipe)"
+        raise UserError(shard.problem(int(sizes[number])), where=files.where(shard.file), do=do)

@@ -1,0 +1,261 @@
+"""A folder at a URL (s3://, gs://, hf:// …), whose files are written and read whole, and verified.
+
+What fails is repeated as a whole (`transfer_errors.py`), and then a `UserError` names the URL.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import threading
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from draftlab.errors import UserError
+from draftlab.files import sha256_file
+from draftlab.store.transfer_errors import plain_error, repeat_transfer
+
+T = TypeVar("T")
+PART_BYTES = 1 << 26
+"""Size of the parts in which s3fs uploads large files; S3's ETag of such a file depends on it."""
+BLOCK = 1 << 24
+DAMAGED_DOWNLOADS = 3
+"""Downloads of the right size with a wrong hash after which the object counts as damaged."""
+
+
+class UrlFolder:
+    """A folder at a URL.
+
+    Args:
+        url: of `urls.check_url`.
+
+    Attributes:
+        cancelled: ends the repetition of failed transfers when it is set.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.cancelled = threading.Event()
+
+    @cached_property
+    def _opened(self) -> tuple[Any, str]:
+        """The file system and the folder's path in it."""
+        import fsspec
+
+        try:
+            # Listings and sizes must be the server's present ones.
+            return fsspec.core.url_to_fs(self.url, use_listings_cache=False)  # type: ignore[return-value]
+        except (ImportError, ValueError) as error:
+            scheme = self.url.partition("://")[0]
+            extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
+            raise UserError(
+                f"{scheme}:// URLs cannot be opened: {plain_error(error)}",
+                where=self.url,
+                do=f"pip install 'draftlab[{extra}]'"
+                if extra
+                else f"install the package with which fsspec reads {scheme}://",
+            ) from None
+
+    def where(self, name: str) -> str:
+        """Return the URL of a file."""
+        return f"{self.url}/{name}"
+
+    def _path(self, name: str) -> str:
+        return f"{self._opened[1].rstrip('/')}/{name}"
+
+    def sizes(self) -> dict[str, int]:
+        """Return the size of every file in the folder, by name, from one paged listing.
+
+        Raises:
+            UserError: the URL does not answer, or refuses.
+        """
+        file_system, root = self._opened
+
+        def listing() -> dict[str, int]:
+            file_system.invalidate_cache()
+            try:
+                entries = file_system.ls(root, detail=True)
+            except FileNotFoundError:
+                return {}  # object stores have no empty folders
+            files = [entry for entry in entries if entry["type"] == "file"]
+            return {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in files}
+
+        return self._retry(listing, "listing the folder", self.url)
+
+    def size(self, name: str) -> int:
+        """Return the size of a file; −1: there is none."""
+
+        def size() -> int:
+            try:
+                return self._size(name)
+            except FileNotFoundError:
+                return -1
+
+        return self._retry(size, "reading", self.where(name))
+
+    def read(self, name: str) -> bytes | None:
+        """Return the content of a small file; None if there is none."""
+        file_system, path = self._opened[0], self._path(name)
+
+        def content() -> bytes | None:
+            file_system.invalidate_cache()
+            try:
+                return bytes(file_system.cat_file(path))
+            except FileNotFoundError:
+                return None
+
+        return self._retry(content, "reading", self.where(name))
+
+    def download(self, name: str, path: Path, size: int | None, sha256: str | None) -> None:
+        """Download a file to `path` and compare its size and SHA-256.
+
+        Args:
+            size, sha256: those that the file must have; None: any.
+
+        Raises:
+            UserError: there is no such file, or it has another size or hash; or see `sizes`.
+        """
+        damaged = 0
+
+        def attempt() -> None:
+            nonlocal damaged
+            try:
+                self._opened[0].get_file(self._path(name), str(path))
+            except FileNotFoundError:
+                raise UserError(
+                    "a file of the store is missing", where=self.where(name), do=_restore(name)
+                ) from None
+            actual = path.stat().st_size
+            if actual != (expected := self._size(name)):
+                raise OSError(f"received {actual:,} of {expected:,} bytes")
+            if size is not None and actual != size:
+                raise _damage(f"{size} bytes", f"{actual}", self.where(name), name)
+            if sha256 is None or (digest := sha256_file(path)) == sha256:
+                return
+            damaged += 1
+            if damaged == DAMAGED_DOWNLOADS:
+                raise _damage(f"SHA-256 {sha256}", digest, self.where(name), name)
+            raise OSError(f"received other bytes: SHA-256 {digest}, expected {sha256}")
+
+        self._retry(attempt, "downloading", self.where(name))
+
+    def upload(self, path: Path, name: str) -> None:
+        """Upload a file, and verify that the server has its bytes.
+
+        The server's size must be the file's. Then the server's own MD5 of what it stored is
+        compared, if it states one (S3 as the ETag, GCS); without an MD5 that agrees the file is
+        read back and hashed. (The ETag of an encrypted object is none.)
+
+        Raises:
+            UserError: see `sizes`.
+        """
+        # s3fs reads this option; other file systems have their own.
+        options = {"chunksize": PART_BYTES} if _is_s3(self._opened[0]) else {}
+
+        def attempt() -> None:
+            self._opened[0].put_file(str(path), self._path(name), **options)
+            if difference := self._difference(path, name):
+                raise OSError(difference)
+
+        self._retry(attempt, "uploading", self.where(name))
+
+    def _difference(self, path: Path, name: str) -> str | None:
+        """Return how the object differs from a file; None if it has the same bytes."""
+        size, stored = path.stat().st_size, self._size(name)
+        if stored != size:
+            return f"sent {size:,} bytes, and the server has {stored:,}"
+        info = self._opened[0].info(self._path(name))
+        stated = {str(info.get("ETag", "")).strip('"'), str(info.get("md5Hash", ""))} - {""}
+        if stated and stated & _md5_forms(path):
+            return None
+        if self._sha256_of_object(name) != sha256_file(path):
+            return "the server has other bytes than were sent"
+        return None
+
+    def upload_changed(self, path: Path, name: str) -> None:
+        """Upload a file unless the folder has its bytes already."""
+
+        def is_same() -> bool:
+            try:
+                return self._difference(path, name) is None
+            except FileNotFoundError:
+                return False
+
+        if not self._retry(is_same, "reading", self.where(name)):
+            self.upload(path, name)
+
+    def sha256(self, name: str) -> str | None:
+        """Return the hex SHA-256 of a file as it is at the URL; None if there is none."""
+
+        def digest() -> str | None:
+            try:
+                return self._sha256_of_object(name)
+            except FileNotFoundError:
+                return None
+
+        return self._retry(digest, "reading", self.where(name))
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+        def attempt() -> None:
+            try:
+                self._opened[0].rm_file(self._path(name))
+            except FileNotFoundError:
+                return
+
+        self._retry(attempt, "removing", self.where(name))
+
+    def _size(self, name: str) -> int:
+        file_system = self._opened[0]
+        file_system.invalidate_cache()
+        return int(file_system.info(self._path(name))["size"])
+
+    def _sha256_of_object(self, name: str) -> str:
+        digest, expected, received = hashlib.sha256(), self._size(name), 0
+        with self._opened[0].open(self._path(name), "rb", block_size=BLOCK) as file:
+            while block := file.read(BLOCK):
+                digest.update(block)
+                received += len(block)
+        if received != expected:
+            raise OSError(f"received {received:,} of {expected:,} bytes")
+        return digest.hexdigest()
+
+    def _retry(self, action: Callable[[], T], doing: str, where: str) -> T:
+        return repeat_transfer(action, doing, where, self.cancelled)
+
+
+def _is_s3(file_system: Any) -> bool:
+    protocol = file_system.protocol
+    return "s3" in ((protocol,) if isinstance(protocol, str) else protocol)
+
+
+def _restore(name: str) -> str:
+    if name.startswith("shard-"):
+        return (
+            "restore the object from a copy, or remove it and record again with the same recipe: "
+            "only missing shards are computed"
+        )
+    return "check the URL; a store's folder has manifest.json"
+
+
+def _damage(expected: str, actual: str, where: str, name: str) -> UserError:
+    return UserError(
+        f"the object is damaged: expected {expected}, found {actual}",
+        where=where,
+        do=_restore(name),
+    )
+
+
+def _md5_forms(path: Path) -> set[str]:
+    """Return the MD5 of a file as servers state it: hex, base64, and S3's of several parts."""
+    whole, parts = hashlib.md5(usedforsecurity=False), []
+    with open(path, "rb") as file:
+        while block := file.read(PART_BYTES):
+            whole.update(block)
+            parts.append(hashlib.md5(block, usedforsecurity=False).digest())
+    joined = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
+    forms = {whole.hexdigest(), base64.b64encode(whole.digest()).decode()}
+    return forms | {f"{joined}-{len(parts)}"}

@@ -1,0 +1,188 @@
+"""An S3-compatible server on the loopback (moto's), behind a proxy that makes faults."""
+
+from __future__ import annotations
+
+import http.client
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+BUCKET = "bucket"
+ENVIRONMENT = {
+    "AWS_ACCESS_KEY_ID": "key-of-the-test",
+    "AWS_SECRET_ACCESS_KEY": "secret-of-the-test",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_MAX_ATTEMPTS": "1",  # botocore's own; by default 5
+}
+_OWN_HEADERS = {"connection", "transfer-encoding", "content-length", "date", "server"}
+
+Fault = str
+"""error: status 500. denied: status 403. drop: no answer. slow: the body in pieces, with pauses.
+cut: the connection ends in the body. short: half of the body, with a length that fits; of an upload
+the server stores half and answers as if all was well. changed: one other byte, in an upload or a
+download."""
+
+
+class FaultyServer:
+    """The server with its proxy.
+
+    Attributes:
+        faults: (method, path, number of the request) → the fault of this request; None: none.
+        requests: method and path of every request.
+        is_down: whether every request is dropped.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.faults: Callable[[str, str, int], Fault | None] = lambda method, path, number: None
+        self.requests: list[tuple[str, str]] = []
+        self.is_down = False
+        self._numbers = itertools.count()
+        server = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def handle_any(self) -> None:
+                server.forward(self, port)
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = True
+
+            def handle_error(self, *_: object) -> None:
+                pass  # clients end connections, too
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def count(self, method: str, part: str = "") -> int:
+        """Return the number of requests of a method whose path contains a text."""
+        return sum(m == method and part in path for m, path in self.requests)
+
+    def forward(self, handler: BaseHTTPRequestHandler, port: int) -> None:
+        """Forward a request to the server, and its answer back."""
+        method, path, number = handler.command, handler.path, next(self._numbers)
+        self.requests.append((method, path))
+        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        fault = "drop" if self.is_down else self.faults(method, path, number)
+        if fault == "drop":
+            handler.close_connection = True
+            return
+        if fault in ("error", "denied"):
+            code, status = ("InternalError", 500) if fault == "error" else ("AccessDenied", 403)
+            text = f"<Error><Code>{code}</Code><Message>made up</Message></Error>".encode()
+            self._answer(handler, status, {"Content-Type": "application/xml"}, text, None)
+            return
+        headers = dict(handler.headers.items())
+        if method == "PUT" and fault in ("short", "changed"):
+            body = body[: len(body) // 2] if fault == "short" else _changed(body)
+            for name in list(headers):  # a server that checks nothing
+                if name.lower().startswith(("x-amz-checksum", "content-md5", "content-length")):
+                    del headers[name]
+            fault = None
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        try:
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            data = response.read()
+        finally:
+            connection.close()
+        if method == "GET" and response.status < 300:
+            data = data[: len(data) // 2] if fault == "short" else data
+            data = _changed(data) if fault == "changed" else data
+        length = response.headers.get("Content-Length") if method == "HEAD" else None
+        kept = {k: v for k, v in response.getheaders() if k.lower() not in _OWN_HEADERS}
+        if length is not None:
+            kept["Content-Length"] = length
+        self._answer(handler, response.status, kept, data, fault)
+
+    @staticmethod
+    def _answer(
+        handler: BaseHTTPRequestHandler,
+        status: int,
+        headers: dict[str, str],
+        data: bytes,
+        fault: Fault | None,
+    ) -> None:
+        handler.send_response(status)
+        for name, value in headers.items():
+            handler.send_header(name, value)
+        if "Content-Length" not in headers:
+            handler.send_header("Content-Length", str(len(data)))
+        handler.end_headers()
+        if fault == "cut":
+            handler.wfile.write(data[: len(data) // 2])
+            handler.close_connection = True
+            return
+        pieces = [data]
+        if fault == "slow":
+            step = max(1, len(data) // 8)
+            pieces = [data[i : i + step] for i in range(0, len(data), step)]
+        for piece in pieces:
+            handler.wfile.write(piece)
+            handler.wfile.flush()
+            time.sleep(0.05 * (fault == "slow"))
+
+
+def _changed(data: bytes) -> bytes:
+    """Return other bytes of the same number."""
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if data else data
+
+
+@contextmanager
+def object_server(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[FaultyServer]:
+    """Run the server, with an empty bucket, and set the environment for it.
+
+    Args:
+        cache: the folder of draftlab's cache.
+    """
+    pytest.importorskip("s3fs")
+    from moto.server import ThreadedMotoServer
+    from s3fs import S3FileSystem
+
+    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    moto.start()
+    port = moto.get_host_and_port()[1]
+    server = FaultyServer(port)
+    environment = {"AWS_ENDPOINT_URL": server.url, "DRAFTLAB_CACHE": str(cache)}
+    for name, value in (ENVIRONMENT | environment).items():
+        monkeypatch.setenv(name, value)
+    _forget()
+    try:
+        S3FileSystem().mkdir(BUCKET)
+        server.requests.clear()
+        yield server
+    finally:
+        connection = http.client.HTTPConnection("127.0.0.1", port)
+        connection.request("POST", "/moto-api/reset")  # moto keeps buckets in this process
+        connection.getresponse().read()
+        connection.close()
+        _forget()
+        server.close()
+        moto.stop()
+
+
+def _forget() -> None:
+    """Forget the file systems and the cache of another environment."""
+    from s3fs import S3FileSystem
+
+    from draftlab.store.shard_cache import machine_cache
+
+    S3FileSystem.clear_instance_cache()
+    machine_cache.cache_clear()

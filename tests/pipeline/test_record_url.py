@@ -1,0 +1,255 @@
+"""A run whose shards are at a URL: the head of a local store's, whatever fails on the way."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from draftlab.store import transfer_errors
+from draftlab.store.object_store import UrlFolder
+from draftlab.store.shard_cache import machine_cache
+from draftlab.store.store import Store
+from tests.helpers.object_server import BUCKET, FaultyServer, object_server
+from tests.helpers.small_run import contents, draftlab, finished, new_workshop
+
+URL = f"s3://{BUCKET}/small"
+AT_URL = f"record.url={URL}"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
+    monkeypatch.setattr(transfer_errors, "RETRY_S", 10.0)
+    with object_server(monkeypatch, tmp_path / "cache") as server:
+        yield server
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Path:
+    return new_workshop(tmp_path / "workshop")
+
+
+def objects() -> dict[str, bytes]:
+    folder = UrlFolder(URL)
+    return {name: folder.read(name) or b"" for name in folder.sizes()}
+
+
+def assert_same_run(workshop: Path) -> None:
+    """Check that store and head have the bytes of the local run's."""
+    expected = finished() / "runs/small"
+    store = contents(expected / "store")
+    assert objects() == {name: data for name, data in store.items() if name != ".lock"}
+    assert contents(workshop / "runs/small/head") == contents(expected / "head")
+
+
+def empty_cache() -> None:
+    for path in (machine_cache().folder / "shards").iterdir():
+        path.unlink()
+
+
+def test_a_run_equals_that_with_a_local_store(server: FaultyServer, workshop: Path) -> None:
+    result = draftlab(workshop, "run", "small.yaml", AT_URL)
+    assert result.exit_code == 0, result.output
+    assert_same_run(workshop)
+    run = workshop / "runs/small"
+    assert not list((run / "store").glob("shard-*"))
+    assert re.search(rf"store: .* at {URL}, read through a cache of 20 GB", result.output)
+    for path in run.rglob("*"):
+        if path.is_file():
+            assert b"secret-of-the-test" not in path.read_bytes(), path
+    assert "secret-of-the-test" not in result.output
+    # Again, everything is there.
+    result = draftlab(workshop, "run", "small.yaml", AT_URL)
+    assert result.output.count(": there (") == 5, result.output
+    # The URL is a store for whoever has the address.
+    inspected = draftlab(workshop, "inspect", URL, "--verify")
+    assert inspected.exit_code == 0, inspected.output
+    assert URL in inspected.output
+    assert re.search(r"SHA-256 hashes of all \d+ shards agree", inspected.output)
+    inspected = draftlab(workshop, "inspect", "small")
+    assert inspected.exit_code == 0, inspected.output
+    assert URL in inspected.output
+    sampled = draftlab(workshop, "store", "sample", URL, "--records", "3", "--out", "some")
+    assert sampled.exit_code == 0, sampled.output
+    assert len(Store.open(workshop / "some")) == 3
+    merged = draftlab(workshop, "store", "merge", URL, "--out", "merged")
+    assert merged.exit_code == 0, merged.output
+    # Another run with the same recording uses it.
+    server.requests.clear()
+    other = draftlab(workshop, "record", "small.yaml", AT_URL, "name=other")
+    assert other.exit_code == 0, other.output
+    assert server.count("PUT") == 0
+
+
+@pytest.mark.slow
+def test_faults_and_a_small_cache_change_nothing(
+    server: FaultyServer, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [path.stat().st_size for path in (finished() / "runs/small/store").glob("shard-*")]
+    monkeypatch.setenv("DRAFTLAB_CACHE_SIZE", f"{3 * max(sizes)}B")
+    machine_cache.cache_clear()
+    generator = random.Random(1)
+
+    def fault(method: str, path: str, number: int) -> str | None:
+        assert machine_cache().num_bytes() <= 3 * max(sizes)
+        return generator.choice(["error", "drop", "slow", "short"]) * (generator.random() < 0.1)
+
+    server.faults = fault
+    result = draftlab(workshop, "train", "small.yaml", AT_URL)
+    assert result.exit_code == 0, result.output
+    server.faults = lambda *_: None
+    assert_same_run(workshop)
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_down_ends_the_training_and_loses_nothing(
+    server: FaultyServer, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_errors, "RETRY_S", 0.6)
+    steps = ("train.steps=40", "train.checkpoint_every=1")
+    local = new_workshop(workshop.parent / "local")
+    assert draftlab(local, "train", "small.yaml", *steps).exit_code == 0
+    assert draftlab(workshop, "record", "small.yaml", AT_URL).exit_code == 0
+    empty_cache()
+    sizes = [path.stat().st_size for path in (finished() / "runs/small/store").glob("shard-*")]
+    monkeypatch.setenv("DRAFTLAB_CACHE_SIZE", f"{max(sizes)}B")
+    machine_cache.cache_clear()
+
+    checkpoints = workshop / "runs/small/train/checkpoints"
+
+    def fault(method: str, path: str, number: int) -> None:
+        server.is_down = server.is_down or any(checkpoints.glob("step-*"))
+
+    server.faults = fault
+    result = draftlab(workshop, "train", "small.yaml", AT_URL, *steps)
+    assert result.exit_code == 2, result.output
+    assert f"{URL}/shard-" in result.output
+    assert "failed again and again" in result.output
+    assert any(checkpoints.glob("step-*"))
+    again = draftlab(workshop, "train", "small.yaml", AT_URL, *steps)  # it is not taken for damage
+    assert again.exit_code == 2
+    assert "made again" not in again.output
+    server.is_down, server.faults = False, lambda *_: None
+    result = draftlab(workshop, "train", "small.yaml", AT_URL, *steps)
+    assert result.exit_code == 0, result.output
+    assert "resuming training after step" in result.output
+    heads = [contents(folder / "runs/small/head") for folder in (local, workshop)]
+    assert heads[0] == heads[1]
+
+
+def test_a_changed_object_is_never_trained_on(server: FaultyServer, workshop: Path) -> None:
+    assert draftlab(workshop, "record", "small.yaml", AT_URL).exit_code == 0
+    empty_cache()
+    folder, name = UrlFolder(URL), "shard-00001.safetensors"
+    content = folder.read(name)
+    (workshop / "object").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    folder.upload(workshop / "object", name)
+    result = draftlab(workshop, "train", "small.yaml", AT_URL)
+    assert result.exit_code == 2, result.output
+    assert f"{URL}/{name}" in result.output
+    assert "damaged" in result.output
+    assert not (workshop / "runs/small/head").exists()
+    folder.remove(name)
+    result = draftlab(workshop, "train", "small.yaml", AT_URL)  # it is recorded again
+    assert result.exit_code == 0, result.output
+    assert_same_run(workshop)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_it_ends_with_the_same_bytes(
+    server: FaultyServer, workshop: Path
+) -> None:
+    command = [sys.executable, "-m", "draftlab.cli", "train", "small.yaml", AT_URL]
+    generator = random.Random(2)
+    server.faults = lambda *_: "slow" * (generator.random() < 0.2) or None
+    for _ in range(6):
+        process = subprocess.Popen(
+            command, cwd=workshop, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        requests, end = len(server.requests), time.monotonic() + generator.uniform(1, 12)
+        wait = generator.randrange(3, 30)  # requests
+        while time.monotonic() < end and len(server.requests) < requests + wait:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    result = draftlab(workshop, "train", "small.yaml", AT_URL)
+    assert result.exit_code == 0, result.output
+    assert_same_run(workshop)
+
+
+@pytest.mark.slow
+def test_worker_processes_upload_from_where_they_run(server: FaultyServer, workshop: Path) -> None:
+    result = draftlab(workshop, "record", "small.yaml", AT_URL, "--gpus", "2", "target.device=cpu")
+    assert result.exit_code == 0, result.output
+    store = contents(finished() / "runs/small/store")
+    assert objects() == {name: data for name, data in store.items() if name != ".lock"}
+
+
+@pytest.mark.slow
+def test_three_nodes_of_a_cluster_share_the_url(server: FaultyServer, workshop: Path) -> None:
+    """The nodes have the server's address from the environment in which they were started."""
+    pytest.importorskip("ray")
+    from tests.helpers.ray_nodes import processes, ray_cluster, start_driver
+
+    generator = random.Random(3)
+
+    def fault(method: str, path: str, number: int) -> str | None:
+        return generator.choice(["error", "drop", "slow", "short"]) * (generator.random() < 0.1)
+
+    server.faults = fault
+    killed = False
+    with ray_cluster(3) as cluster:
+        command = ("run", "small.yaml", AT_URL, "--ray", cluster.address)
+        with open(workshop / "output", "w") as output:
+            driver = start_driver(workshop, *command, output=output)
+            end = time.monotonic() + 400
+            while driver.poll() is None:
+                assert time.monotonic() < end, (workshop / "output").read_text()
+                if not killed and server.count("PUT", "shard-"):
+                    workers = [one for node in cluster.worker_nodes for one in processes(node)]
+                    for worker in workers[:1]:
+                        worker.kill()
+                        killed = True
+                time.sleep(0.02)
+    assert driver.returncode == 0, (workshop / "output").read_text()
+    assert killed
+    server.faults = lambda *_: None
+    assert_same_run(workshop)
+    assert not list((workshop / "runs/small/store").glob("shard-*"))
+
+
+def test_the_plan_names_the_url(workshop: Path) -> None:
+    result = draftlab(workshop, "record", "small.yaml", AT_URL, "--plan")
+    assert result.exit_code == 0, result.output
+    assert URL in result.output
+
+
+def test_an_unusable_url_is_refused_before_anything_runs(workshop: Path) -> None:
+    for url in ("s3://KEY:SECRET@bucket/x", "not-a-url"):
+        result = draftlab(workshop, "record", "small.yaml", f"record.url={url}")
+        assert result.exit_code == 2
+        assert "record.url" in result.output
+        assert "SECRET" not in result.output
+    assert not (workshop / "runs").exists()
+
+
+def test_a_window_at_a_url_gives_the_head_of_a_local_one(
+    server: FaultyServer, workshop: Path
+) -> None:
+    window = ("record.window=10MB", "record.keep=all")
+    local = new_workshop(workshop.parent / "local")
+    for folder, more in ((local, ()), (workshop, (AT_URL,))):
+        result = draftlab(folder, "train", "small.yaml", *window, *more)
+        assert result.exit_code == 0, result.output
+    heads = [contents(folder / "runs/small/head") for folder in (local, workshop)]
+    assert heads[0] == heads[1]
+    refused = draftlab(workshop, "train", "small.yaml", window[0], AT_URL, "name=other")
+    assert refused.exit_code == 2
+    assert "keep=all" in refused.output

@@ -1,0 +1,231 @@
+"""Files at a URL: what is sent arrives whole, what is read was sent, or an error says so."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from draftlab.errors import UserError
+from draftlab.store import object_store, transfer_errors
+from draftlab.store.object_store import UrlFolder
+from draftlab.store.transfer_errors import UnreachableError
+from draftlab.store.urls import address_of, check_url, is_url, local_folder
+from tests.helpers.object_server import BUCKET, FaultyServer, object_server
+
+NAME = "shard-00000.safetensors"
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
+    monkeypatch.setattr(transfer_errors, "RETRY_S", 8.0)
+    with object_server(monkeypatch, tmp_path / "cache") as server:
+        yield server
+
+
+@pytest.fixture
+def folder(server: FaultyServer) -> UrlFolder:
+    return UrlFolder(f"s3://{BUCKET}/store")
+
+
+def new_file(path: Path, size: int = 300_000) -> str:
+    """Write a file of random bytes; return its SHA-256."""
+    path.write_bytes(os.urandom(size))
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def once(*faults: str, method: str, part: str = NAME) -> object:
+    """Return the faults of the first requests of a method whose path contains a text."""
+    left = list(faults)
+
+    def fault(actual: str, path: str, number: int) -> str | None:
+        return left.pop(0) if left and actual == method and part in path else None
+
+    return fault
+
+
+def test_a_file_goes_there_and_back(folder: UrlFolder, tmp_path: Path) -> None:
+    digest = new_file(tmp_path / "a")
+    assert folder.sizes() == {}
+    assert folder.size(NAME) == -1
+    assert folder.read(NAME) is None
+    assert folder.sha256(NAME) is None
+    folder.upload(tmp_path / "a", NAME)
+    assert folder.sizes() == {NAME: 300_000}
+    assert folder.sha256(NAME) == digest
+    assert folder.read(NAME) == (tmp_path / "a").read_bytes()
+    folder.download(NAME, tmp_path / "b", 300_000, digest)
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+    folder.remove(NAME)
+    folder.remove(NAME)
+    assert folder.sizes() == {}
+
+
+def test_a_file_of_several_parts_is_verified_by_its_etag(
+    server: FaultyServer, folder: UrlFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "PART_BYTES", 5 << 20)
+    new_file(tmp_path / "a", 13 << 20)
+    folder.upload(tmp_path / "a", NAME)
+    assert server.count("PUT", "partNumber") == 3
+    assert server.count("GET") == 0  # it was not read back
+
+
+def test_an_etag_that_is_no_md5_is_read_back(
+    server: FaultyServer, folder: UrlFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_store, "_md5_forms", lambda path: {"of an encrypted object"})
+    digest = new_file(tmp_path / "a")
+    server.faults = once("changed", method="PUT")
+    folder.upload(tmp_path / "a", NAME)
+    assert server.count("GET", NAME) >= 2
+    assert folder.sha256(NAME) == digest
+
+
+@pytest.mark.parametrize("fault", ["error", "drop", "short", "changed", "slow"])
+def test_an_upload_that_went_wrong_is_repeated(
+    fault: str, server: FaultyServer, folder: UrlFolder, tmp_path: Path
+) -> None:
+    digest = new_file(tmp_path / "a")
+    server.faults = once(fault, method="PUT")
+    folder.upload(tmp_path / "a", NAME)
+    assert server.count("PUT", NAME) == (1 if fault == "slow" else 2)
+    assert folder.sha256(NAME) == digest
+
+
+@pytest.mark.parametrize("fault", ["error", "drop", "cut", "short", "changed", "slow"])
+def test_a_download_that_went_wrong_is_repeated(
+    fault: str, server: FaultyServer, folder: UrlFolder, tmp_path: Path
+) -> None:
+    digest = new_file(tmp_path / "a")
+    folder.upload(tmp_path / "a", NAME)
+    server.requests.clear()
+    server.faults = once(fault, method="GET")
+    folder.download(NAME, tmp_path / "b", 300_000, digest)
+    assert server.count("GET", NAME) == (1 if fault == "slow" else 2)
+    assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
+
+
+def test_an_upload_that_is_always_cut_is_never_taken_for_whole(
+    server: FaultyServer, folder: UrlFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_errors, "RETRY_S", 1.0)
+    new_file(tmp_path / "a")
+    server.faults = lambda method, path, number: "short" if method == "PUT" else None
+    with pytest.raises(UnreachableError) as caught:
+        folder.upload(tmp_path / "a", NAME)
+    assert "sent 300,000 bytes, and the server has 150,000" in caught.value.what
+    assert caught.value.where == f"s3://{BUCKET}/store/{NAME}"
+
+
+def test_a_changed_object_is_noticed(folder: UrlFolder, tmp_path: Path) -> None:
+    digest = new_file(tmp_path / "a")
+    new_file(tmp_path / "other")
+    folder.upload(tmp_path / "other", NAME)
+    with pytest.raises(UserError, match=f"damaged: expected SHA-256 {digest}") as caught:
+        folder.download(NAME, tmp_path / "b", 300_000, digest)
+    assert caught.value.where == f"s3://{BUCKET}/store/{NAME}"
+    with pytest.raises(UserError, match="expected 299999 bytes, found 300000"):
+        folder.download(NAME, tmp_path / "b", 299_999, digest)
+    with pytest.raises(UserError, match="missing"):
+        folder.download("shard-00001.safetensors", tmp_path / "b", 300_000, digest)
+
+
+def test_a_server_that_stays_down_is_named_and_not_taken_for_empty(
+    server: FaultyServer, folder: UrlFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_errors, "RETRY_S", 0.6)
+    server.is_down = True
+    for call in (folder.sizes, lambda: folder.size(NAME), lambda: folder.read(NAME)):
+        with pytest.raises(UnreachableError) as caught:
+            call()
+        assert f"s3://{BUCKET}/store" in caught.value.where
+        assert "the same command goes on" in caught.value.do
+        for secret in ("key-of-the-test", "secret-of-the-test"):
+            assert secret not in str(caught.value)
+
+
+def test_a_refusal_is_named_at_once(
+    server: FaultyServer, folder: UrlFolder, tmp_path: Path
+) -> None:
+    new_file(tmp_path / "a")
+    server.faults = lambda *_: "denied"
+    calls = (folder.sizes, lambda: folder.upload(tmp_path / "a", NAME), lambda: folder.size(NAME))
+    for call in calls:
+        server.requests.clear()
+        with pytest.raises(UserError, match="was refused: PermissionError") as caught:
+            call()
+        assert not isinstance(caught.value, UnreachableError)
+        assert "docs/guide/cluster.md" in caught.value.do
+        assert len(server.requests) <= 2
+
+
+def test_secrets_in_errors_are_not_repeated() -> None:
+    error = OSError(
+        "GET http://user:SECRET@host/a?X-Amz-Signature=SECRET&X-Amz-Credential=SECRET&b=1 failed"
+    )
+    assert transfer_errors.plain_error(error) == "GET http://…host/a?…&…&b=1 failed"
+
+
+def test_a_listing_takes_a_request_a_page(
+    server: FaultyServer, folder: UrlFolder, tmp_path: Path
+) -> None:
+    file_system, root = folder._opened
+    file_system.pipe({f"{root}/shard-{number:05d}.safetensors": b"x" for number in range(1_050)})
+    server.requests.clear()
+    assert len(folder.sizes()) == 1_050
+    assert len(server.requests) <= 3, server.requests
+
+
+def test_a_bucket_that_is_not_there_is_named(server: FaultyServer, tmp_path: Path) -> None:
+    new_file(tmp_path / "a")
+    with pytest.raises(UserError, match="no such bucket"):
+        UrlFolder("s3://another-bucket/store").upload(tmp_path / "a", NAME)
+
+
+def test_a_protocol_without_its_package_is_named() -> None:
+    with pytest.raises(UserError, match="unknown-protocol://"):
+        UrlFolder("unknown-protocol://a/b").sizes()
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://AKIA:SECRET@bucket/store",
+        "s3://AKIA:SEC/RET@bucket/store",
+        "s3://SECRET@bucket/store",
+        "gs://user:SECRET@bucket",
+        "https://user:SECRET@host/store",
+        "sftp://user:SEC/RET@host/store",
+        "s3://bucket/store?X-Amz-Signature=SECRET",
+        "simplecache::s3://AKIA:SECRET@bucket",
+        "s3:///store",
+        "s3://bucket/a/../b",
+        "bucket/store",
+    ],
+)
+def test_urls_with_secrets_and_other_texts_are_refused(url: str) -> None:
+    with pytest.raises(ValueError, match="expected") as caught:
+        check_url(url)
+    assert "SEC" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket", "s3://bucket/a/b", "gs://b/c", "hf://datasets/me/store", "memory://x"]
+)
+def test_urls_of_folders_are_accepted(url: str) -> None:
+    assert check_url(url) == check_url(f"{url}/") == url
+    assert is_url(url)
+    assert local_folder(url) is None
+    assert address_of(url) == url
+
+
+def test_file_urls_and_paths_are_local(tmp_path: Path) -> None:
+    assert local_folder("file:///a%20b/c") == Path("/a b/c")
+    assert address_of("file:///a/b") == Path("/a/b")
+    assert address_of("runs/a/store") == Path("runs/a/store")
+    with pytest.raises(ValueError, match="host"):
+        local_folder("file://host/a")
