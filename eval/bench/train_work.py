@@ -154,6 +154,7 @@ class RecordsInMemory:
 
     records: Sequence[Record]
     on_disk = True  # records that can be pickled serve data workers as well
+    window = None
 
     def views(self, indices: Sequence[int]) -> list[Record]:
         return [self.records[index] for index in indices]
