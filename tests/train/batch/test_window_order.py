@@ -64,7 +64,7 @@ def test_the_groups_of_a_huge_store_are_cut_as_those_of_a_small_one() -> None:
     window = int(0.1 * whole_size(planned(1, 400)))
     order = WindowOrder(planned(window, 400), 0)
     expected = order.epoch(0)
-    scale = 2**60 // int(order.sizes.sum())
+    scale = 10**18 // int(order.sizes.sum())
     order.sizes, order._total = order.sizes * scale, order._total * scale
     assert order.num_groups > 8
     assert order.epoch(0) == expected
