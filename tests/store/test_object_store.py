@@ -202,6 +202,7 @@ def test_a_protocol_without_its_package_is_named() -> None:
         "sftp://user:SEC/RET@host/store",
         "s3://bucket/store?X-Amz-Signature=SECRET",
         "simplecache::s3://AKIA:SECRET@bucket",
+        "https://SEC@host/store",
         "s3:///store",
         "s3://bucket/a/../b",
         "bucket/store",
