@@ -180,6 +180,7 @@ class WindowSession:
         file = self.shards.plan.shards[number].file
         try:
             self.shards.add_verified(number, future.result(), new=new)
+            del self.attempts[number]  # a long training may lose it again in a later epoch
         except DamagedShardError as error:
             self.attempts[number] += 1
             if self.attempts[number] == MAX_ATTEMPTS:

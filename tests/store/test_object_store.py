@@ -177,9 +177,9 @@ def test_a_full_disk_of_this_machine_is_not_taken_for_a_fault_of_the_server(tmp_
 
     files.remote.__dict__["_opened"] = SimpleNamespace(get_file=get_file), "/nothing"
     shard = SimpleNamespace(file=NAME, bytes=10, sha256="0" * 64)
-    with pytest.raises(UserError, match="the cache cannot be written") as caught:
-        with files.local_file(shard):
-            pass
+    cannot = pytest.raises(UserError, match="the cache cannot be written")
+    with cannot as caught, files.local_file(shard):
+        pass
     assert "DRAFTLAB_CACHE" in caught.value.do
     assert calls == [1]
 

@@ -1,0 +1,54 @@
+"""The thread that makes the shards of a window, without workers."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draftlab.errors import UserError
+from draftlab.pipeline.window_session import WindowProgress, WindowSession
+from draftlab.pipeline.window_shards import DamagedShardError
+from draftlab.pipeline.worker_pool import MAX_ATTEMPTS
+from draftlab.progress import Monitor
+
+
+def session() -> WindowSession:
+    shards: Any = SimpleNamespace(
+        plan=SimpleNamespace(shards=[SimpleNamespace(file="shard-00000.safetensors")]),
+        folder=Path("store"),
+        monitor=Monitor(),
+        add_verified=lambda *_, **__: None,
+        delete_files=lambda _: None,
+    )
+    nothing: Any = None
+    return WindowSession(WindowProgress(0, 0, 0), shards, *[nothing] * 5)
+
+
+def verify(session: WindowSession, error: Exception | None) -> None:
+    future: Future[Any] = Future()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+    session.verifying[future] = 0, True
+    session._collect_verified(future)
+
+
+def test_a_shard_that_is_damaged_several_times_in_a_row_ends_the_run() -> None:
+    one = session()
+    for _ in range(MAX_ATTEMPTS - 1):
+        verify(one, DamagedShardError("other bytes"))
+    with pytest.raises(UserError, match="damaged 3 times in a row"):
+        verify(one, DamagedShardError("other bytes"))
+
+
+def test_a_shard_that_is_damaged_once_in_each_of_many_epochs_does_not() -> None:
+    one = session()
+    for _ in range(2 * MAX_ATTEMPTS):
+        verify(one, DamagedShardError("other bytes"))
+        verify(one, None)
+    assert len(one.waiting) == 2 * MAX_ATTEMPTS
