@@ -52,3 +52,11 @@ def test_a_shard_that_is_damaged_once_in_each_of_many_epochs_does_not() -> None:
         verify(one, DamagedShardError("other bytes"))
         verify(one, None)
     assert len(one.waiting) == 2 * MAX_ATTEMPTS
+
+
+def test_what_waits_to_be_verified_is_left_when_the_training_ends() -> None:
+    one, future = session(), Future[Any]()
+    one.verifying[future] = 0, True
+    one.progress.stopped.set()
+    one.run()
+    assert future.cancelled()
