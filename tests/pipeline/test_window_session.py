@@ -1,7 +1,8 @@
-"""The thread that makes the shards of a window, without workers."""
+"""The thread that makes the shards of a window, without workers, and what other ranks see."""
 
 from __future__ import annotations
 
+import errno
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 from draftlab.errors import UserError
+from draftlab.pipeline import window_state
 from draftlab.pipeline.window_session import WindowProgress, WindowSession
 from draftlab.pipeline.window_shards import DamagedShardError
+from draftlab.pipeline.window_state import WindowFollower, WindowState
 from draftlab.pipeline.worker_pool import MAX_ATTEMPTS
 from draftlab.progress import Monitor
 
@@ -60,3 +63,20 @@ def test_what_waits_to_be_verified_is_left_when_the_training_ends() -> None:
     one.progress.stopped.set()
     one.run()
     assert future.cancelled()
+
+
+def test_a_rank_reads_again_what_a_network_file_system_has_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = WindowState(tmp_path / "window.json", "session")
+    state.write(1, None)
+    plain, faults = window_state.read_json, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def read(path: Path) -> Any:
+        if faults:
+            raise faults.pop()
+        return plain(path)
+
+    monkeypatch.setattr(window_state, "read_json", read)
+    assert WindowFollower(state).wait(0)
+    assert not faults
