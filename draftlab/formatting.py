@@ -43,17 +43,18 @@ def size_text(number_of_bytes: float) -> str:
     return f"{number_of_bytes:,.0f} B"
 
 
-_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SIZE = re.compile(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([kMGTP]?B)?\s*", re.IGNORECASE)
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 
 
 def parse_size(text: str) -> int:
-    """Return a size such as "200GB" or "1.5 TB" in bytes.
+    """Return a size such as "200GB", "1.5 TB" or "1000" (bytes) in bytes, at least 1.
 
     Raises:
         ValueError: it is none.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?B)\s*", text, re.IGNORECASE)
-    if match is None or not (size := int(float(match[1]) * _UNITS[match[2].upper()])):
+    match = _SIZE.fullmatch(text)
+    if match is None or not (size := int(float(match[1]) * _UNITS[(match[2] or "B").upper()])):
         raise ValueError(f"expected a size such as 200GB or 1.5TB, found {text!r}")
     return size
 

@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from draftlab.errors import UserError
+from draftlab.formatting import parse_size
 
 S = TypeVar("S", bound="Settings")
 
@@ -66,20 +67,9 @@ SingleOrList = BeforeValidator(_as_list)
 """For settings with several values: `eval.k=4` and `eval.k=3,5` equal `[4]` and `[3, 5]`."""
 
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
-
-
 def _as_bytes(value: Any) -> Any:
     """Return a size such as "200GB" as a number of bytes."""
-    if not isinstance(value, str):
-        return value
-    match = re.fullmatch(r"([0-9.]+) *([a-z]*)", value.strip(), re.IGNORECASE)
-    try:
-        return int(float(match[1]) * _UNITS[match[2].upper()]) if match else int(value)
-    except (ValueError, KeyError):
-        raise ValueError(
-            f"expected a size such as 200GB or 500MB, found {_yaml_text(value)}"
-        ) from None
+    return parse_size(value) if isinstance(value, str) else value
 
 
 Size = Annotated[int, BeforeValidator(_as_bytes), Field(gt=0)]

@@ -9,7 +9,23 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.files import save_tensors
-from draftlab.formatting import count_text, exit_text, rounded_text, size_text
+from draftlab.formatting import count_text, exit_text, parse_size, rounded_text, size_text
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("20GB", 20 * 10**9), ("3 kB", 3000), ("7b", 7), ("1.5 TB", 15 * 10**11), (" 2000 ", 2000)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize(
+    "text", ["", "GB", "0GB", "-1GB", "1.2.3GB", "1e9", "5 GiB", f"{9**400}GB"]
+)
+def test_texts_that_are_no_sizes(text: str) -> None:
+    with pytest.raises(ValueError, match="expected a size such as 200GB"):
+        parse_size(text)
 
 
 @pytest.mark.parametrize(

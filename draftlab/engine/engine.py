@@ -180,8 +180,8 @@ class Engine:
             ks = self.adaptive.numbers_of_drafts
         with use_device(self.target.device):
             lengths = {len(request.prompt_ids) for request in requests}
-            limited = any(Sequence(request, self.k).limited for request in requests)
-            self.small_prefill.capture(lengths, ks, limited=limited)
+            for limited in {Sequence(request, self.k).limited for request in requests}:
+                self.small_prefill.capture(lengths, ks, limited=limited)
 
     def _generate(self, requests: Collection[Request]) -> Iterator[Generation]:
         pool = BlockPool(self.num_blocks, self.block_size)

@@ -92,27 +92,34 @@ class WindowSession:
 
     def run(self) -> None:
         """Make shards until the training has ended."""
-        while not self.progress.stopped.is_set():
-            started = time.monotonic()
-            self._release()
-            self._admit()
-            if self.waiting:
-                self.pool.start_workers(len(self.waiting) + len(self.running))
-            tasks = range(len(self.shards.plan.shards))
-            self.pool.hand_out("record_ahead", tasks, self.waiting, self.running)
-            self._flush()
-            if futures := [*self.running, *self.verifying]:
-                done = wait(futures, POLL_S, FIRST_COMPLETED).done
-                # In the order of the calls: a later one reports what an earlier one computed.
-                for future in [future for future in self.running if future in done]:
-                    self._collect(future)
-                for future in done & self.verifying.keys():
-                    self._collect_verified(future)
-            else:
-                time.sleep(POLL_S)
-                if not self.waiting:
-                    self.progress.idle_s += time.monotonic() - started
-            self._announce()
+        try:
+            while not self.progress.stopped.is_set():
+                self._make_shards()
+        finally:  # else the training would wait until queued shards are hashed
+            for future in self.verifying:
+                future.cancel()
+
+    def _make_shards(self) -> None:
+        started = time.monotonic()
+        self._release()
+        self._admit()
+        if self.waiting:
+            self.pool.start_workers(len(self.waiting) + len(self.running))
+        tasks = range(len(self.shards.plan.shards))
+        self.pool.hand_out("record_ahead", tasks, self.waiting, self.running)
+        self._flush()
+        if futures := [*self.running, *self.verifying]:
+            done = wait(futures, POLL_S, FIRST_COMPLETED).done
+            # In the order of the calls: a later one reports what an earlier one computed.
+            for future in [future for future in self.running if future in done]:
+                self._collect(future)
+            for future in done & self.verifying.keys():
+                self._collect_verified(future)
+        else:
+            time.sleep(POLL_S)
+            if not self.waiting:
+                self.progress.idle_s += time.monotonic() - started
+        self._announce()
 
     def _release(self) -> None:
         while self.groups and self.groups[0].number < self.progress.passed:
@@ -180,6 +187,7 @@ class WindowSession:
         file = self.shards.plan.shards[number].file
         try:
             self.shards.add_verified(number, future.result(), new=new)
+            del self.attempts[number]  # a long training may lose it again in a later epoch
         except DamagedShardError as error:
             self.attempts[number] += 1
             if self.attempts[number] == MAX_ATTEMPTS:

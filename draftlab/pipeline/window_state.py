@@ -85,7 +85,10 @@ class WindowFollower:
         self._ended = True
 
     def _read(self) -> None:
-        fields = read_json(self.path) if self.path.exists() else {}
+        try:
+            fields = read_json(self.path) if self.path.exists() else {}
+        except OSError:  # NFS: another machine has replaced the open file (ESTALE)
+            fields = {}
         if fields.get("session") == self.session:
             if fields["beat"] != self._beat:
                 self._beat, self._heard = fields["beat"], time.monotonic()

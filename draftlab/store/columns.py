@@ -174,7 +174,10 @@ def map_columns(path: Path, dtypes: Mapping[str, type[np.generic]]) -> dict[str,
     """
     data = np.memmap(path, np.uint8, "r")
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header = json.loads(data[8:start].tobytes()) if start <= len(data) else {}
+    try:
+        header = json.loads(data[8:start].tobytes()) if start <= len(data) else {}
+    except RecursionError:
+        raise ValueError("expected the header of a safetensors file, found nested lists") from None
     columns = {}
     for name, dtype in dtypes.items():
         try:

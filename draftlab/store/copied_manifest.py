@@ -91,6 +91,12 @@ def _read_copy(files: ShardFiles, content: bytes, folder: Path) -> Manifest:
             if name != MANIFEST and isinstance(fields, dict) and fields.get(key):
                 files.copy_metadata(name, folder / name)
         return Manifest.read(folder / MANIFEST)
+    except OSError as error:
+        raise UserError(
+            f"the manifest cannot be copied to this machine: {error}",
+            where=folder,
+            do="free disk space",
+        ) from None
     except UserError as error:
         if Path(error.where).parent != folder:
             raise

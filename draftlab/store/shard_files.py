@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
@@ -96,12 +96,6 @@ class ShardFiles(ABC):
     @abstractmethod
     def copy_metadata(self, name: str, path: Path) -> None:
         """Copy the file of an index or table from where the shards are, if it is there."""
-
-    def fetch(self, shards: Iterable[Shard]) -> None:  # noqa: B027
-        """Begin to download shards that are read soon. Errors are left to who reads them."""
-
-    def stop_fetching(self) -> None:  # noqa: B027
-        """Forget the shards that `fetch` has not begun to download."""
 
     def cancel(self) -> None:  # noqa: B027
         """End the repetition of transfers that fail, since their result is not needed any more."""
@@ -229,18 +223,18 @@ class RemoteShardFiles(ShardFiles):
         if self.remote.size(name) >= 0:
             self.remote.download(name, path, None, None)
 
-    def fetch(self, shards: Iterable[Shard]) -> None:
-        for shard in shards:
-            if shard.sha256 not in self.cache:
-                self._pool.submit(self._fetch, shard)
+    def fetch(self, shards: Iterable[Shard]) -> list[Future[None]]:
+        """Begin to download shards that are read soon. Errors are left to who reads them.
+
+        Returns:
+            The downloads; a cancelled one does not begin.
+        """
+        missing = [shard for shard in shards if shard.sha256 not in self.cache]
+        return [self._pool.submit(self._fetch, shard) for shard in missing]
 
     def _fetch(self, shard: Shard) -> None:
         with suppress(UserError), self._local_file(shard, self._ahead):
             pass
-
-    def stop_fetching(self) -> None:
-        if (pool := self.__dict__.pop("_pool", None)) is not None:
-            pool.shutdown(wait=False, cancel_futures=True)
 
     def cancel(self) -> None:
         self.remote.cancelled.set()

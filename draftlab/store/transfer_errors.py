@@ -5,6 +5,7 @@ fsspec's file systems repeat single requests themselves; here a whole transfer i
 
 from __future__ import annotations
 
+import errno
 import re
 import threading
 import time
@@ -19,6 +20,7 @@ RETRY_S = 120.0
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 20.0
 """Pauses between two attempts: each is twice the one before."""
 _PERMANENT = (PermissionError, ImportError, ValueError, TypeError, NotImplementedError)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _NO_CREDENTIALS = re.compile(r"Credential|ProfileNotFound|SSO|TokenRetrieval")
 _SECRETS = re.compile(
     r"(?<=//)[^/@\s]+@|(?<=[?&])(?:X-Amz-\w+|AWSAccessKeyId|Signature|sig|token)=[^&\s'\"]+", re.I
@@ -47,6 +49,7 @@ def repeat_transfer(
     Raises:
         UserError: there is no such bucket, the server refuses, or the action raises one itself.
         UnreachableError: the last attempt failed, too.
+        OSError: this machine's disk is full or read-only.
     """
     started, wait = time.monotonic(), FIRST_WAIT_S
     while True:
@@ -61,6 +64,8 @@ def repeat_transfer(
                 do="make the bucket, or correct the URL",
             ) from None
         except Exception as error:
+            if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                raise  # it is no fault of the server
             kind, passed = type(error).__name__, time.monotonic() - started
             if isinstance(error, _PERMANENT) or _NO_CREDENTIALS.search(kind):
                 raise UserError(

@@ -38,7 +38,8 @@ def check_url(url: str) -> str:
             f"{_EXAMPLE}, found one with credentials in it: give them in the environment "
             "(docs/guide/cluster.md)"
         )
-    if not has_bucket and ("@" in rest and ":" in rest.rpartition("@")[0]):
+    is_http = scheme.lower() in ("http", "https")  # there a user may be a token
+    if not has_bucket and "@" in rest and (is_http or ":" in rest.rpartition("@")[0]):
         raise ValueError(
             f"{_EXAMPLE}, found one with a password in it: give it in the environment "
             "(docs/guide/cluster.md)"

@@ -66,3 +66,12 @@ def test_captures_before_requests_change_nothing(kind: str) -> None:
     engine.capture_prefills(requests)
     assert {k for _, k in engine.small_prefill._drafts} == {0, 1, 2, 3}
     assert {g.id: g.token_ids for g in run(engine, requests)} == plain
+
+
+def test_prompts_with_and_without_top_k_are_both_captured() -> None:
+    target, _, prompts = embedded("cpu")
+    sampling = Sampling(0.8), Sampling(0.8, top_k=5)
+    requests = [Request(i, ids, 8, s) for (i, ids), s in zip(prompts[:2], sampling, strict=True)]
+    engine = small_engine(target, batch=2, max_length=400)
+    engine.capture_prefills(requests)
+    assert {shape.limited for shape in engine.small_prefill._prefills} == {False, True}

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from draftlab.errors import UserError
 from draftlab.store import object_store, transfer_errors
 from draftlab.store.object_store import UrlFolder
+from draftlab.store.shard_cache import ShardCache
+from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.transfer_errors import UnreachableError
 from draftlab.store.urls import address_of, check_url, is_url, local_folder
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
@@ -163,6 +167,23 @@ def test_a_refusal_is_named_at_once(
         assert len(server.requests) <= 2
 
 
+def test_a_full_disk_of_this_machine_is_not_taken_for_a_fault_of_the_server(tmp_path: Path) -> None:
+    files = RemoteShardFiles("memory://nothing", ShardCache(tmp_path, 1000))
+    calls = []
+
+    def get_file(*_: str) -> None:
+        calls.append(1)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    files.remote.__dict__["_opened"] = SimpleNamespace(get_file=get_file), "/nothing"
+    shard = SimpleNamespace(file=NAME, bytes=10, sha256="0" * 64)
+    cannot = pytest.raises(UserError, match="the cache cannot be written")
+    with cannot as caught, files.local_file(shard):
+        pass
+    assert "DRAFTLAB_CACHE" in caught.value.do
+    assert calls == [1]
+
+
 def test_secrets_in_errors_are_not_repeated() -> None:
     error = OSError(
         "GET http://user:SECRET@host/a?X-Amz-Signature=SECRET&X-Amz-Credential=SECRET&b=1 failed"
@@ -202,6 +223,7 @@ def test_a_protocol_without_its_package_is_named() -> None:
         "sftp://user:SEC/RET@host/store",
         "s3://bucket/store?X-Amz-Signature=SECRET",
         "simplecache::s3://AKIA:SECRET@bucket",
+        "https://SEC@host/store",
         "s3:///store",
         "s3://bucket/a/../b",
         "bucket/store",

@@ -267,7 +267,6 @@ def test_shards_are_fetched_ahead(server: FaultyServer, target: Target, tmp_path
     server.requests.clear()
     list(store)
     assert server.requests == []
-    store.files.stop_fetching()
 
 
 def test_an_equal_recording_by_another_run_is_used(

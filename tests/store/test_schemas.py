@@ -227,7 +227,20 @@ def test_a_forged_index_is_refused(tmp_path: Path, change: Callable[[dict], obje
     refuse_index(tmp_path, save(columns))
 
 
-@pytest.mark.parametrize("content", [b"", b"\4" + 7 * b"\0" + b"abcd", 7 * b"\1" + b"\0" + b"{}"])
+def header(text: bytes) -> bytes:
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\4" + 7 * b"\0" + b"abcd",
+        7 * b"\1" + b"\0" + b"{}",
+        header(b"[" * 100_000),
+        header(b'{"id_bytes":{"dtype":"U8","shape":[%d],"data_offsets":[0,0]}}' % 10**30),
+    ],
+)
 def test_another_file_is_no_index(tmp_path: Path, content: bytes) -> None:
     record_table(tmp_path, SAMPLES)
     refuse_index(tmp_path, content)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 from draftlab.store.shard_files import RemoteShardFiles
@@ -36,6 +37,7 @@ def fetch_ahead(
     max_bytes = store.files.cache.max_bytes // (2 * processes)
     shards, waiting, items = store.manifest.shards, deque[tuple[Item, list[int]]](), iter(items)
     uses: Counter[int] = Counter()  # of the shards in sight
+    downloads: list[Future[None]] = []
     total = 0
     try:
         while True:
@@ -46,7 +48,7 @@ def fetch_ahead(
                     break
                 numbers = store.shards_of(records_of(item))
                 new = [shards[number] for number in numbers if not uses[number]]
-                store.files.fetch(new)
+                downloads = [one for one in downloads if not one.done()] + store.files.fetch(new)
                 uses.update(numbers)
                 total += sum(shard.bytes or 0 for shard in new)
                 waiting.append((item, numbers))
@@ -58,4 +60,5 @@ def fetch_ahead(
                 uses[number] -= 1
                 total -= (shards[number].bytes or 0) * (uses[number] == 0)
     finally:
-        store.files.stop_fetching()
+        for download in downloads:  # its own: a validation fetches while a training does
+            download.cancel()

@@ -86,7 +86,9 @@ class WindowOrder:
         seed = np.random.SeedSequence([self.seed, epoch], spawn_key=(0,))
         shards = np.random.default_rng(seed).permutation(len(self.sizes))
         begins = np.cumsum(self.sizes[shards]) - self.sizes[shards]
-        numbers = begins * self.num_groups // self._total
+        # Python's integers: bytes times groups may be larger than an int64.
+        starts = [-(-i * self._total // self.num_groups) for i in range(self.num_groups)]
+        numbers = np.searchsorted(starts, begins, side="right")
         cuts = np.flatnonzero(np.diff(numbers)) + 1
         return [group.tolist() for group in np.split(shards, cuts)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,13 +23,14 @@ class Files(RemoteShardFiles):
     def __init__(self, cache: ShardCache) -> None:
         super().__init__("memory://nothing", cache)
         self.fetched: list[int] = []
-        self.stopped = False
+        self.downloads: list[Future[None]] = []
 
-    def fetch(self, shards: Iterable[SimpleNamespace]) -> None:
-        self.fetched += [shard.number for shard in shards]
-
-    def stop_fetching(self) -> None:
-        self.stopped = True
+    def fetch(self, shards: Iterable[SimpleNamespace]) -> list[Future[None]]:
+        numbers = [shard.number for shard in shards]
+        self.fetched += numbers
+        downloads = [Future[None]() for _ in numbers]
+        self.downloads += downloads
+        return downloads
 
 
 def remote_store(folder: Path, cached_shards: int) -> SimpleNamespace:
@@ -54,7 +56,7 @@ def test_it_stays_within_half_of_the_cache(processes: int, tmp_path: Path) -> No
         assert len(fetched) - present <= 4 // processes + 1  # the last item begins below the bound
     assert seen == items
     assert set(store.files.fetched) == set(range(21))
-    assert store.files.stopped
+    assert all(download.cancelled() for download in store.files.downloads)
 
 
 def test_a_shard_is_fetched_again_when_it_was_out_of_sight(tmp_path: Path) -> None:
@@ -76,6 +78,18 @@ def test_many_items_of_few_shards_are_bounded_too(tmp_path: Path) -> None:
     next(ahead)
     assert len(taken) == MAX_ITEMS
     ahead.close()
+
+
+def test_the_end_of_a_validation_does_not_end_the_downloads_of_a_training(tmp_path: Path) -> None:
+    store = remote_store(tmp_path, 8)
+    training = fetch_ahead([[10 * n] for n in range(20)], list, store)
+    next(training)
+    downloads = list(store.files.downloads)
+    assert list(fetch_ahead([[900], [910]], list, store)) == [[900], [910]]
+    assert downloads
+    assert not any(download.cancelled() for download in downloads)
+    training.close()
+    assert all(download.cancelled() for download in downloads)
 
 
 def test_an_item_larger_than_the_cache_is_read_alone(tmp_path: Path) -> None:

@@ -59,6 +59,17 @@ def test_an_epoch_has_each_shard_once_in_groups_of_at_most_half_a_window(
     assert order.epoch(3) == WindowOrder(planned(window), seed).epoch(3)
 
 
+def test_the_groups_of_a_huge_store_are_cut_as_those_of_a_small_one() -> None:
+    """Bytes times groups are larger than an int64: 1 PB in 20,000 groups is enough."""
+    window = int(0.1 * whole_size(planned(1, 400)))
+    order = WindowOrder(planned(window, 400), 0)
+    expected = order.epoch(0)
+    scale = 10**18 // int(order.sizes.sum())
+    order.sizes, order._total = order.sizes * scale, order._total * scale
+    assert order.num_groups > 8
+    assert order.epoch(0) == expected
+
+
 @pytest.mark.parametrize("share", [0.6, 3.0])
 def test_steps_have_every_record_once_an_epoch_and_say_which_groups_are_passed(
     share: float,
