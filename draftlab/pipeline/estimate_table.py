@@ -145,7 +145,8 @@ def _window_warnings(recipe: Recipe) -> Iterator[str]:
     elif window < 2 * (step + 2 * shard):
         yield (
             f"  warning: half of record.window, {as_bytes(window // 2)}, may not hold an optimizer "
-            f"step: unless the window holds all states, it is refused; {as_bytes(enough)} are enough"
+            f"step: unless the window holds all states, it is refused; {as_bytes(enough)} are "
+            "enough"
         )
 
 
