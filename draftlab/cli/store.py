@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -41,6 +42,7 @@ def merge(
         from draftlab.store import merge_split_sample as rewrite
         from draftlab.store.store import Store
 
+        _check_folder(out)
         _report(rewrite.merge([Store.open(path) for path in stores], out, monitor))
 
 
@@ -62,6 +64,7 @@ def split(
 
         opened, weights = Store.open(store), _shares(shares, len(out))
         for folder in out:
+            _check_folder(folder)
             rewrite.check_new_folder(folder)
         made_by = {"made_by": "split", "shares": weights, "seed": seed}
         prompts = group_by_prompt(opened.ids)
@@ -87,6 +90,7 @@ def sample(
         from draftlab.store.prompt_split import split_groups
         from draftlab.store.store import Store
 
+        _check_folder(out)
         opened = Store.open(store)
         if records > len(opened):
             raise UserError(
@@ -118,6 +122,16 @@ def _shares(text: str | None, parts: int) -> list[float]:
             do="separate them by commas: 95,5",
         )
     return shares
+
+
+def _check_folder(out: Path) -> None:
+    """Check that the folder of a new store is no URL, whose slashes a path has joined."""
+    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", str(out)):
+        raise UserError(
+            f"expected a folder on this machine, found the URL {str(out).replace(':/', '://', 1)}",
+            where="--out",
+            do="write a folder, and copy it to the URL",
+        )
 
 
 def _check_parts(out: list[Path], parts: list[np.ndarray], records: int, prompts: int) -> None:

@@ -190,7 +190,8 @@ def _window(
         tokens = conversations.count * length * (1 - settings.validation_share)
         size = min(size, tokens * identity.bytes_per_token)
         passes = positions / max(tokens, 1)
-        epochs = f", {rounded_text(passes)} epochs, each computed again"
+        again = ", each computed again" if passes > 1 else ""
+        epochs = f", {rounded_text(passes)} epochs{again}"
         if tokens * identity.bytes_per_token <= recipe.record.window:
             positions, epochs = min(positions, tokens), ", which the window holds as a whole"
     return [

@@ -65,6 +65,8 @@ def estimate_table(
     free = shutil.disk_usage(existing).free
     if free < disk:
         yield f"  warning: {as_bytes(free)} of disk are free in the folder of runs/"
+    if recipe.record.rolls:
+        yield from _window_warnings(recipe)
     if "head" in stages:
         yield from _training_warnings(recipe, max(num_working, hardware.gpus))
     if gpu:
@@ -124,6 +126,27 @@ def _training_warnings(recipe: Recipe, num_processes: int) -> Iterator[str]:
         yield (
             f"  warning: the longest conversation may have about {longest:,.0f} tokens, and "
             f"train.row_tokens is {row_tokens:,}: record.max_length={row_tokens} cuts it"
+        )
+
+
+def _window_warnings(recipe: Recipe) -> Iterator[str]:
+    """Yield a warning if a window is too small for full shards; the recording would refuse it."""
+    window = recipe.record.window or 0
+    token_bytes = planned_identity(recipe, target_config(recipe.target)).bytes_per_token
+    shard, settings = recipe.record.shard_tokens * token_bytes, recipe.train
+    step = settings.batch_rows * settings.row_tokens * token_bytes
+    enough = 4 * (step + 2 * shard)
+    if window < 4 * shard:
+        yield (
+            f"  warning: record.window is {as_bytes(window)}, and four shards of "
+            f"record.shard_tokens take {as_bytes(4 * shard)}: a window that holds neither four "
+            "shards nor twice all states is refused"
+        )
+    elif window < 2 * (step + 2 * shard):
+        yield (
+            f"  warning: half of record.window, {as_bytes(window // 2)}, may not hold an optimizer "
+            f"step: unless the window holds all states, it is refused; {as_bytes(enough)} are "
+            "enough"
         )
 
 

@@ -117,7 +117,7 @@ class WindowSession:
                 self._collect_verified(future)
         else:
             time.sleep(POLL_S)
-            if not self.waiting:
+            if self.blocked:
                 self.progress.idle_s += time.monotonic() - started
         self._announce()
 

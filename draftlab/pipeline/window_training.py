@@ -125,5 +125,7 @@ def devices_line(devices: list[str], ranks: Ranks) -> str:
     trains = name if ranks.local_gpus == 1 else f"cuda:0 to cuda:{ranks.local_gpus - 1}"
     if ranks.device.type == "cpu":
         trains = "the CPU"
+    if ranks.device.type == "cpu" and devices == ["cpu"]:
+        return "window: the CPU trains, and a process beside it records meanwhile"
     line = f"window: {trains} trains, and {', '.join(devices)} records meanwhile"
     return line + ("; both share the GPU" if devices == [name] else "")

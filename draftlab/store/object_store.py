@@ -55,7 +55,7 @@ class UrlFolder:
                 where=self.url,
                 do=f"pip install 'draftlab[{extra}]'"
                 if extra
-                else f"install the package with which fsspec reads {scheme}://",
+                else f"correct the URL, or install the package with which fsspec reads {scheme}://",
             ) from None
 
     def where(self, name: str) -> str:

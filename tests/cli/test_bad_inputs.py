@@ -312,6 +312,8 @@ REFUSED = [
     Case(f"store sample {STORE} --out toy --records 2", "new folder"),
     Case(f"store merge {STORE} --out toy", "new folder"),
     Case("store merge nowhere --out o", "nowhere"),
+    Case(f"store merge {STORE} --out s3://bucket/o", "found the URL s3://bucket/o"),
+    Case(f"store sample {STORE} --records 2 --out s3://b/o", "found the URL s3://b/o"),
     Case("doctor nowhere", "nowhere"),
     Case("push nowhere a/b", "nowhere"),
     Case("push small a", "repository"),

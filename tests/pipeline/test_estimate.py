@@ -398,3 +398,24 @@ def test_every_recipe_can_be_planned_from_a_config(
     assert not (tmp_path / "runs").exists()
     if load_recipe(path).target.path != "embedded":
         assert load_recipe(path).hardware.gpu, "a recipe for a large target names its hardware"
+
+
+@pytest.mark.parametrize(
+    ("window", "warning"),
+    [
+        ("1MB", "record.window is 1 MB, and four shards"),
+        ("30MB", "half of record.window, 15 MB, may not hold an optimizer step"),
+        ("200MB", None),
+    ],
+)
+def test_a_window_that_would_be_refused_is_warned_of(
+    window: str, warning: str | None, tmp_path: Path
+) -> None:
+    tree = {
+        "target": "embedded",
+        "record": {"shard_tokens": 1024, "window": window},
+        "train": {"batch_rows": 4, "row_tokens": 2048},
+    }
+    lines = estimate_table(parse_recipe({"name": "small", **tree}), tmp_path, ["store", "head"])
+    warnings = [line for line in lines if "warning: " in line and "record.window" in line]
+    assert (warning in warnings[0]) if warning else not warnings

@@ -73,12 +73,14 @@ class WindowOrder:
         group_bytes = self._total / self.num_groups - largest
         step_bytes = batch_rows * row_tokens * max(self.sizes / self.tokens)
         if group_bytes < step_bytes:
-            needed = 4 * (step_bytes + 2 * largest)
+            needed = math.ceil(4 * (step_bytes + 2 * largest))
+            needed = min(needed, max(self._total, 4 * int(largest)))  # all shards fit in
             raise UserError(
                 f"expected a window whose half holds an optimizer step of {batch_rows} × "
                 f"{row_tokens:,} tokens, found one of {self.window:,} bytes",
                 where="record.window",
-                do=f"raise it to {math.ceil(needed):,} bytes or more, or lower train.batch_rows",
+                do=f"raise it to {needed:,} bytes or more, or lower train.batch_rows or "
+                "record.shard_tokens",
             )
 
     def epoch(self, epoch: int) -> list[list[int]]:

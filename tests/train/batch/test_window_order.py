@@ -120,4 +120,5 @@ def test_windows_that_are_too_small_are_refused() -> None:
     with pytest.raises(UserError, match="whose half holds an optimizer step of 64 × 64") as caught:
         order.check_steps(64, 64)
     enough = int(caught.value.do.split()[3].replace(",", ""))
+    assert enough <= max(order.sizes.sum(), 4 * largest), "all shards fit into more"
     WindowOrder(planned(enough), 0).check_steps(64, 64)
