@@ -41,6 +41,11 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
 
 
+_LESS_MEMORY = (
+    "lower regenerate.batch, eval.batch, eval.timing_batches or eval.concurrency, or the lengths"
+)
+
+
 @dataclass(frozen=True)
 class _InFlight:
     """A prefill or step whose results are being copied to the host.
@@ -160,9 +165,7 @@ class Engine:
             UserError: a prompt is empty or leaves no room for an answer, or memory runs out.
         """
         check_prompts(requests, self.max_length)
-        with out_of_memory_error(
-            "decoding", "lower regenerate.batch, eval.batch or eval.timing_batches, or the lengths"
-        ):
+        with out_of_memory_error("decoding", _LESS_MEMORY):
             if self.adaptive is not None:
                 with use_device(self.target.device):
                     self.adaptive.measure(requests)
@@ -178,7 +181,10 @@ class Engine:
         ks = (self.k,) if self.drafter else ()
         if self.adaptive is not None:
             ks = self.adaptive.numbers_of_drafts
-        with use_device(self.target.device):
+        with (
+            out_of_memory_error("capturing prefills", _LESS_MEMORY),
+            use_device(self.target.device),
+        ):
             lengths = {len(request.prompt_ids) for request in requests}
             for limited in {Sequence(request, self.k).limited for request in requests}:
                 self.small_prefill.capture(lengths, ks, limited=limited)

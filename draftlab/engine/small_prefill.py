@@ -90,7 +90,8 @@ class SmallPrefill:
     def capture(self, lengths: Collection[int], ks: Collection[int], *, limited: bool) -> None:
         """Capture whatever prompts of these lengths need, and first drafts of these numbers."""
         columns = {_smallest(self.COLUMNS, length) for length in lengths} - {None}
-        for rows in self.ROWS:
+        slots = self.step.input_batch.num_slots
+        for rows in (size for size in self.ROWS if size < 2 * slots):
             for each in sorted(columns):
                 self._prefill(PrefillShape(rows, each, limited))
             for k in ks if columns else ():

@@ -24,6 +24,7 @@ from draftlab.pipeline.head_spec import (
 from draftlab.pipeline.head_workspace import input_files
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.resolve import find_head
+from draftlab.store.shard_cache import machine_cache
 from draftlab.store.shard_files import open_shard_files
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
 from draftlab.target_model.loading import load_tokenizer
@@ -36,6 +37,18 @@ from draftlab.text.prompts import prompt_file
 from draftlab.text.tokenizer_check import check_tokenizer
 from draftlab.train.trackers import check_trackers
 from draftlab.vllm.process import find_python
+
+
+def _check_url(url: str) -> None:
+    """Check that shards can be at a URL: its package, server and credentials, and the cache."""
+    if url.lower().startswith("memory://"):
+        raise UserError(
+            "expected a URL whose files outlive this process, found memory://",
+            where="record.url",
+            do="name a bucket, such as s3://bucket/folder, or a folder, file:///folder",
+        )
+    open_shard_files(Path(), url).read_manifest()
+    machine_cache()
 
 
 def check_before_run(
@@ -62,7 +75,7 @@ def check_before_run(
     if here:
         _check_machine(recipe, stages)
     if recipe.record.url is not None and not plan and not {"store", "head"}.isdisjoint(stages):
-        open_shard_files(Path(), recipe.record.url).read_manifest()  # package, server, credentials
+        _check_url(recipe.record.url)
     config = target_config(recipe.target)
     check_shapes(recipe, config.get_text_config())
     family, rows = get_family(recipe.head.family), config.get_text_config().vocab_size

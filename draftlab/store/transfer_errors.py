@@ -9,6 +9,7 @@ import errno
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,6 +20,8 @@ RETRY_S = 120.0
 """Time for which a transfer that fails is repeated, in seconds."""
 FIRST_WAIT_S, MAX_WAIT_S = 0.5, 20.0
 """Pauses between two attempts: each is twice the one before."""
+WARNED_WAIT_S = 4.0
+"""The pause before which the user is told that a transfer fails, once."""
 _PERMANENT = (PermissionError, ImportError, ValueError, TypeError, NotImplementedError)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _NO_CREDENTIALS = re.compile(r"Credential|ProfileNotFound|SSO|TokenRetrieval")
@@ -82,5 +85,12 @@ def repeat_transfer(
                     do="check the network and the server, and the endpoint in the environment; "
                     "nothing is lost: the same command goes on after the last whole shard",
                 ) from None
+            if wait == WARNED_WAIT_S:
+                warnings.warn(
+                    f"{doing} {where} failed: {kind}: {plain_error(error)}; it is repeated for "
+                    f"{RETRY_S:.0f} s",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
             cancelled.wait(wait)
             wait = min(2 * wait, MAX_WAIT_S)

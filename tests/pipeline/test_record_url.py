@@ -232,12 +232,24 @@ def test_the_plan_names_the_url(workshop: Path) -> None:
 
 
 def test_an_unusable_url_is_refused_before_anything_runs(workshop: Path) -> None:
-    for url in ("s3://KEY:SECRET@bucket/x", "not-a-url"):
+    for url in ("s3://KEY:SECRET@bucket/x", "not-a-url", "memory://x"):
         result = draftlab(workshop, "record", "small.yaml", f"record.url={url}")
         assert result.exit_code == 2
         assert "record.url" in result.output
         assert "SECRET" not in result.output
-    assert not (workshop / "runs").exists()
+    assert not (workshop / "runs/small/store").exists()
+
+
+def test_a_mistyped_size_of_the_cache_is_refused_before_anything_runs(
+    server: FaultyServer, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTLAB_CACHE_SIZE", "20 gigs")
+    machine_cache.cache_clear()
+    result = draftlab(workshop, "record", "small.yaml", AT_URL)
+    machine_cache.cache_clear()
+    assert result.exit_code == 2
+    assert "DRAFTLAB_CACHE_SIZE" in result.output
+    assert not (workshop / "runs/small/answers.jsonl").exists()
 
 
 def test_a_window_at_a_url_gives_the_head_of_a_local_one(
