@@ -132,7 +132,7 @@ class Bench:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             store = Store.open(self.base / STAGES["store"].artefact)
-            indices = split_records(store.ids, recipe.train, 0, Monitor())[0].tolist()
+            indices = split_records(store, recipe.train, 0, Monitor())[0].tolist()
             head = self.head(ours / "head")
             options = self.options
             sizes = options.tokens, options.step_tokens

@@ -100,7 +100,7 @@ def measure(folder: Path) -> None:
     store = Store.open(folder)
     report(f"opened {len(store.manifest.shards):,} shards, {len(store):,} records", started)
     started = split_started = now()
-    training, held_out = split_records(store.ids, settings, 0, Monitor())
+    training, held_out = split_records(store, settings, 0, Monitor())
     report(f"held out {len(store) - len(training):,} records, read {len(held_out):,}", started)
     started = now()
     lengths = np.asarray(store.lengths)[training]
