@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
@@ -167,11 +168,17 @@ def test_killed_at_any_moment_it_ends_with_the_same_bytes(
     server: FaultyServer, workshop: Path
 ) -> None:
     command = [sys.executable, "-m", "draftlab.cli", "train", "small.yaml", AT_URL]
+    # As many threads as the run that it is compared with: others give sums other last bits.
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
     generator = random.Random(2)
     server.faults = lambda *_: "slow" * (generator.random() < 0.2) or None
     for _ in range(6):
         process = subprocess.Popen(
-            command, cwd=workshop, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command,
+            cwd=workshop,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         requests, end = len(server.requests), time.monotonic() + generator.uniform(1, 12)
         wait = generator.randrange(3, 30)  # requests
