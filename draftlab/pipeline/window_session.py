@@ -23,7 +23,7 @@ _FLUSH = -1
 
 @dataclass
 class WindowProgress:
-    """What the training and the thread that makes its shards tell each other.
+    """Messages between the training and the thread that records its shards.
 
     Groups are counted from the first epoch's first one on.
 

@@ -1,4 +1,4 @@
-"""What the ranks of a training know of the window that rank 0 has filled: a file that all see."""
+"""The state of the window (train/window.json), which rank 0 writes and the other ranks read."""
 
 from __future__ import annotations
 

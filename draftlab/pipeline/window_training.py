@@ -1,4 +1,4 @@
-"""Which devices record the window of a store while others train, and for how long they do."""
+"""Assign devices to training and to the recording of a window, and end both together."""
 
 from __future__ import annotations
 

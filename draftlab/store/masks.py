@@ -1,4 +1,4 @@
-"""Which positions of a record a head learns from."""
+"""Masks of the positions of a record that a head learns from."""
 
 from __future__ import annotations
 

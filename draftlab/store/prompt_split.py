@@ -99,7 +99,7 @@ def _chunks(texts: Texts) -> Iterator[_Ids]:
 
 
 class _Suffixes(NamedTuple):
-    """What the ends of ids say.
+    """Numbers at the ends of ids, and where they begin.
 
     Attributes:
         prompt_stops: int64 [n], where the prompts' ids end if all numbers continue

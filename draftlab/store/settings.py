@@ -86,5 +86,5 @@ class RecordSettings(Settings):
 
     @property
     def rolls(self) -> bool:
-        """Whether shards are recorded and deleted while the training runs."""
+        """True if shards are recorded and deleted while the training runs."""
         return self.window is not None and self.keep == "window"

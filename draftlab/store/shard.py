@@ -98,8 +98,8 @@ class Shard:
         if self.table is None:
             return {}
         records, rows = self.table.not_finite_records, self.rows
-        mine = np.flatnonzero((records >= rows.start) & (records < rows.stop)).tolist()
-        return {self.index.ids[int(records[i])]: self.table.not_finite[i] for i in mine}
+        own = np.flatnonzero((records >= rows.start) & (records < rows.stop)).tolist()
+        return {self.index.ids[int(records[i])]: self.table.not_finite[i] for i in own}
 
     @property
     def fp8_errors(self) -> list[tuple[float, float]]:

@@ -1,4 +1,4 @@
-"""What is known of a store's shards once they are written (shards.safetensors), in columns."""
+"""The table of a store's written shards (shards.safetensors): sizes, hashes and errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES: dict[str, type[np.generic]] = {
 
 
 class WrittenShard(BaseModel):
-    """What a shard's receipt says of the written shard."""
+    """The fields of a shard's receipt that describe its file."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -143,5 +143,5 @@ class ShardTable:
 
     @cached_property
     def not_finite(self) -> Texts:
-        """Where the records `not_finite_records` have NaN or infinity."""
+        """The places of NaN or infinity in the records `not_finite_records`."""
         return Texts(self.not_finite_bytes, self.not_finite_ends)

@@ -89,7 +89,7 @@ class Store:
     on_disk = True
     """Whether other processes can open the store by its folder."""
     samples: Sequence[Sample] | None
-    """What was recorded, in stored order: `tokens_and_spans` then reads no shard. None: unknown."""
+    """The recorded samples in stored order, so that `tokens_and_spans` reads no shard; or None."""
 
     def __init__(
         self,

@@ -146,7 +146,7 @@ class SamplingTest(BaseModel):
 
     @property
     def has_power(self) -> bool:
-        """Whether the test detects every fault with 99 % probability.
+        """True if the test detects every fault with 99 % probability.
 
         `needed` supposes that every step verifies K drafts, which adaptive verification does not.
         """
