@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from draftlab.store import store as store_module
 from draftlab.store import transfer_errors
 from draftlab.store.object_store import UrlFolder
 from draftlab.store.shard_cache import machine_cache
@@ -114,6 +115,8 @@ def test_a_server_that_stays_down_ends_the_training_and_loses_nothing(
     server: FaultyServer, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer_errors, "RETRY_S", 0.6)
+    # Neither the cache nor open files keep all shards, so that every step needs the server.
+    monkeypatch.setattr(store_module, "OPEN_REMOTE_SHARDS", 1)
     steps = ("train.steps=40", "train.checkpoint_every=1")
     local = new_workshop(workshop.parent / "local")
     assert draftlab(local, "train", "small.yaml", *steps).exit_code == 0
