@@ -196,12 +196,13 @@ def recipe_schema(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON schema.")] = False,
 ) -> None:
     """Print every setting with its meaning, unit, type and default."""
-    from draftlab.pipeline.recipe import Recipe, schema_lines
+    from draftlab.pipeline.recipe import Recipe
+    from draftlab.pipeline.recipe_schema import schema_lines
 
     if as_json:
         typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
     else:
-        for line in schema_lines():
+        for line in schema_lines(Recipe):
             typer.echo(line)
 
 

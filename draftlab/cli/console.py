@@ -124,6 +124,8 @@ def plan_lines(statuses: Sequence[Status], *, force: bool) -> Iterator[str]:
             "unfinished": "would continue",
             "changed": reason if refused else f"would run again, {reason}",
         }
+        if status.elsewhere and status.state == "unfinished":
+            texts["unfinished"] = f"would be refused: {status.elsewhere}"
         path = status.missing_input
         note = f"; it needs {path}, which is not there yet" if path else ""
         yield f"  {status.stage.name:8} {texts[status.state]}{note}"

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING
 
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS
-from draftlab.pipeline.api import evaluate_head, export_head
 from draftlab.pipeline.check_recipe import check_before_run, missing_input
 from draftlab.pipeline.estimate_table import estimate_table
+from draftlab.pipeline.evaluate_and_export import evaluate_run, export_run
 from draftlab.pipeline.family_defaults import with_family_defaults
 from draftlab.pipeline.head_workspace import export_files, input_files
 from draftlab.pipeline.local_pool import LocalPool, worker_devices
@@ -30,6 +30,7 @@ from draftlab.pipeline.provenance import write_provenance
 from draftlab.pipeline.recipe import Recipe, flatten, to_yaml
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.resolve import find_head
+from draftlab.pipeline.run_copy import RunCopy
 from draftlab.pipeline.run_folder import RUNS, Run, Status, lock
 from draftlab.pipeline.stages import STAGES, Stage
 from draftlab.pipeline.training import train_and_save
@@ -182,7 +183,10 @@ class Pipeline:
             self._train(self.folder / STAGES["head"].artefact)
 
     def _run_stages(self, *last: str, force: bool) -> None:
-        run = self.run
+        run, copy = self.run, self._copy
+        if copy is not None:
+            with lock(run.folder):
+                copy.pull()
         statuses = run.plan(*last)  # reads whole files, to compare their hashes
         self.check(statuses, plan=False)
         if any(s.stage.name == "answers" and s.state != "done" for s in statuses):
@@ -192,39 +196,65 @@ class Pipeline:
             statuses = run.plan(*last)
             if not force:
                 run.refuse_changes(statuses)
+            if copy is not None and any(s.state not in ("done", "unneeded") for s in statuses):
+                copy.begin()
+                statuses = run.plan(*last)
+            for status in statuses:
+                if status.damage and status.state != "unneeded":
+                    run.check_store(status)
             if note := run.write_recipe(to_yaml(self.recipe)):
                 self.monitor.say(note)
             for status in statuses:
                 stage = status.stage
                 if status.state in ("done", "unneeded"):
                     state = "damaged" if status.damage else "not there"
+                    state = "elsewhere" if status.elsewhere else state
                     state = "there" if status.state == "done" else f"{state}, and not needed"
-                    detail = status.damage or run.folder / stage.artefact
+                    detail = status.elsewhere or status.damage or run.folder / stage.artefact
                     self.monitor.say(f"{stage.name}: {state} ({detail})")
                     continue
                 if status.damage:
-                    run.check_manifest(status)
                     self.monitor.say(f"{stage.name}: damaged, made again ({status.damage})")
                 if status.state == "changed":
                     for key, (in_run, in_recipe) in status.changes.items():
                         self.monitor.say(f"{stage.name}: {key} was {in_run!r}, is {in_recipe!r}")
                     run.remove(stage)
+                    self._push()
                 if pool is not None and stage.name not in ("answers", "store"):
                     pool.close()  # the next stages need the memory
                 self._run_stage(stage, pool)
+            self._push()
+            if copy is not None:
+                copy.release()
+
+    @cached_property
+    def _copy(self) -> RunCopy | None:
+        """What copies the run folder to `run.url`; None: nothing does."""
+        url = self.recipe.run.url
+        return RunCopy(self.folder, self.recipe.name, url, self.monitor) if url else None
+
+    def _push(self) -> None:
+        """Copy the run folder's files to `run.url`, if there is one."""
+        if self._copy is not None:
+            self._copy.push()
 
     def _run_stage(self, stage: Stage, pool: WorkerPool | None) -> None:
         functions = {
             "answers": lambda path: self.recording.answer(path, pool),
             "store": lambda path: self.recording.record(path, pool),
             "head": self._head,
-            "eval": self._eval,
-            "export": self._export,
+            "eval": lambda path: evaluate_run(
+                self.recipe, self.folder, path, self.recording, self.monitor, self.cluster
+            ),
+            "export": lambda path: export_run(self.recipe, self.folder, path, self.monitor),
         }
         write_provenance(self.recipe, self.run)
         start = time.perf_counter()
         with self.run.recorded_stage(stage) as artefact:
+            if stage.name == "head":
+                self._push()  # a checkpoint is of no use without the record of its inputs
             functions[stage.name](artefact)
+        self._push()
         self.monitor.say(f"{stage.name}: done in {time.perf_counter() - start:.0f} s")
 
     def _new_pool(self) -> WorkerPool | None:
@@ -268,33 +298,3 @@ class Pipeline:
             ranks=self.ranks,
             new_pool=partial(local_window_pool, self.recipe, self.folder, self.monitor),
         )
-
-    def _eval(self, folder: Path) -> None:
-        if self.cluster is not None:
-            from draftlab.pipeline.ray_training import evaluate
-
-            evaluate(self.cluster, self.recipe, self.folder, folder, self.monitor)
-            return
-        evaluate_head(
-            self.recipe.target,
-            self.folder / STAGES["head"].artefact,
-            self.recipe.eval,
-            folder,
-            monitor=self.monitor,
-            target=self.recording.target,
-            head_name=self.recipe.name,
-        )
-
-    def _export(self, folder: Path) -> None:
-        if not self.recipe.export.formats:
-            folder.mkdir(parents=True, exist_ok=True)
-            self.monitor.say("export: nothing is written, since export.formats is empty")
-        for layout in self.recipe.export.formats:
-            export_head(
-                self.folder / STAGES["head"].artefact,
-                self.recipe.target,
-                folder / layout,
-                layout,
-                settings=self.recipe.export,
-                monitor=self.monitor,
-            )

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import difflib
 import re
-import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator
-from pydantic_core import PydanticUndefined
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from draftlab.errors import UserError
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.export.settings import ExportSettings
 from draftlab.pipeline.hardware import HardwareSettings
+from draftlab.pipeline.recipe_schema import settings_in
+from draftlab.pipeline.run_settings import RunSettings
 from draftlab.settings import Settings, describe_error, merged_errors
 from draftlab.store.settings import RecordSettings
 from draftlab.target_model.settings import TargetSettings
@@ -83,6 +83,8 @@ class Recipe(Settings):
     """What is measured, and with which prompts."""
     export: ExportSettings = ExportSettings()
     """The exports that are written for other programs."""
+    run: RunSettings = RunSettings()
+    """Where the run's files are copied to."""
     hardware: HardwareSettings = HardwareSettings()
     """The machine for the estimates of `--plan`."""
 
@@ -106,6 +108,15 @@ class Recipe(Settings):
     @classmethod
     def _accept_path(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _urls_differ(self) -> Recipe:
+        if self.run.url is not None and self.run.url == self.record.url:
+            raise ValueError(
+                "run.url and record.url: expected two folders, such as s3://bucket/my-run and "
+                f"s3://bucket/my-run/store, found {self.run.url} twice"
+            )
+        return self
 
 
 RENAMED_SETTINGS = {
@@ -230,7 +241,7 @@ def _explain(error: Any) -> str:
         return f"{key}: {describe_error(error)}"
     model: type[BaseModel] = Recipe
     for part in loc[:-1]:
-        model = _settings_in(model.model_fields[str(part)].annotation) or model
+        model = settings_in(model.model_fields[str(part)].annotation) or model
     near = difflib.get_close_matches(str(loc[-1]), model.model_fields, n=1, cutoff=0.5)
     path = ".".join([*map(str, loc[:-1]), near[0]]) if near else ""
     if key in RENAMED_SETTINGS:
@@ -254,45 +265,3 @@ def flatten(model: BaseModel, prefix: str = "") -> dict[str, Any]:
 def to_yaml(recipe: Recipe) -> str:
     """Return a recipe as YAML, with all defaults written out."""
     return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def schema_lines(model: type[BaseModel] = Recipe, indent: int = 0) -> Iterator[str]:
-    """Yield commented YAML with meaning, type and default of every setting."""
-    pad = "  " * indent
-    for name, field in model.model_fields.items():
-        for line in " ".join((field.description or "").split()).splitlines():
-            yield f"{pad}# {line}"
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield f"{pad}{name}:"
-            yield from schema_lines(kind, indent + 1)
-        elif field.default is PydanticUndefined:
-            yield f"{pad}{name}: # {_type_name(kind)}; default: the recipe's file name"
-        else:
-            default = list(field.default) if isinstance(field.default, tuple) else field.default
-            text = yaml.safe_dump(default, default_flow_style=True).removesuffix("...\n")
-            yield f"{pad}{name}: {text.strip()} # {_type_name(kind)}"
-            if model_of_kind := _settings_in(kind):  # off by default: its settings as comments
-                yield from (f"{pad}# {line}" for line in schema_lines(model_of_kind, 1))
-
-
-def _settings_in(kind: Any) -> type[BaseModel] | None:
-    """Return the settings model that a type is, or that it is besides null."""
-    models = (k for k in (kind, *typing.get_args(kind)) if isinstance(k, type))
-    return next((k for k in models if issubclass(k, BaseModel)), None)
-
-
-def _type_name(kind: Any) -> str:
-    """Return the name of a type for users."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is typing.Literal:
-        return " | ".join(str(a) for a in args)
-    if origin is typing.Annotated:
-        return _type_name(args[0])
-    if origin in (typing.Union, types.UnionType):
-        return " | ".join(_type_name(a) for a in args)
-    if origin is tuple:
-        return f"list of {_type_name(args[0])}"
-    if _settings_in(kind):
-        return "a mapping of the settings below"
-    return "null" if kind is type(None) else getattr(kind, "__name__", str(kind))

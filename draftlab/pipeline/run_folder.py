@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,10 +19,16 @@ from draftlab.files import (
     same_fingerprint,
     write_text,
 )
-from draftlab.heads.family import get_family
-from draftlab.pipeline.recipe import LATEST, RENAMED_SETTINGS, Recipe, flatten
-from draftlab.pipeline.stage_records import read_record, record_path, recorded
-from draftlab.pipeline.stages import FORMER_DEFAULTS, STAGES, Stage, settings_with_effect
+from draftlab.pipeline.recipe import LATEST
+from draftlab.pipeline.stage_records import (
+    former_values,
+    read_record,
+    record_path,
+    recorded,
+    shards_elsewhere,
+    with_current_names,
+)
+from draftlab.pipeline.stages import STAGES, Stage, settings_with_effect
 from draftlab.store.completeness import check_store
 from draftlab.store.transfer_errors import UnreachableError
 
@@ -42,6 +47,7 @@ class Status:
         changes: setting → (value in the run, value in the recipe), if the state is "changed".
         missing_input: a file that the stage reads and that does not exist, or "".
         damage: which file of a complete stage has changed since, and how, or "".
+        elsewhere: where the shards of a complete store are, if that is not `record.url`, or "".
     """
 
     stage: Stage
@@ -49,6 +55,7 @@ class Status:
     changes: dict[str, tuple[Any, Any]]
     missing_input: str = ""
     damage: str = ""
+    elsewhere: str = ""
 
 
 class Run:
@@ -85,8 +92,8 @@ class Run:
             return Status(stage, "missing", {})
         record, inputs = read_record(path), self.inputs(stage)
         # A record of an older version lacks the settings that were added later.
-        former = {key: _former_values()[key] for key in _former_values().keys() & inputs.keys()}
-        former |= settings_with_effect(_with_current_names(record["inputs"]))
+        former = {key: former_values()[key] for key in former_values().keys() & inputs.keys()}
+        former |= settings_with_effect(with_current_names(record["inputs"]))
         changes = {
             key: (former.get(key), inputs.get(key))
             for key in sorted(former.keys() | inputs.keys())
@@ -99,7 +106,12 @@ class Run:
         if not artefact.exists():
             return Status(stage, "missing", {})
         damage = self._damage(stage, record)
-        return Status(stage, "unfinished" if damage else "done", {}, damage=damage)
+        if not damage:
+            return Status(stage, "done", {})
+        url, elsewhere = self.settings.get("record.url"), ""
+        if stage.name == "store":
+            elsewhere = shards_elsewhere(self.folder, record, url)
+        return Status(stage, "unfinished", {}, damage=damage, elsewhere=elsewhere)
 
     def _damage(self, stage: Stage, record: dict[str, Any]) -> str:
         """Return what has changed in the files of a complete stage, or ""."""
@@ -156,8 +168,20 @@ class Run:
                     "new run beside this one",
                 )
 
-    def check_manifest(self, status: Status) -> None:
-        """Raise a `UserError` for a store whose manifest is damaged: only it has shards' hashes."""
+    def check_store(self, status: Status) -> None:
+        """Check that a damaged stage is no store whose shards were written and must not be again.
+
+        Raises:
+            UserError: its manifest, which alone has the hashes of the shards, is damaged; or
+                `record.url` has changed.
+        """
+        if status.elsewhere:
+            raise UserError(
+                f"the store is complete, but {status.elsewhere}: {status.damage}",
+                where="record.url",
+                do="set it as it was, or copy the shards to the new place first; to record them "
+                f"again there, remove {self.folder / status.stage.artefact}",
+            )
         if status.damage.startswith(STAGES["store"].hashed):
             raise UserError(
                 f"expected the store's manifest as it was written: {status.damage}",
@@ -196,7 +220,8 @@ class Run:
         """Record a stage as started, yield its artefact's path, record it as complete."""
         record = record_path(self.folder, stage)
         try:
-            with recorded(self.folder, stage, self.inputs(stage)):
+            more = {"url": self.settings.get("record.url")} if stage.name == "store" else {}
+            with recorded(self.folder, stage, self.inputs(stage), **more):
                 yield self.folder / stage.artefact
         except UserError:
             # A stage that wrote nothing yet may start again with other settings.
@@ -243,20 +268,6 @@ def lock(folder: Path) -> Iterator[None]:
             if name != STAGES["store"].artefact:  # which `record` looks after
                 remove_leftovers(folder / name)
         yield
-
-
-@cache
-def _former_values() -> dict[str, Any]:
-    """Return the value that each setting of a recipe had before it existed."""
-    return flatten(Recipe(name="default")) | FORMER_DEFAULTS
-
-
-def _with_current_names(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a stage's inputs with the present names of renamed settings and families."""
-    current = {RENAMED_SETTINGS.get(key, key): value for key, value in inputs.items()}
-    if "head.family" in current:
-        current["head.family"] = get_family(current["head.family"]).name
-    return current
 
 
 def find_run(name: str | None) -> Path:

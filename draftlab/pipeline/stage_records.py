@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.files import read_json, sha256_file, write_json
-from draftlab.pipeline.stages import STAGES, Stage, settings_with_effect
+from draftlab.heads.family import get_family
+from draftlab.pipeline.recipe import RENAMED_SETTINGS, Recipe, flatten, read_run_recipe
+from draftlab.pipeline.stages import FORMER_DEFAULTS, STAGES, Stage, settings_with_effect
 
 
 def record_path(folder: Path, stage: Stage) -> Path:
@@ -30,14 +33,18 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def recorded(folder: Path, stage: Stage, inputs: dict[str, Any]) -> Iterator[None]:
-    """Record a stage as started with these inputs, and at the end of the block as complete."""
+def recorded(folder: Path, stage: Stage, inputs: dict[str, Any], **more: Any) -> Iterator[None]:
+    """Record a stage as started with these inputs, and at the end of the block as complete.
+
+    Args:
+        more: further fields of the record.
+    """
     record = record_path(folder, stage)
-    write_json(record, {"complete": False, "inputs": inputs})
+    write_json(record, {"complete": False, "inputs": inputs} | more)
     yield
     files = [path for path in sorted(folder.glob(stage.hashed)) if path.is_file()]
     hashes = {str(path.relative_to(folder)): sha256_file(path) for path in files}
-    write_json(record, {"complete": True, "inputs": inputs, "sha256": hashes})
+    write_json(record, {"complete": True, "inputs": inputs, "sha256": hashes} | more)
 
 
 @contextmanager
@@ -51,3 +58,29 @@ def recorded_with(folder: Path, stage: Stage, settings: dict[str, Any]) -> Itera
         inputs = read_record(path)["inputs"]
     with recorded(folder, stage, inputs | settings_with_effect(settings)):
         yield
+
+
+@cache
+def former_values() -> dict[str, Any]:
+    """Return the value that each setting of a recipe had before it existed."""
+    return flatten(Recipe(name="default")) | FORMER_DEFAULTS
+
+
+def with_current_names(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return a stage's inputs with the present names of renamed settings and families."""
+    current = {RENAMED_SETTINGS.get(key, key): value for key, value in inputs.items()}
+    if "head.family" in current:
+        current["head.family"] = get_family(current["head.family"]).name
+    return current
+
+
+def shards_elsewhere(folder: Path, record: dict[str, Any], url: str | None) -> str:
+    """Return where the shards of a run's store are, if not at a URL (None: in the run), or ""."""
+    former = record.get("url", "")
+    with suppress(UserError):
+        if former == "":  # a record of an older version
+            former = read_run_recipe(folder / "recipe.yaml").record.url
+    if former in ("", url):
+        return ""
+    place = f"at {former}" if former else f"in {folder / STAGES['store'].artefact}"
+    return f"its shards are {place}, and record.url is {url or 'not set'}"

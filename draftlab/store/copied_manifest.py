@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.shard_cache import ShardCache
 from draftlab.store.shard_files import (
     METADATA,
-    LocalShardFiles,
     RemoteShardFiles,
     ShardFiles,
     open_shard_files,
@@ -48,7 +46,7 @@ def locate_store(address: Path | str, url: str | None) -> tuple[Path, ShardFiles
     return copy_metadata(files, files.cache), files
 
 
-def copy_metadata(files: ShardFiles, cache: ShardCache) -> Path:
+def copy_metadata(files: RemoteShardFiles, cache: ShardCache) -> Path:
     """Return the folder of this machine's copy of a manifest at a URL, with its columns.
 
     Its name is the SHA-256 of the manifest, which has the hashes of the columns.
@@ -58,6 +56,7 @@ def copy_metadata(files: ShardFiles, cache: ShardCache) -> Path:
     """
     content = files.read_manifest()
     if content is None:
+        files.remote.check_bucket()
         raise UserError(
             "expected a store, found no manifest.json",
             where=files.where(MANIFEST),
@@ -69,7 +68,7 @@ def copy_metadata(files: ShardFiles, cache: ShardCache) -> Path:
     copy = copies / hashlib.sha256(content).hexdigest()
     if not copy.is_dir():
         with tempfile.TemporaryDirectory(prefix="new.", dir=copies) as new:
-            _read_copy(files, content, Path(new))
+            read_copy(files, content, Path(new))
             with suppress(OSError):  # another process was faster
                 os.rename(new, copy)
                 Path(new).mkdir()  # for the context to remove
@@ -77,7 +76,7 @@ def copy_metadata(files: ShardFiles, cache: ShardCache) -> Path:
     return copy
 
 
-def _read_copy(files: ShardFiles, content: bytes, folder: Path) -> Manifest:
+def read_copy(files: ShardFiles, content: bytes, folder: Path) -> Manifest:
     """Copy a manifest and its columns to an empty folder; return it after its hashes are checked.
 
     Raises:
@@ -109,35 +108,3 @@ def _remove_old(copies: Path) -> None:
         with suppress(FileNotFoundError):
             if time.time() - path.stat().st_mtime > KEPT_S:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def adopt_manifest(folder: Path, files: ShardFiles, check: Callable[[Manifest], None]) -> None:
-    """Copy the manifest at a URL into a folder that has none.
-
-    So a run whose `record.url` names the store of an equal recording, by another run, uses it.
-
-    Args:
-        check: raises a `UserError` if the manifest at the URL is of another recording.
-
-    Raises:
-        UserError: the URL has the store of another recording, or does not answer.
-    """
-    if isinstance(files, LocalShardFiles) and files.folder.resolve() == folder.resolve():
-        return
-    content, own = files.read_manifest(), folder / MANIFEST
-    if content is None or (own.is_file() and own.read_bytes() == content):
-        return
-    with tempfile.TemporaryDirectory(prefix=".shard-manifest.", dir=folder) as copy:
-        manifest = _read_copy(files, content, Path(copy))
-        try:
-            check(manifest)
-        except UserError as error:
-            raise UserError(
-                f"the URL has another store: {error.what}",
-                where=files.address,
-                do="name another folder (record.url), or remove the store there",
-            ) from None
-        if not own.is_file():
-            for name in METADATA:
-                if (Path(copy) / name).is_file():
-                    os.replace(Path(copy) / name, folder / name)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import shutil
+import tempfile
 import threading
 from collections.abc import Callable
 from functools import cached_property
@@ -14,8 +16,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from draftlab.errors import UserError
-from draftlab.files import sha256_file
-from draftlab.store.transfer_errors import plain_error, repeat_transfer
+from draftlab.files import atomic_path, sha256_file
+from draftlab.store.transfer_errors import (
+    damage_error,
+    plain_error,
+    repeat_transfer,
+    restore_hint,
+)
+from draftlab.store.urls import local_folder
 
 T = TypeVar("T")
 PART_BYTES = 1 << 26
@@ -44,6 +52,8 @@ class UrlFolder:
         """The file system and the folder's path in it."""
         import fsspec
 
+        if (folder := local_folder(self.url)) is not None:
+            return fsspec.filesystem("file", auto_mkdir=True), str(folder)
         try:
             # Listings and sizes must be the server's present ones.
             return fsspec.core.url_to_fs(self.url, use_listings_cache=False)  # type: ignore[return-value]
@@ -83,6 +93,17 @@ class UrlFolder:
             return {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in files}
 
         return self._retry(listing, "listing the folder", self.url)
+
+    def check_bucket(self) -> None:
+        """Check that the bucket of an s3:// or gs:// URL exists and may be looked at.
+
+        Raises:
+            UserError: it does not, or may not; or see `sizes`.
+        """
+        if self.url.partition("://")[0].lower() in ("s3", "s3a", "gs", "gcs"):
+            file_system, root = self._opened
+            bucket = root.partition("/")[0]
+            self._retry(lambda: file_system.info(bucket), "reading the bucket", self.url)
 
     def size(self, name: str) -> int:
         """Return the size of a file; −1: there is none."""
@@ -125,18 +146,18 @@ class UrlFolder:
                 self._opened[0].get_file(self._path(name), str(path))
             except FileNotFoundError:
                 raise UserError(
-                    "a file of the store is missing", where=self.where(name), do=_restore(name)
+                    "the file is missing", where=self.where(name), do=restore_hint(name)
                 ) from None
             actual = path.stat().st_size
             if actual != (expected := self._size(name)):
                 raise OSError(f"received {actual:,} of {expected:,} bytes")
             if size is not None and actual != size:
-                raise _damage(f"{size} bytes", f"{actual}", self.where(name), name)
+                raise damage_error(f"{size} bytes", f"{actual}", self.where(name), name)
             if sha256 is None or (digest := sha256_file(path)) == sha256:
                 return
             damaged += 1
             if damaged == DAMAGED_DOWNLOADS:
-                raise _damage(f"SHA-256 {sha256}", digest, self.where(name), name)
+                raise damage_error(f"SHA-256 {sha256}", digest, self.where(name), name)
             raise OSError(f"received other bytes: SHA-256 {digest}, expected {sha256}")
 
         self._retry(attempt, "downloading", self.where(name))
@@ -155,11 +176,43 @@ class UrlFolder:
         options = {"chunksize": PART_BYTES} if _is_s3(self._opened[0]) else {}
 
         def attempt() -> None:
-            self._opened[0].put_file(str(path), self._path(name), **options)
+            if local_folder(self.url) is None:
+                self._opened[0].put_file(str(path), self._path(name), **options)
+            else:  # which, unlike an object store, would show a file that is half there
+                with atomic_path(Path(self._path(name))) as temporary:
+                    shutil.copyfile(path, temporary)
             if difference := self._difference(path, name):
                 raise OSError(difference)
 
         self._retry(attempt, "uploading", self.where(name))
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a small file, and verify it as `upload` does."""
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "content"
+            path.write_bytes(content)
+            self.upload(path, name)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a small file unless there is one; return whether this call has written it.
+
+        Of two calls at the same moment one returns True where the file system has such a write
+        (S3, GCS, local folders). Otherwise both may, and one of the contents stays.
+        """
+        file_system, path = self._opened[0], self._path(name)
+
+        def attempt() -> bool:
+            try:
+                file_system.pipe_file(path, content, mode="create")
+            except FileExistsError:  # perhaps of an attempt whose answer was lost
+                return bytes(file_system.cat_file(path)) == content
+            except (NotImplementedError, ValueError):  # there is no such write
+                if file_system.exists(path):
+                    return False
+                file_system.pipe_file(path, content)
+            return True
+
+        return self._retry(attempt, "writing", self.where(name))
 
     def _difference(self, path: Path, name: str) -> str | None:
         """Return how the object differs from a file; None if it has the same bytes."""
@@ -230,23 +283,6 @@ class UrlFolder:
 def _is_s3(file_system: Any) -> bool:
     protocol = file_system.protocol
     return "s3" in ((protocol,) if isinstance(protocol, str) else protocol)
-
-
-def _restore(name: str) -> str:
-    if name.startswith("shard-"):
-        return (
-            "restore the object from a copy, or remove it and record again with the same recipe: "
-            "only missing shards are computed"
-        )
-    return "check the URL; a store's folder has manifest.json"
-
-
-def _damage(expected: str, actual: str, where: str, name: str) -> UserError:
-    return UserError(
-        f"the object is damaged: expected {expected}, found {actual}",
-        where=where,
-        do=_restore(name),
-    )
 
 
 def _md5_forms(path: Path) -> set[str]:

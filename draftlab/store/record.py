@@ -21,10 +21,10 @@ import numpy as np
 from draftlab.errors import UserError
 from draftlab.formatting import count_text, size_text
 from draftlab.progress import Monitor
-from draftlab.store.copied_manifest import adopt_manifest
 from draftlab.store.extraction import HiddenStateExtractor, StateSource
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.receipts import Receipts, lock_folder, resume_plan
+from draftlab.store.recording_at_url import adopt_manifest, claim_url, lock_elsewhere
 from draftlab.store.recording_plan import check_same_recording, plan_recording
 from draftlab.store.samples import Sample
 from draftlab.store.settings import NotFinitePolicy, RecordSettings
@@ -91,13 +91,19 @@ def record(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     files = open_shard_files(folder, settings.url)
-    with lock_folder(folder):
-        adopt_manifest(folder, files, lambda other: check_same_recording(other, plan, folder))
+    adopt = partial(
+        adopt_manifest, folder, files, lambda other: check_same_recording(other, plan, folder)
+    )
+    with lock_folder(folder), lock_elsewhere(folder, files):
+        adopted = adopt()
         receipts = Receipts(folder, resume_plan(folder, plan, monitor, files), files)
         receipts.remove_temporary()
+        if adopted and receipts.plan.complete:
+            monitor.say(f"store: this recording is complete at {files.address}, and is used")
         if not receipts.plan.complete:
             missing = receipts.missing()
             _check_disk(receipts.plan, missing, files, monitor)
+            claim_url(files, receipts.key, adopt, monitor)
             receipts.publish()
             with ExitStack() as stack:
                 if record_shards is None:
@@ -111,6 +117,7 @@ def record(
                         missing = receipts.missing()
             receipts.complete()
         files.publish(folder)
+        files.release()
         receipts.clear()
     if settings.rolls:
         store: Store = WindowStore(folder, Manifest.read(folder / MANIFEST), recorded)

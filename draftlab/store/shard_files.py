@@ -22,6 +22,7 @@ from draftlab.store.record_index import RECORDS
 from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_cache import ShardCache, machine_cache
 from draftlab.store.shard_table import SHARDS
+from draftlab.store.url_claim import UrlClaim
 from draftlab.store.urls import local_folder
 
 METADATA = (RECORDS, SHARDS, MANIFEST)
@@ -97,6 +98,23 @@ class ShardFiles(ABC):
     def copy_metadata(self, name: str, path: Path) -> None:
         """Copy the file of an index or table from where the shards are, if it is there."""
 
+    def claim(self, plan: str) -> str:
+        """Claim the place of the shards, before they are written.
+
+        Args:
+            plan: what identifies the recording.
+
+        Returns:
+            Whose unfinished recording of the same plan is continued, or "".
+
+        Raises:
+            UserError: another recording has begun there.
+        """
+        return ""  # a folder has a lock
+
+    def release(self) -> None:  # noqa: B027
+        """Release the claim at the end of a recording."""
+
     def cancel(self) -> None:  # noqa: B027
         """End the repetition of transfers that fail, since their result is not needed any more."""
 
@@ -156,12 +174,17 @@ class RemoteShardFiles(ShardFiles):
     Args:
         url: of `urls.check_url`.
         cache: None: that of the environment.
+        folder: of the store, in which a recording keeps its claim of the URL; None: none records.
     """
 
     is_local = False
 
-    def __init__(self, url: str, cache: ShardCache | None = None) -> None:
+    def __init__(
+        self, url: str, cache: ShardCache | None = None, folder: Path | None = None
+    ) -> None:
         self.address, self.remote, self._cache = url, UrlFolder(url), cache
+        self._claim = None if folder is None else UrlClaim(self.remote, folder)
+        self._is_claimed = False
         # A reader repeats what `fetch` fails to download, and waits for it until then.
         self._ahead = UrlFolder(url)
         self._ahead.cancelled.set()
@@ -202,6 +225,8 @@ class RemoteShardFiles(ShardFiles):
     def write(self, file: str, writer: str, save: Callable[[Path], str]) -> None:
         with self.cache.temporary() as temporary:
             sha256 = save(temporary)
+            if self._claim is not None:
+                self._claim.check()
             self.remote.upload(temporary, file)
             self.cache.add(temporary, sha256)  # training reads it
 
@@ -211,7 +236,20 @@ class RemoteShardFiles(ShardFiles):
     def remove(self, file: str) -> None:
         self.remote.remove(file)
 
+    def claim(self, plan: str) -> str:
+        if self._claim is None:
+            raise ValueError("a recording needs the store's folder")
+        former, self._is_claimed = self._claim.take(plan), True
+        return former
+
+    def release(self) -> None:
+        if self._claim is not None and self._is_claimed:
+            self._claim.release()
+            self._is_claimed = False
+
     def publish(self, folder: Path) -> None:
+        if self._claim is not None and self._is_claimed:
+            self._claim.check()
         for name in METADATA:
             if (folder / name).is_file():
                 self.remote.upload_changed(folder / name, name)
@@ -250,4 +288,4 @@ def open_shard_files(folder: Path, url: str | None) -> ShardFiles:
         return LocalShardFiles(folder)
     if (elsewhere := local_folder(url)) is not None:
         return LocalShardFiles(elsewhere)
-    return RemoteShardFiles(url)
+    return RemoteShardFiles(url, folder=folder)

@@ -83,7 +83,7 @@ def repeat_transfer(
                     f"{kind}: {plain_error(error)}",
                     where=where,
                     do="check the network and the server, and the endpoint in the environment; "
-                    "nothing is lost: the same command goes on after the last whole shard",
+                    "nothing is lost: the same command goes on where it stopped",
                 ) from None
             if wait == WARNED_WAIT_S:
                 warnings.warn(
@@ -94,3 +94,22 @@ def repeat_transfer(
                 )
             cancelled.wait(wait)
             wait = min(2 * wait, MAX_WAIT_S)
+
+
+def restore_hint(name: str) -> str:
+    """Return what to do about a missing or damaged file."""
+    if name.startswith("shard-"):
+        return (
+            "restore the object from a copy, or remove it and record again with the same recipe: "
+            "only missing shards are computed"
+        )
+    return "check the URL; a store's folder has manifest.json"
+
+
+def damage_error(expected: str, actual: str, where: str, name: str) -> UserError:
+    """Return the error of an object that has other bytes than it should."""
+    return UserError(
+        f"the object is damaged: expected {expected}, found {actual}",
+        where=where,
+        do=restore_hint(name),
+    )

@@ -34,6 +34,8 @@ from draftlab.train.settings import TrainSettings
 
 _NAME = re.compile(r"step-(\d{7})")
 STATE, WEIGHTS, MOMENTS = "state.json", "weights.safetensors", "optimizer.safetensors"
+KEPT = 2
+"""How many of the newest checkpoints stay."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def trainable(head: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in head.named_parameters() if p.requires_grad}
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> None:
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = KEPT) -> Path:
     """Write `folder`/step-NNNNNNN atomically: it is built under another name, then renamed.
 
     Its files are on the disk before it has its name.
@@ -89,6 +91,9 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> N
     Args:
         checkpoint: its tensors are on the CPU.
         keep: how many of the newest checkpoints stay.
+
+    Returns:
+        Its folder.
     """
     final = folder / f"step-{checkpoint.step:07d}"
     building = folder / f".{final.name}.tmp"
@@ -112,6 +117,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = 2) -> N
     building.rename(final)
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
+    return final
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -119,6 +125,11 @@ def checkpoints(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name))
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint's folder."""
+    return int(path.name.removeprefix("step-"))
 
 
 def read_checkpoint(path: Path, *, keys: Sequence[str]) -> Checkpoint:

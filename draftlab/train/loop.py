@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
@@ -65,6 +65,7 @@ class Trainer:
         tracked_config: all settings of the run, for trackers.
         ranks: processes that train together; None: those of the launcher's environment.
         target_model: the target, for `train.replay`.
+        on_checkpoint: receives the folder of each checkpoint that rank 0 has written.
     """
 
     def __init__(
@@ -82,8 +83,10 @@ class Trainer:
         tracked_config: Mapping[str, Any] | None = None,
         ranks: Ranks | None = None,
         target_model: Target | None = None,
+        on_checkpoint: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         self.store, self.settings, self.seed = store, settings, seed
+        self.on_checkpoint = on_checkpoint
         self.folder, self.monitor, self.tracked_config = folder, monitor, tracked_config or {}
         self.objective = get_family(config.family).objective()
         self.ranks = ranks or Ranks.join(settings.device)
@@ -109,13 +112,10 @@ class Trainer:
             head.embed_tokens.to(self.dtype)  # they are read in this dtype anyway
         self.target = DraftTeacher.for_training(parts, head, self.dtype)
         module = DistillationModule(head, self.target, settings, self.dtype)
-        self.replay: Replay | None = None
-        if settings.replay is not None:
-            self.replay = Replay(target_model, module)
+        self.replay = Replay(target_model, module) if settings.replay is not None else None
         self.backend = wrap(module, settings, self.ranks)
         self.keys = training_keys(settings, config, vocabulary, store, seed, initial)
-        self.key = self.keys[0]
-        self.step, self.tokens_seen, self.resumed_verified = 0, 0, True
+        self.key, self.step, self.tokens_seen, self.resumed_verified = self.keys[0], 0, 0, True
         self.log = MetricsLog(folder, muted=not self.ranks.is_main)
         self.best = BestHead(folder / "best", self.key, settings, monitor.say)
         self.ending, self.timer = EndingSignal(self.ranks), PhaseTimer(self.device)
@@ -296,5 +296,5 @@ class Trainer:
         if self.ranks.is_main:
             state, verified = (self.step, self.tokens_seen, self.key), self.verification.complete
             checkpoint = Checkpoint(*state, weights, moments, verified)
-            save_checkpoint(self.folder / "checkpoints", checkpoint)
+            self.on_checkpoint(save_checkpoint(self.folder / "checkpoints", checkpoint))
         self.timer.mark(NOT_TRAINING)

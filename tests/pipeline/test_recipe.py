@@ -15,9 +15,9 @@ from draftlab.pipeline.recipe import (
     flatten,
     load_recipe,
     parse_recipe,
-    schema_lines,
     to_yaml,
 )
+from draftlab.pipeline.recipe_schema import schema_lines
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
@@ -55,7 +55,7 @@ def test_every_setting_is_documented() -> None:
 
 
 def test_the_schema_is_yaml_that_mentions_every_setting_with_its_default() -> None:
-    text = "\n".join(schema_lines())
+    text = "\n".join(schema_lines(Recipe))
     tree = yaml.safe_load(text)
     tree["name"] = "x"
     assert parse_recipe(tree) == Recipe(name="x")
