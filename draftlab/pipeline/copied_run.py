@@ -21,6 +21,7 @@ from draftlab.store.object_store import UrlFolder
 
 RUN = "run.json"
 CHECKPOINTS = "train/checkpoints"
+DESCRIPTION = ("recipe.yaml", "provenance.json")
 COPIED = {
     "answers": ("answers.jsonl", "answers.json"),
     "head": ("head/*", "train/metrics.jsonl", "train/best/*"),
@@ -128,7 +129,7 @@ def files_to_copy(folder: Path, complete: dict[str, bool]) -> dict[str, Path]:
     Args:
         complete: whether a stage is complete, for those that have begun.
     """
-    patterns = ["recipe.yaml", "provenance.json"]
+    patterns = [*DESCRIPTION]
     for stage in complete.keys() & COPIED.keys():
         patterns += [f"stages/{stage}.json", *(COPIED[stage] if complete[stage] else ())]
     names = {

@@ -24,11 +24,14 @@ from draftlab.pipeline.sizes import (
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.shard_cache import DEFAULT_SIZE, SIZE
 from draftlab.store.urls import local_folder
+from draftlab.train.checkpoint import KEPT
 
 REPLAYED_STEP = 2.0
 """Positions between the decode steps that `train.replay` replays: a modest acceptance length."""
-CHECKPOINTS = 3
-"""Checkpoints on the disk while training writes one and still keeps two (`train/checkpoint.py`)."""
+CHECKPOINTS = KEPT + 1
+"""Checkpoints on the disk while training writes one and still keeps the others."""
+COPIED_CHECKPOINTS = 2
+"""Further ones while one is copied to `run.url` and one waits (`checkpoint_copies.py`)."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,8 @@ class Estimate:
         note: the sizes behind the numbers.
         disk, memory: bytes; None: none, or unknown.
         seconds: least time of one GPU, or of `target.gpus`; None: unknown, or no GPU is named.
+        copied: bytes that `run.url` copies, without checkpoints.
+        checkpoint: bytes of a checkpoint, of the head.
         known: whether the recipe says enough for an estimate.
     """
 
@@ -49,6 +54,8 @@ class Estimate:
     memory: float | None = None
     seconds: float | None = None
     known: bool = True
+    copied: float = 0.0
+    checkpoint: float = 0.0
 
 
 def estimate_stages(recipe: Recipe) -> list[Estimate]:
@@ -118,6 +125,7 @@ def _answers(
             "answers", f"{conversations.count:,} conversations whose prompts leave {limit}{assumed}"
         )
     tokens = conversations.count * conversations.answer
+    size = 6 * conversations.count * conversations.length  # text, and token ids in decimal
     steps = math.ceil(conversations.count / batch) * conversations.answer
     mean = conversations.prompt + conversations.answer / 2
     # A KV cache that does not fit in memory is made smaller (`engine/kv_pool.py`), and answers
@@ -133,7 +141,8 @@ def _answers(
         "answers",
         f"{conversations.count:,} conversations, at most {as_count(tokens)} tokens to generate"
         f"{assumed}; KV cache of {longest:,.0f} positions{states} for each of a batch",
-        disk=6 * conversations.count * conversations.length,  # text, and token ids in decimal
+        disk=size,
+        copied=size,
         memory=min(batch, conversations.count) * each / recipe.target.gpus,
         seconds=gpu and steps * target.step_seconds(gpu, batch, mean),
     )
@@ -217,10 +226,14 @@ def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -
         tokens = replayed * (1 + (settings.ttt_steps - 1) / REPLAYED_STEP)
         flops += replayed * head.flops / 3 + tokens * 2 * target.active
         note += f", {as_count(round(replayed))} of them replayed, with the target in memory"
+    checkpoint = 12 * head.trained  # weights and two moments
+    number = CHECKPOINTS + COPIED_CHECKPOINTS * (recipe.run.url is not None)
     return Estimate(
         "head",
         note,
-        disk=(CHECKPOINTS * 12 + 2) * head.trained,  # weights, two moments; 16 bits at the end
+        disk=number * checkpoint + 2 * head.trained,  # 16 bits at the end
+        copied=2 * head.trained * (1 + len(recipe.export.formats)),
+        checkpoint=checkpoint,
         # Both are on one GPU then, unless target.device names another.
         memory=head.memory + (online or replay is not None) * target.bytes / recipe.target.gpus,
         seconds=gpu and flops / gpu.products / 1e12,

@@ -20,6 +20,7 @@ from draftlab.formatting import size_text
 from draftlab.pipeline.copied_run import (
     CHECKPOINTS,
     COPIED,
+    DESCRIPTION,
     CopiedFile,
     CopiedRun,
     checkpoint_prefix,
@@ -64,6 +65,9 @@ class RunCopy:
             return
         self._check_same_run(copied)
         write_json(self.folder / ID, {"id": copied.id})
+        for name in DESCRIPTION:
+            if name in copied.files and not (self.folder / name).exists():
+                self._pull_file(copied, name)
         for stage in COPIED:
             self._pull_stage(copied, stage)
         if self._complete().get("head") is False:
@@ -204,14 +208,17 @@ class RunCopy:
             if read_record(record)["complete"]:
                 names = copied.of_stage(stage)
                 for one in names:
-                    with atomic_path(self.folder / one) as file:
-                        self._download(one, file, copied.files[one])
+                    self._pull_file(copied, one)
                 size = size_text(sum(copied.files[one].bytes for one in names))
                 self.monitor.say(f"{stage}: copied from {self.remote.url} ({size})")
             elif path.is_file() or not (stage == "head" and copied.steps()):
                 return  # there is nothing to go on from
             with atomic_path(path) as file:
                 shutil.copyfile(record, file)
+
+    def _pull_file(self, copied: CopiedRun, name: str) -> None:
+        with atomic_path(self.folder / name) as path:
+            self._download(name, path, copied.files[name])
 
     def _pull_checkpoint(self, copied: CopiedRun) -> None:
         """Copy the newest checkpoint that is newer than those of the run folder.
