@@ -11,12 +11,13 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, sha256_file
+from draftlab.files import atomic_path, create_file, sha256_file
 from draftlab.store.transfer_errors import (
     damage_error,
     plain_error,
@@ -95,15 +96,15 @@ class UrlFolder:
         return self._retry(listing, "listing the folder", self.url)
 
     def check_bucket(self) -> None:
-        """Check that the bucket of an s3:// or gs:// URL exists and may be looked at.
+        """Raise a `UserError` if the bucket of an s3:// or gs:// URL does not exist."""
+        file_system, root = self._opened
 
-        Raises:
-            UserError: it does not, or may not; or see `sizes`.
-        """
+        def look() -> None:
+            with suppress(PermissionError):  # who may read objects may not see their bucket
+                file_system.info(root.partition("/")[0])
+
         if self.url.partition("://")[0].lower() in ("s3", "s3a", "gs", "gcs"):
-            file_system, root = self._opened
-            bucket = root.partition("/")[0]
-            self._retry(lambda: file_system.info(bucket), "reading the bucket", self.url)
+            self._retry(look, "reading the bucket", self.url)
 
     def size(self, name: str) -> int:
         """Return the size of a file; −1: there is none."""
@@ -202,6 +203,8 @@ class UrlFolder:
         file_system, path = self._opened[0], self._path(name)
 
         def attempt() -> bool:
+            if local_folder(self.url) is not None:  # fsspec's own is not exclusive
+                return create_file(Path(path), content)
             try:
                 file_system.pipe_file(path, content, mode="create")
             except FileExistsError:  # perhaps of an attempt whose answer was lost

@@ -57,7 +57,7 @@ class UrlClaim:
         content, former = json.dumps(own).encode(), None
         if not self.remote.create(CLAIM, content):
             former = self._read()
-            if former and former.get("of") != purpose:
+            if former is not None and former.get("of") != purpose:
                 raise UserError(
                     f"another run writes there, {_holder(former)}",
                     where=self.remote.url,

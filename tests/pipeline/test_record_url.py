@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,9 +20,17 @@ from draftlab.store import store as store_module
 from draftlab.store import transfer_errors
 from draftlab.store.object_store import UrlFolder
 from draftlab.store.shard_cache import machine_cache
+from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store
+from draftlab.store.url_claim import CLAIM, UrlClaim
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
-from tests.helpers.small_run import contents, draftlab, finished, new_workshop
+from tests.helpers.small_run import (
+    contents,
+    copy_of_finished,
+    draftlab,
+    finished,
+    new_workshop,
+)
 
 URL = f"s3://{BUCKET}/small"
 AT_URL = f"record.url={URL}"
@@ -88,6 +98,89 @@ def test_a_run_equals_that_with_a_local_store(server: FaultyServer, workshop: Pa
     other = draftlab(workshop, "record", "small.yaml", AT_URL, "name=other")
     assert other.exit_code == 0, other.output
     assert server.count("PUT") == 0
+    assert f"this recording is complete at {URL}, and is used" in other.output
+
+
+def test_a_changed_url_of_a_complete_store_is_no_damage(
+    server: FaultyServer, tmp_path: Path
+) -> None:
+    workshop = copy_of_finished(tmp_path / "workshop")
+    result = draftlab(workshop, "run", "small.yaml", AT_URL)  # the store is needed no more
+    assert result.exit_code == 0, result.output
+    elsewhere = "its shards are in runs/small/store, and record.url is s3://"
+    assert f"store: elsewhere, and not needed ({elsewhere}" in result.output
+    (workshop / "runs/small/head/draftlab.json").unlink()
+    for _ in range(2):
+        result = draftlab(workshop, "train", "small.yaml", AT_URL)
+        assert result.exit_code == 2, result.output
+        assert elsewhere in " ".join(result.output.split())
+        assert "copy the shards to the new place first" in " ".join(result.output.split())
+    plan = draftlab(workshop, "train", "small.yaml", AT_URL, "--plan")
+    assert f"would be refused: {elsewhere}" in plan.output
+    assert not objects()
+    folder = UrlFolder(URL)
+    for path in (workshop / "runs/small/store").glob("*.safetensors"):
+        folder.upload(path, path.name)
+    folder.upload(workshop / "runs/small/store/manifest.json", "manifest.json")
+    result = draftlab(workshop, "train", "small.yaml", AT_URL)
+    assert result.exit_code == 0, result.output
+    assert_same_run(workshop)
+
+
+def test_a_server_that_is_lost_while_shards_are_recorded_is_named(
+    server: FaultyServer, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer_errors, "RETRY_S", 0.1)
+
+    def fault(method: str, path: str, number: int) -> None:
+        server.is_down = server.is_down or (method == "PUT" and "shard-00001" in path)
+
+    server.faults = fault
+    result = draftlab(workshop, "record", "small.yaml", AT_URL)
+    assert result.exit_code == 2, result.output
+    assert f"{URL}/" in result.output
+    assert "failed again and again" in result.output
+    assert "the same command goes on where it stopped" in " ".join(result.output.split())
+    server.is_down, server.faults = False, lambda *_: None
+    result = draftlab(workshop, "record", "small.yaml", AT_URL)
+    assert result.exit_code == 0, result.output
+    store = contents(finished() / "runs/small/store")
+    assert objects() == {name: data for name, data in store.items() if name != ".lock"}
+
+
+def test_of_two_recordings_at_one_url_one_ends(
+    server: FaultyServer, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, write = UrlFolder(URL), RemoteShardFiles.write
+    other = UrlClaim(folder, workshop)  # of another run
+    other.take("another plan")
+    result = draftlab(workshop, "record", "small.yaml", AT_URL)
+    assert result.exit_code == 2, result.output
+    assert "another run writes there" in result.output
+    assert objects().keys() == {CLAIM}
+    other.release()
+    # A run with the same plan begins while this one records: it is the one that goes on.
+
+    def write_after_another_began(files: RemoteShardFiles, *arguments: Any) -> None:
+        plan = json.loads(folder.read(CLAIM))["of"]
+        assert plan
+        other.take(plan)
+        write(files, *arguments)
+
+    monkeypatch.setattr(RemoteShardFiles, "write", write_after_another_began)
+    result = draftlab(workshop, "record", "small.yaml", AT_URL)
+    assert result.exit_code == 2, result.output
+    assert "another process has begun to write there" in result.output
+    assert not [name for name in objects() if name.startswith("shard-")]
+    monkeypatch.setattr(RemoteShardFiles, "write", write)
+    result = draftlab(workshop, "record", "small.yaml", AT_URL)
+    assert result.exit_code == 0, result.output
+    assert "this recording was begun" in result.output
+    store = contents(finished() / "runs/small/store")
+    assert objects() == {name: data for name, data in store.items() if name != ".lock"}
+    assert contents(workshop / "runs/small/store").keys() == {
+        name for name in store if not name.startswith("shard-")
+    }
 
 
 @pytest.mark.slow

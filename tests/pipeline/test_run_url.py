@@ -42,7 +42,6 @@ from tests.helpers.small_run import (
 
 URL = f"s3://{BUCKET}/small"
 AT_URL = f"run.url={URL}"
-SHARDS = f"record.url={URL}/store"
 CHECKPOINT = (STATE, WEIGHTS, MOMENTS)
 
 
@@ -59,11 +58,11 @@ def workshop(tmp_path: Path) -> Path:
 
 
 def objects() -> dict[str, bytes]:
-    """Return all objects of the run at the URL, but for those of its store."""
+    """Return all objects at the URL."""
     file_system, root = UrlFolder(URL)._opened
     file_system.invalidate_cache()
     names = {path.removeprefix(f"{root}/"): path for path in file_system.find(root)}
-    return {n: file_system.cat_file(p) for n, p in names.items() if not n.startswith("store/")}
+    return {name: file_system.cat_file(path) for name, path in names.items()}
 
 
 def train_until(workshop: Path, step: int, *settings: str) -> list[str]:
@@ -86,13 +85,14 @@ def test_another_machine_goes_on_to_the_same_bytes(
     assert draftlab(local, "train", "small.yaml", *validating).exit_code == 0
     best = json.loads((local / "runs/small/train/best/best.json").read_text())["step"]
     assert best < 3, "the best head comes from the first machine"
-    lines = train_until(workshop, 3, SHARDS, *validating)
+    shards = f"record.url=file://{tmp_path}/shards"
+    lines = train_until(workshop, 3, shards, *validating)
     assert any(f"the checkpoint of step 3 is at {URL}" in line for line in lines), lines
     other = new_workshop(tmp_path / "other")
-    result = draftlab(other, "train", "small.yaml", AT_URL, SHARDS, *validating)
+    result = draftlab(other, "train", "small.yaml", AT_URL, shards, *validating)
     assert result.exit_code == 0, result.output
     assert f"answers: copied from {URL}" in result.output
-    assert f"this recording is complete at {URL}/store" in result.output
+    assert f"this recording is complete at {tmp_path}/shards" in result.output
     assert f"the checkpoint of step 3 is copied from {URL}" in result.output
     assert "resuming training after step 3" in result.output
     assert "worked in this run and did not finish" in result.output
@@ -104,7 +104,7 @@ def test_another_machine_goes_on_to_the_same_bytes(
     steps = [[json.loads(row)["step"] for row in path.read_text().splitlines()] for path in rows]
     assert steps[0] == steps[1]
     # The first machine comes back, and finds the head.
-    result = draftlab(workshop, "train", "small.yaml", AT_URL, SHARDS, *validating)
+    result = draftlab(workshop, "train", "small.yaml", AT_URL, shards, *validating)
     assert result.exit_code == 0, result.output
     assert f"head: copied from {URL}" in result.output
     assert contents(workshop / "runs/small/head") == contents(local / "runs/small/head")

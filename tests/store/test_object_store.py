@@ -16,6 +16,7 @@ from draftlab.store import object_store, transfer_errors
 from draftlab.store.object_store import UrlFolder
 from draftlab.store.shard_cache import ShardCache
 from draftlab.store.shard_files import RemoteShardFiles
+from draftlab.store.store import Store
 from draftlab.store.transfer_errors import UnreachableError
 from draftlab.store.urls import address_of, check_url, is_url, local_folder
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
@@ -205,6 +206,14 @@ def test_a_bucket_that_is_not_there_is_named(server: FaultyServer, tmp_path: Pat
     new_file(tmp_path / "a")
     with pytest.raises(UserError, match="no such bucket"):
         UrlFolder("s3://another-bucket/store").upload(tmp_path / "a", NAME)
+    for url in ("s3://another-bucket", "s3://another-bucket/store"):
+        with pytest.raises(UserError, match="no such bucket"):
+            Store.open(url)
+    with pytest.raises(UserError, match=r"expected a store, found no manifest\.json"):
+        Store.open(f"s3://{BUCKET}/store")
+    server.faults = lambda *_: "denied"
+    with pytest.raises(UserError, match="was refused: PermissionError"):
+        Store.open(f"s3://{BUCKET}/store")
 
 
 def test_a_protocol_without_its_package_is_named() -> None:
