@@ -18,7 +18,7 @@ from draftlab.errors import UserError
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.export.settings import ExportSettings
 from draftlab.pipeline.hardware import HardwareSettings
-from draftlab.settings import Settings, describe_error, merged_errors
+from draftlab.settings import Settings, Size, describe_error, merged_errors
 from draftlab.store.settings import RecordSettings
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.settings import DraftVocabSettings, PromptSettings, RegenerateSettings
@@ -287,6 +287,8 @@ def _type_name(kind: Any) -> str:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return " | ".join(str(a) for a in args)
+    if kind == Size:
+        return "size such as 200GB"
     if origin is typing.Annotated:
         return _type_name(args[0])
     if origin in (typing.Union, types.UnionType):
