@@ -29,10 +29,18 @@ def sha256_text(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+_BLOCK = 1 << 19
+"""Bytes that are hashed at a time. Between two blocks a thread waits for Python's lock (GIL)."""
+
+
 def sha256_file(path: Path) -> str:
     """Return the hex SHA-256 of a file, read in blocks."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        block = memoryview(bytearray(min(_BLOCK, os.fstat(file.fileno()).st_size + 1)))
+        while size := file.readinto(block):
+            digest.update(block[:size])
+    return digest.hexdigest()
 
 
 _known_sha256: dict[tuple[int, ...], str] = {}

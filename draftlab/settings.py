@@ -72,7 +72,7 @@ def _as_bytes(value: Any) -> Any:
     return parse_size(value) if isinstance(value, str) else value
 
 
-Size = Annotated[int, BeforeValidator(_as_bytes), Field(gt=0)]
+Size = Annotated[int, BeforeValidator(_as_bytes, json_schema_input_type=int | str), Field(gt=0)]
 """A number of bytes, or a text with a decimal unit: `record.window=200GB`."""
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
 from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
 from draftlab.errors import UserError
+from draftlab.formatting import parse_size
 from draftlab.settings import Settings, SingleOrList
 
 PROGRAMS = ("speculators", "vllm", "sglang", "llamacpp")
@@ -75,11 +75,8 @@ class ExportSettings(Settings):
 
     @field_validator("max_shard")
     @classmethod
-    def _is_a_size(cls, size: str) -> str:
-        if not re.fullmatch(r"0*[1-9]\d*(\.\d+)? ?[KMGT]B", size, re.IGNORECASE):
-            raise ValueError(
-                f"expected the largest size of a file such as 5GB or 500MB, found {size!r}"
-            )
+    def _check_size(cls, size: str) -> str:
+        parse_size(size)
         return size
 
     @field_validator("gguf")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, read_json, save_tensors, write_json
+from draftlab.formatting import parse_size
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAFETENSORS_METADATA = {"format": "pt"}
@@ -24,13 +25,11 @@ def write_weights(tensors: dict[str, Tensor], folder: Path, max_shard: str) -> N
         UserError: `max_shard` is not a size, or the disk is full.
     """
     try:
-        split = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard)
+        size = parse_size(max_shard)
     except ValueError as error:
-        raise UserError(
-            f"expected the largest size of a file such as 5GB or 500MB, found {max_shard!r}",
-            where="export.max_shard",
-            do="write a number and its unit: KB, MB or GB",
-        ) from error
+        do = "write a number and its unit: kB, MB or GB"
+        raise UserError(str(error), where="export.max_shard", do=do) from None
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=size)
     for name, members in split.filename_to_tensors.items():
         with atomic_path(folder / name) as file:
             save_tensors({n: tensors[n] for n in members}, file, metadata=SAFETENSORS_METADATA)

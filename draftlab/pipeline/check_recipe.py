@@ -24,6 +24,7 @@ from draftlab.pipeline.head_spec import (
 from draftlab.pipeline.head_workspace import input_files
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.resolve import find_head
+from draftlab.pipeline.window_training import check_memory_for_vllm
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.shard_files import open_shard_files
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
@@ -35,6 +36,7 @@ from draftlab.text.chat_template import stop_ids, tokenizer_sha256
 from draftlab.text.mask_token import check_mask_id, choose_mask_token
 from draftlab.text.prompts import prompt_file
 from draftlab.text.tokenizer_check import check_tokenizer
+from draftlab.train.distributed.ranks import num_launched
 from draftlab.train.trackers import check_trackers
 from draftlab.vllm.process import find_python
 
@@ -129,13 +131,34 @@ def _check_machine(recipe: Recipe, stages: Collection[str]) -> None:
     _check_vllm(recipe)
     if "head" in stages:
         with _at("train.device"):
-            resolve_device(recipe.train.device)
+            device = resolve_device(recipe.train.device)
         check_trackers(recipe.train)
+        check_target_of_ranks(recipe, num_launched())
+        if recipe.record.rolls and recipe.record.backend == "vllm":
+            check_memory_for_vllm(recipe, device)
     if not {"answers", "store", "eval"}.isdisjoint(stages):
         with _at("target.device"):
             resolve_device(recipe.target.device)
     if recipe.eval.engine == "vllm" and "eval" in stages:
         check_settings(recipe.eval)
+
+
+def check_target_of_ranks(recipe: Recipe, num_ranks: int) -> None:
+    """Check that each of several processes that train can hold a target, if training needs it.
+
+    Raises:
+        UserError: the target is on a named device or on several GPUs.
+    """
+    settings, replays = recipe.target, recipe.train.replay is not None
+    needed = "record.online" * recipe.record.online or "train.replay" * replays
+    named = settings.device not in ("auto", "cuda", "cpu")
+    if needed and num_ranks > 1 and (settings.gpus > 1 or named):
+        raise UserError(
+            f"{needed} gives each of {num_ranks} processes the whole target on its own GPU; found "
+            f"target.gpus {settings.gpus}, target.device {settings.device}",
+            where="target",
+            do=f"leave both at their defaults, train with one process, or leave {needed} out",
+        )
 
 
 def _has_tokenizer(target: TargetSettings) -> bool:

@@ -226,6 +226,11 @@ def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -
         tokens = replayed * (1 + (settings.ttt_steps - 1) / REPLAYED_STEP)
         flops += replayed * head.flops / 3 + tokens * 2 * target.active
         note += f", {as_count(round(replayed))} of them replayed, with the target in memory"
+    hardware = recipe.hardware
+    records = recipe.record.rolls and hardware.gpus * hardware.nodes <= recipe.target.gpus
+    if records:
+        note += ", on the GPU that records the window meanwhile"
+    targets = (online or replay is not None) + records  # which share the GPU with the head
     checkpoint = 12 * head.trained  # weights and two moments
     number = CHECKPOINTS + COPIED_CHECKPOINTS * (recipe.run.url is not None)
     return Estimate(
@@ -234,8 +239,8 @@ def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -
         disk=number * checkpoint + 2 * head.trained,  # 16 bits at the end
         copied=2 * head.trained * (1 + len(recipe.export.formats)),
         checkpoint=checkpoint,
-        # Both are on one GPU then, unless target.device names another.
-        memory=head.memory + (online or replay is not None) * target.bytes / recipe.target.gpus,
+        # They are on one GPU, unless target.device names another.
+        memory=head.memory + targets * target.bytes / recipe.target.gpus,
         seconds=gpu and flops / gpu.products / 1e12,
     )
 

@@ -250,9 +250,9 @@ def _window(folder: Path, console: Console) -> None:
     window, counts = StoreWindow.of(manifest), manifest.counts
     if window is None:
         return
-    staying, files = window.validation_shards, ShardSizes.of(folder)
-    there = files.sizes[files.numbers >= staying]
-    size = size_text(float(planned_sizes(manifest)[staying:].sum()))
+    num_kept, files = window.validation_shards, ShardSizes.of(folder)
+    there = files.sizes[files.numbers >= num_kept]
+    size = size_text(float(planned_sizes(manifest)[num_kept:].sum()))
     _table(
         f"store {folder}",
         {
@@ -262,7 +262,7 @@ def _window(folder: Path, console: Console) -> None:
             "records": f"{counts.records:,} in {count_text(len(manifest.shards), 'shard')}",
             "tokens": f"{counts.tokens:,}, {counts.loss_tokens / counts.tokens:.1%} in answers",
             "held out": f"{window.validation_records:,} records in "
-            f"{count_text(staying, 'shard')}, which stay",
+            f"{count_text(num_kept, 'shard')}, which stay",
             "window": f"{size_text(window.size)} of {size}: the other shards are recorded while a "
             "training reads them, and deleted",
             "there now": f"{count_text(len(there), 'shard')} of them, "

@@ -11,6 +11,8 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from draftlab.settings import Size
+
 
 def schema_lines(model: type[BaseModel], indent: int = 0) -> Iterator[str]:
     """Yield commented YAML with meaning, type and default of every setting."""
@@ -43,6 +45,8 @@ def _type_name(kind: Any) -> str:
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Literal:
         return " | ".join(str(a) for a in args)
+    if kind == Size:
+        return "size such as 200GB"
     if origin is typing.Annotated:
         return _type_name(args[0])
     if origin in (typing.Union, types.UnionType):

@@ -10,8 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from draftlab.errors import UserError
 from draftlab.formatting import size_text
+from draftlab.pipeline.check_recipe import check_target_of_ranks
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.target_worker import TargetWorker, held_out
@@ -216,18 +216,12 @@ class Recording:
             UserError: training needs the target with several ranks, and the target is on a named
                 device or on several GPUs.
         """
-        online, settings = self.recipe.record.online, self.recipe.target
-        needed = "record.online" * online or "train.replay" * (self.recipe.train.replay is not None)
-        if not needed:
+        online = self.recipe.record.online
+        if not online and self.recipe.train.replay is None:
             self.here.free("target", "metadata")
             self.__dict__.pop("prompts", None)
-        elif ranks and (settings.gpus > 1 or settings.device not in ("auto", "cuda", "cpu")):
-            raise UserError(
-                f"{needed} gives each of {ranks.size} processes the whole target on its "
-                f"own GPU; found target.gpus {settings.gpus}, target.device {settings.device}",
-                where="target",
-                do=f"leave both at their defaults, train with one process, or leave {needed} out",
-            )
+        elif ranks:
+            check_target_of_ranks(self.recipe, ranks.size)
         folder = self.run / STAGES["store"].artefact
         if self.recipe.record.window is not None:
             answers = self.run / STAGES["answers"].artefact

@@ -135,7 +135,7 @@ def train_head(
         validation = trainer.run()
         head = trainer.backend.unwrap()
         trainer.backend.close()
-        if recipe.record.window is not None:
+        if recipe.record.rolls:
             monitor.say(_window_line(trainer))
         provenance = _provenance(trainer, validation, vocabulary)
         if initial is not None:

@@ -65,8 +65,8 @@ class WindowRecorder:
 
     # What the training calls, in any thread.
 
-    def begin(self, passed: int) -> None:
-        self._progress = WindowProgress(passed, passed, passed)
+    def begin(self, finished_groups: int) -> None:
+        self._progress = WindowProgress(finished_groups, finished_groups, finished_groups)
         self._started = time.monotonic()
         self._thread = threading.Thread(target=self._lead, name="window", daemon=True)
         self._thread.start()
@@ -83,8 +83,8 @@ class WindowRecorder:
                 self._changed.wait(1.0)
         return waited
 
-    def report_passed(self, count: int) -> None:
-        self._progress.passed = max(self._progress.passed, count)
+    def report_finished_groups(self, count: int) -> None:
+        self._progress.finished_groups = max(self._progress.finished_groups, count)
 
     def share_waited(self) -> float | None:
         elapsed = time.monotonic() - self._started

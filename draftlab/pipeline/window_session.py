@@ -29,14 +29,14 @@ class WindowProgress:
 
     Attributes:
         first: the group that the training begins with.
-        passed: number of the first groups that no rank reads again.
+        finished_groups: number of the first groups that no rank reads again.
         ready: number of the first groups whose shards are or were there.
         idle_s: seconds in which the thread waited for room.
         stopped: set when nothing more is to be made.
     """
 
     first: int
-    passed: int
+    finished_groups: int
     ready: int
     idle_s: float = 0.0
     stopped: threading.Event = field(default_factory=threading.Event)
@@ -122,7 +122,7 @@ class WindowSession:
         self._announce()
 
     def _release(self) -> None:
-        while self.groups and self.groups[0].number < self.progress.passed:
+        while self.groups and self.groups[0].number < self.progress.finished_groups:
             for shard in self.groups.popleft().shards:
                 self.shards.needed[shard] -= 1
 

@@ -30,11 +30,11 @@ class Demand:
 
     Args:
         groups: numbers of shards, group by group, from the training's first group on.
-        passed: number of the first groups that are not needed any more.
+        finished_groups: number of the first groups that are not needed any more.
     """
 
-    def __init__(self, groups: Iterator[list[int]], passed: int) -> None:
-        self._groups = (item for item in enumerate(groups) if item[0] >= passed)
+    def __init__(self, groups: Iterator[list[int]], finished_groups: int) -> None:
+        self._groups = (item for item in enumerate(groups) if item[0] >= finished_groups)
         self._ahead: deque[tuple[int, list[int]]] = deque()
         self._uses: defaultdict[int, deque[int]] = defaultdict(deque)
 
@@ -76,7 +76,7 @@ class WindowShards:
     Attributes:
         on_disk: bytes of the shards that are there or being recorded.
         verified: those whose bytes have been compared with their receipts.
-        needed: how many groups, that are not yet passed, need a shard.
+        needed: how many groups, that are not finished, need a shard.
         recorded: number of shards that were recorded, and that again.
         tokens: that were recorded.
     """

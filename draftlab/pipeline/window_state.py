@@ -61,7 +61,7 @@ class WindowFollower:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def begin(self, passed: int) -> None:
+    def begin(self, finished_groups: int) -> None:
         self._heard = time.monotonic()
 
     def wait(self, group: int) -> bool:
@@ -75,7 +75,7 @@ class WindowFollower:
                 time.sleep(POLL_S)
         return waited
 
-    def report_passed(self, count: int) -> None:
+    def report_finished_groups(self, count: int) -> None:
         pass
 
     def share_waited(self) -> float | None:

@@ -119,6 +119,32 @@ def recording_devices(recipe: Recipe, train_device: torch.device, num_train: int
     return [f"cuda:{first + i * per_target}" for i in range(count)]
 
 
+def check_memory_for_vllm(recipe: Recipe, train_device: torch.device) -> None:
+    """Check that a vLLM that records a window leaves memory to the training on the same GPU.
+
+    Args:
+        train_device: `train.device`, resolved.
+
+    Raises:
+        UserError: it would take nearly all of the GPU's free memory.
+    """
+    if train_device.type != "cuda" or recipe.record.vllm.memory_share is not None:
+        return
+    num_train = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    train = range(num_train) if num_train > 1 else [train_device.index or 0]
+    for name in recording_devices(recipe, train_device, num_train):
+        device = torch.device(name)
+        first = device.index or 0
+        gpus = range(first, first + recipe.target.gpus)
+        if device.type == "cuda" and (shared := {*gpus} & {*train}):
+            raise UserError(
+                f"cuda:{min(shared)} trains and records the window by vLLM, which takes nine "
+                "tenths of the free memory",
+                where="record.vllm.memory_share",
+                do="set it, such as record.vllm.memory_share=0.4, or let another GPU record",
+            )
+
+
 def devices_line(devices: list[str], ranks: Ranks) -> str:
     """Return a line that says which devices train and which record."""
     name = str(ranks.device) if ranks.device.index is not None else f"{ranks.device.type}:0"

@@ -15,6 +15,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from safetensors.numpy import save
 
+from draftlab.errors import UserError
 from draftlab.files import atomic_path
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class Numbers(Column[Any]):
 
 
 class Texts(Column[str]):
-    """A column of texts.
+    """A column of texts. Reading raises a `UserError` if they are not UTF-8.
 
     Args:
         utf8: uint8, the texts in UTF-8, one after another.
@@ -107,7 +108,15 @@ class Texts(Column[str]):
         ends = self.ends[rows].tolist()
         text = self.utf8[begin : ends[-1] if ends else begin].tobytes()
         starts = [begin, *ends[:-1]]
-        return [text[a - begin : b - begin].decode() for a, b in zip(starts, ends, strict=False)]
+        pairs = zip(starts, ends, strict=False)
+        try:
+            return [text[a - begin : b - begin].decode() for a, b in pairs]
+        except UnicodeDecodeError:  # a stranger's file; to look at all at once would map them
+            raise UserError(
+                f"expected texts in UTF-8 in the store's columns, found others in rows "
+                f"{rows.start:,} to {rows.stop - 1:,}",
+                do="fetch the store again, or record it again",
+            ) from None
 
     def check(self) -> None:
         """Raise a `ValueError` if the texts do not follow one another."""

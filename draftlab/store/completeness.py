@@ -10,7 +10,7 @@ from draftlab.errors import UserError
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_files import ShardFiles, open_shard_files
-from draftlab.store.window import staying_shards
+from draftlab.store.window import num_kept_shards
 
 RECORD_AGAIN = "record again into this folder: only missing shards are computed"
 
@@ -51,9 +51,9 @@ def check_complete(files: ShardFiles, manifest: Manifest, listing: ShardSizes) -
             where=files.address,
             do="record with record.online: false to inspect the states",
         )
-    staying = staying_shards(manifest)
-    sizes = listing.first(staying)
-    for number in np.flatnonzero(sizes != manifest.written.bytes[:staying])[:1].tolist():
+    num_kept = num_kept_shards(manifest)
+    sizes = listing.first(num_kept)
+    for number in np.flatnonzero(sizes != manifest.written.bytes[:num_kept])[:1].tolist():
         shard, do = manifest.shards[number], RECORD_AGAIN
         if files.is_local and (sizes < 0).all():
             do += "; or name the URL at which its run has the shards (record.url in its recipe)"

@@ -7,11 +7,12 @@ receipts of interrupted recordings depend on its fields.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard import Shard, shard_file
@@ -26,21 +27,34 @@ class _Shard(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     file: Annotated[str, Field(pattern=r"^shard-[0-9]{5,}\.safetensors$")]
-    bytes: int | None = None
+    bytes: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     sha256: str | None = None
     not_finite: dict[str, str] = {}
     fp8_errors: list[tuple[float, float]] = []
 
 
+_Count = Annotated[int, Field(ge=0, lt=2**31)]
+"""A number of records or tokens, or of a record in its shard."""
+
+
 class _Shard1(_Shard):
     ids: list[str]
-    lengths: list[int]
+    lengths: list[_Count]
     temperatures: list[float | None]
-    batches: list[list[int]]
+    batches: list[Annotated[list[_Count], Field(min_length=1)]]
+
+    @model_validator(mode="after")
+    def _check_records(self) -> _Shard1:
+        count = len(self.ids)
+        if not count == len(self.lengths) == len(self.temperatures):
+            raise ValueError("expected an id, a length and a temperature of each record")
+        if self.batches and sorted(chain.from_iterable(self.batches)) != list(range(count)):
+            raise ValueError(f"expected batches of {count} records, each in one of them")
+        return self
 
 
 class _Shard2(_Shard):
-    records: Annotated[int, Field(ge=0)]
+    records: _Count
     tokens: Annotated[int, Field(ge=0)]
 
 

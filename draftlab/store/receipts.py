@@ -36,7 +36,7 @@ from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
 from draftlab.store.shard_files import LocalShardFiles, ShardFiles
 from draftlab.store.shard_table import SHARDS, ShardTable, WrittenShard
-from draftlab.store.window import staying_shards
+from draftlab.store.window import num_kept_shards
 
 LOCK = ".lock"
 NOT_WRITTEN = WrittenShard(bytes=0, sha256="0" * 64)
@@ -110,7 +110,7 @@ class Receipts:
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not committed, of those that stay."""
-        shards = self.plan.shards[: staying_shards(self.plan)]
+        shards = self.plan.shards[: num_kept_shards(self.plan)]
         sizes = self.files.list().first(len(shards)).tolist()
         pairs = zip(shards, sizes, strict=True)
         return [shard.number for shard, size in pairs if not self._has_receipt(shard, size)]
@@ -175,8 +175,8 @@ class Receipts:
         Raises:
             UserError: a shard has no receipt of this plan.
         """
-        boundaries, staying = self.plan.identity.fp8_boundaries, staying_shards(self.plan)
-        written = chain(map(self._receipt, self.plan.shards[:staying]), repeat(NOT_WRITTEN))
+        boundaries, num_kept = self.plan.identity.fp8_boundaries, num_kept_shards(self.plan)
+        written = chain(map(self._receipt, self.plan.shards[:num_kept]), repeat(NOT_WRITTEN))
         shards = islice(written, len(self.plan.shards))
         table = ShardTable.of(self.plan.index, boundaries, shards)
         self.plan.completed(table).write(self.folder)
@@ -249,11 +249,11 @@ def resume_plan(
     receipts = Receipts(folder, manifest.as_plan(), files)
     if manifest.table is None:  # there were no shards (record.online)
         return receipts.plan
-    staying = staying_shards(manifest)
-    sizes = receipts.files.list().first(staying)
-    if np.array_equal(sizes, manifest.table.bytes[:staying]):
+    num_kept = num_kept_shards(manifest)
+    sizes = receipts.files.list().first(num_kept)
+    if np.array_equal(sizes, manifest.table.bytes[:num_kept]):
         return manifest
-    for shard, size in zip(manifest.shards[:staying], sizes.tolist(), strict=True):
+    for shard, size in zip(manifest.shards[:num_kept], sizes.tolist(), strict=True):
         if problem := shard.problem(size):
             monitor.say(f"{shard.file}: {problem}; it is recorded again")
         else:

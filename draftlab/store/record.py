@@ -31,7 +31,7 @@ from draftlab.store.settings import NotFinitePolicy, RecordSettings
 from draftlab.store.shard_files import LocalShardFiles, ShardFiles, open_shard_files
 from draftlab.store.shard_writer import ShardWriters
 from draftlab.store.store import Store
-from draftlab.store.window import HeldOut, StoreWindow, planned_sizes, staying_shards
+from draftlab.store.window import HeldOut, StoreWindow, num_kept_shards, planned_sizes
 from draftlab.store.window_store import WindowStore
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
@@ -243,9 +243,9 @@ def _check_disk(
     plan: Manifest, missing: Sequence[int], files: ShardFiles, monitor: Monitor
 ) -> None:
     sizes, window = planned_sizes(plan), StoreWindow.of(plan)
-    staying, needed = staying_shards(plan), int(sizes[missing].sum())
+    num_kept, needed = num_kept_shards(plan), int(sizes[missing].sum())
     if window is not None and window.rolls:
-        needed += min(window.size, int(sizes[staying:].sum()))
+        needed += min(window.size, int(sizes[num_kept:].sum()))
     if isinstance(files, LocalShardFiles):
         files.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(files.folder).free
@@ -257,7 +257,7 @@ def _check_disk(
                 do="free disk space, name a folder on another disk, store fp8 features "
                 "(record.dtype), or record fewer samples or boundaries",
             )
-    committed = staying - len(missing)
+    committed = num_kept - len(missing)
     monitor.say(
         f"recording {count_text(plan.counts.records, 'record')}, {plan.counts.tokens:,} tokens "
         f"({plan.counts.loss_tokens:,} in answers), {count_text(len(plan.shards), 'shard')}"

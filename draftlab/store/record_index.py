@@ -129,11 +129,13 @@ class RecordIndex:
         self.ids.check()
         if self.lengths.min(initial=0) < 0:
             raise ValueError(f"expected lengths of at least 0, found {self.lengths.min()}")
-        shards, total = self.shard_records, int(self.shard_records.sum())
-        if not len(shards) or shards.min() < 0 or total != len(self.lengths):
+        if self.lengths.dtype != np.int32 and self.lengths.max(initial=0) >= 2**31:
+            raise ValueError(f"expected lengths below 2**31, found {self.lengths.max()}")
+        shards, count = self.shard_records, len(self.lengths)
+        if not len(shards) or shards.min() < 0 or shards.max() > count or shards.sum() != count:
             raise ValueError(
-                f"expected {len(self.lengths)} records in at least one shard, found "
-                f"{total} in {len(shards)}"
+                f"expected {count} records in at least one shard, found "
+                f"{sum(shards.tolist())} in {len(shards)}"
             )
 
     def columns(self, schema: int) -> dict[str, np.ndarray]:

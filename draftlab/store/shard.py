@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import stat
+import threading
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, overload
 
@@ -18,6 +21,12 @@ from draftlab.store.columns import Numbers
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard_table import ShardTable, WrittenShard
 
+LIST_THREADS = 4
+"""Threads that ask for the sizes of a folder's files: over a network each answer takes long."""
+NO_TIME = -(2**63)
+"""In place of the time of a file's last change: there is no file, or it is not known."""
+_CHUNK = 64
+"""Files for which a thread asks at a time."""
 _FILE = re.compile(r"shard-([0-9]{5}|[1-9][0-9]{5,})\.safetensors").fullmatch
 
 
@@ -170,44 +179,80 @@ class ShardSizes(NamedTuple):
     Attributes:
         numbers: int64 [m], of the shards.
         sizes: int64 [m], in bytes.
+        modified_ns: int64 [m], times of the last change (`st_mtime_ns`), in nanoseconds;
+            `NO_TIME` at a URL.
     """
 
     numbers: np.ndarray
     sizes: np.ndarray
+    modified_ns: np.ndarray
 
     @classmethod
     def from_files(cls, files: Iterable[tuple[str, int]]) -> ShardSizes:
         """Return the shards among files with these names and sizes."""
         matches = ((_FILE(name), size) for name, size in files)
-        known = [(int(m[1]), size) for m, size in matches if m is not None and len(m[1]) <= 18]
-        return cls(*np.array(known, np.int64).reshape(-1, 2).T)
+        known = [
+            (int(m[1]), size, NO_TIME) for m, size in matches if m is not None and len(m[1]) <= 18
+        ]
+        return cls(*np.array(known, np.int64).reshape(-1, 3).T)
 
     @classmethod
     def of(cls, folder: Path) -> ShardSizes:
-        """List a folder once.
+        """List a folder once. Several threads ask for the files' sizes.
 
         Raises:
             UserError: a shard is a symbolic link that leads out of the folder.
         """
-        numbers, sizes = array("q"), array("q")
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                match = _FILE(entry.name)
-                if match is None or len(match[1]) > 18:
-                    continue
-                try:
-                    state = entry.stat(follow_symlinks=False)
-                    if stat.S_ISLNK(state.st_mode):
-                        state = _checked(folder / entry.name).stat()
-                except FileNotFoundError:  # another process removed it
-                    continue
-                if stat.S_ISREG(state.st_mode):
-                    numbers.append(int(match[1]))
-                    sizes.append(state.st_size)
-        return cls(np.array(numbers, np.int64), np.array(sizes, np.int64))
+        with os.scandir(folder) as entries, ThreadPoolExecutor(LIST_THREADS, "list") as pool:
+            chunks = _Chunks(entries)
+            parts = list(pool.map(lambda _: _file_columns(folder, chunks), range(LIST_THREADS)))
+        columns = zip(*parts, strict=True)
+        return cls(*(np.concatenate([np.array(p, np.int64) for p in one]) for one in columns))
 
     def first(self, shards: int) -> np.ndarray:
         """Return the sizes of so many first shards: int64 [shards]; −1: there is no such file."""
-        sizes, known = np.full(shards, -1, np.int64), self.numbers < shards
-        sizes[self.numbers[known]] = self.sizes[known]
-        return sizes
+        return self._first(self.sizes, shards, -1)
+
+    def first_modified_ns(self, shards: int) -> np.ndarray:
+        """Return `modified_ns` of so many first shards: int64 [shards]; `NO_TIME`: no file."""
+        return self._first(self.modified_ns, shards, NO_TIME)
+
+    def _first(self, values: np.ndarray, shards: int, missing: int) -> np.ndarray:
+        result, known = np.full(shards, missing, np.int64), self.numbers < shards
+        result[self.numbers[known]] = values[known]
+        return result
+
+
+class _Chunks:
+    """Gives the entries of a folder to several threads, some at a time."""
+
+    def __init__(self, entries: Iterator[os.DirEntry[str]]) -> None:
+        self._entries, self._lock = entries, threading.Lock()
+
+    def __iter__(self) -> Iterator[list[os.DirEntry[str]]]:
+        while True:
+            with self._lock:
+                chunk = list(islice(self._entries, _CHUNK))
+            if not chunk:
+                return
+            yield chunk
+
+
+def _file_columns(folder: Path, chunks: _Chunks) -> tuple[array[int], array[int], array[int]]:
+    """Return numbers, sizes and times of the shards among the files that a thread gets."""
+    numbers, sizes, times = array("q"), array("q"), array("q")
+    for entry in chain.from_iterable(chunks):
+        match = _FILE(entry.name)
+        if match is None or len(match[1]) > 18:
+            continue
+        try:
+            state = entry.stat(follow_symlinks=False)
+            if stat.S_ISLNK(state.st_mode):
+                state = _checked(folder / entry.name).stat()
+        except FileNotFoundError:  # another process removed it
+            continue
+        if stat.S_ISREG(state.st_mode):
+            numbers.append(int(match[1]))
+            sizes.append(state.st_size)
+            times.append(state.st_mtime_ns)
+    return numbers, sizes, times

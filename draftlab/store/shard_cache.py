@@ -177,9 +177,10 @@ class ShardCache:
         """Give a file its name in place of the download that had reserved its room."""
         with open(path, "rb") as file:
             os.fsync(file.fileno())  # a name must not outlive a power cut without its bytes
-        os.utime(path, ns=(time.time_ns(), CHECKED_NS))
         with _lock(self.folder / ".lock"):  # others count files
             os.replace(path, part)
+            # Not before: `temporary` of another thread would remove so old a file.
+            os.utime(part, ns=(time.time_ns(), CHECKED_NS))
             os.replace(part, self._shards / sha256)
 
     @contextmanager

@@ -30,7 +30,7 @@ class WrittenShard(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    bytes: Annotated[int, Field(ge=0)]
+    bytes: Annotated[int, Field(ge=0, lt=2**63)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     not_finite: dict[str, str] = {}
     """Ids of records with NaN or infinity, and where: stored as zeros, with no answer span."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.samples import Sample
 from draftlab.store.shard_file import map_shard
 from draftlab.store.shard_files import LocalShardFiles, ShardFiles, open_shard_files
-from draftlab.store.window import StoreWindow, staying_shards
+from draftlab.store.window import StoreWindow, num_kept_shards
 
 __all__ = ["Record", "Store", "StoreIdentity"]
 
@@ -69,18 +69,6 @@ class Record:
     argmax: Tensor
     temperature: float | None
     scales: Tensor | None = None
-
-
-def _reopen(folder: Path, digest: str, url: str | None) -> Store:
-    """Open a store that another process has pickled; that process has checked the shards' sizes."""
-    store = Store(folder, Manifest.read(folder / MANIFEST), files=open_shard_files(folder, url))
-    if store.digest != digest:
-        raise UserError(
-            "expected the store that the other process has open, found one that was recorded since",
-            where=folder,
-            do="run the command again",
-        )
-    return store
 
 
 class Store:
@@ -143,15 +131,28 @@ class Store:
             manifest = Manifest.read(folder / MANIFEST)
         if expected is not None:
             manifest.identity.check(expected, files.address)
-        if len(manifest.shards) > (staying := staying_shards(manifest)):
+        if len(manifest.shards) > (num_kept := num_kept_shards(manifest)):
             raise UserError(
                 "this store is a window: its shards come and go while a training reads them, and "
-                f"only the first {count_text(staying, 'shard')}, with the validation records, stay",
+                f"only the first {count_text(num_kept, 'shard')}, of the validation records, stay",
                 where=folder,
                 do="record with record.keep: all to keep all shards",
             )
         check_complete(files, manifest, listing.result())
         return cls(folder, manifest, files=files)
+
+    @classmethod
+    def _reopen(cls, folder: Path, digest: str, url: str | None) -> Self:
+        """Open a store that another process has pickled and whose shards it has checked."""
+        store = cls(folder, Manifest.read(folder / MANIFEST), files=open_shard_files(folder, url))
+        if store.digest != digest:
+            raise UserError(
+                "expected the store that the other process has open, found one that was recorded "
+                "since",
+                where=folder,
+                do="run the command again",
+            )
+        return store
 
     @cached_property
     def _not_finite(self) -> set[int]:
@@ -177,7 +178,7 @@ class Store:
             url = None if address == self.folder.resolve() else address.as_uri()
         else:
             url = address
-        return _reopen, (self.folder.resolve(), self.digest, url)
+        return self._reopen, (self.folder.resolve(), self.digest, url)
 
     def __len__(self) -> int:
         return len(self.ids)

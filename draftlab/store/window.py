@@ -71,8 +71,8 @@ class StoreWindow:
         return self.keep == "window"
 
 
-def staying_shards(manifest: Manifest) -> int:
-    """Return the number of a store's first shards, which stay; with a window the held-out ones."""
+def num_kept_shards(manifest: Manifest) -> int:
+    """Return how many of a store's first shards are kept: all; of a window the held-out ones."""
     window = StoreWindow.of(manifest)
     return window.validation_shards if window and window.rolls else len(manifest.shards)
 
@@ -110,8 +110,8 @@ class WindowFeed(Protocol):
     Groups are counted from the first epoch's first one on.
     """
 
-    def begin(self, passed: int) -> None:
-        """Have the groups from number `passed` on made, on rank 0."""
+    def begin(self, finished_groups: int) -> None:
+        """Have the groups behind the finished ones made, on rank 0."""
 
     def wait(self, group: int) -> bool:
         """Wait until the shards of a group and of all groups before it are there.
@@ -123,7 +123,7 @@ class WindowFeed(Protocol):
             UserError: making them failed.
         """
 
-    def report_passed(self, count: int) -> None:
+    def report_finished_groups(self, count: int) -> None:
         """Report, on rank 0, how many groups no rank will read again."""
 
     def share_waited(self) -> float | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -17,7 +16,7 @@ from draftlab.store.samples import Sample, SampleTable, Selection
 from draftlab.store.shard_file import map_shard
 from draftlab.store.shard_files import ShardFiles, open_shard_files
 from draftlab.store.store import Record, Store
-from draftlab.store.window import WindowFeed, staying_shards
+from draftlab.store.window import WindowFeed, num_kept_shards
 
 _DO = "run the same command again, which records the shards that it needs"
 
@@ -47,7 +46,7 @@ class WindowStore(Store):
     ) -> None:
         super().__init__(folder, manifest, files=files)
         self.samples, self.feed = samples, None
-        self._staying, self._open_staying = staying_shards(manifest), self._open_shard
+        self._num_kept, self._open_kept = num_kept_shards(manifest), self._open_shard
         self._open_shard = self._open_any
         self._mapped = threading.local()
 
@@ -78,11 +77,6 @@ class WindowStore(Store):
         selection = Selection(samples, order, manifest.settings["max_length"])
         return cls(folder, manifest, selection, files)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the store as its folder, for data workers, which read states only."""
-        _, arguments = super().__reduce__()
-        return _reopen, arguments
-
     def views(self, indices: Sequence[int]) -> list[Record]:
         """Return the views of several records; each shard is mapped once."""
         self._mapped.shards = {}
@@ -92,8 +86,8 @@ class WindowStore(Store):
             self._mapped.shards = None
 
     def _open_any(self, number: int) -> dict[str, Tensor]:
-        if number < self._staying:
-            return self._open_staying(number)
+        if number < self._num_kept:
+            return self._open_kept(number)
         kept: dict[int, dict[str, Tensor]] | None = getattr(self._mapped, "shards", None)
         if kept is None:
             return self._map(number)
@@ -103,15 +97,3 @@ class WindowStore(Store):
 
     def _map(self, number: int) -> dict[str, Tensor]:
         return map_shard(self.files, self.manifest.shards[number], self.identity, _DO)
-
-
-def _reopen(folder: Path, digest: str, url: str | None) -> WindowStore:
-    files = open_shard_files(folder, url)
-    store = WindowStore(folder, Manifest.read(folder / MANIFEST), files=files)
-    if store.digest != digest:
-        raise UserError(
-            "expected the store that the other process has open, found one that was planned since",
-            where=folder,
-            do="run the command again",
-        )
-    return store

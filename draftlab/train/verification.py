@@ -7,17 +7,22 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from draftlab.errors import UserError
-from draftlab.files import read_json, write_json
 from draftlab.progress import Monitor
-from draftlab.store.manifest import Shard
+from draftlab.store.columns import map_columns, write_columns
+from draftlab.store.shard import NO_TIME, Shard
 from draftlab.store.store import Store
+from draftlab.store.window import num_kept_shards
 from draftlab.train.checkpoint import set_unverified_aside
 from draftlab.train.distributed.ranks import Ranks
 
-VERIFIED = "verified.json"
+VERIFIED = "verified.safetensors"
+_OLDER = "verified.json"
+"""The file of older versions."""
+_COLUMNS = {"store_sha256": np.uint8, "modified_ns": np.int64}
 _POLL_S = 0.5
 _WRITE_S = 5.0
 
@@ -31,68 +36,82 @@ class ShardVerification:
     Args:
         store: a store. One that is not on disk has nothing to hash, and of one at a URL each shard
             is hashed when it is downloaded, before anything reads it.
-        folder: of the training. VERIFIED in it holds for each shard its hash and the size and the
-            time of the last change (ns) of its file. Rank 0 writes it every few seconds.
+        folder: of the training. Rank 0 writes VERIFIED into it every few seconds: the digest of the
+            store, and for each shard that had the right hash the time of its file's last change.
         ranks: the processes that train together.
 
     Attributes:
-        pending: numbers of the shards that had to be hashed, equal on every rank.
+        pending: int64, numbers of the shards that had to be hashed, equal on every rank.
         complete: whether all shards have the hashes of the manifest, equal on every rank.
     """
 
     def __init__(self, store: Store, folder: Path, ranks: Ranks) -> None:
         self.store, self.folder, self.ranks = store, folder, ranks
         hashed_here = store.on_disk and store.files.is_local
-        shards = store.manifest.shards if hashed_here else []
-        if store.window is not None and store.window.rolls:
-            shards = shards[: store.window.validation_shards]  # the recorder verifies the others
-        self._verified: dict[str, Any] = {}
-        if ranks.is_main and shards and (folder / VERIFIED).is_file():
-            self._verified = read_json(folder / VERIFIED)
-        changed = (
-            [n for n, shard in enumerate(shards) if self._is_new(shard)] if ranks.is_main else []
-        )
-        self.pending = ranks.broadcast(changed)
-        self.complete, self._stopped = not self.pending, threading.Event()
-        self._hashed: dict[str, Any] = {}
+        # The recorder of a window verifies the shards that are not kept.
+        self._num_shards = num_kept_shards(store.manifest) if hashed_here else 0
+        self._verified = self._remembered() if ranks.is_main else np.zeros(0, np.int64)
+        self.pending = ranks.broadcast(self._changed() if ranks.is_main else self._verified)
+        self.complete, self._stopped = not len(self.pending), threading.Event()
+        self._hashed: list[tuple[int, int]] = []  # numbers of shards, and times of their files
+        self._num_exchanged = self._num_hashed = 0
         self._write_lock, self._last_write = threading.Lock(), time.monotonic()
         self._pool = ThreadPoolExecutor(1, "verify")
         self._future = self._pool.submit(self._verify, self.pending[ranks.rank :: ranks.size])
 
-    def _is_new(self, shard: Shard) -> bool:
-        remembered = self._verified.get(shard.file)
-        # Older versions also wrote the file's inode, which differs between machines.
-        return remembered is None or remembered[:3] != self._state(shard)
+    def _remembered(self) -> np.ndarray:
+        """Return the times of VERIFIED: int64 [shards]; `NO_TIME`: the shard is not hashed."""
+        path, times = self.folder / VERIFIED, np.full(self._num_shards, NO_TIME)
+        if not self._num_shards or not path.is_file():
+            return times
+        try:
+            columns = map_columns(path, _COLUMNS)
+        except ValueError:  # a damaged file: all shards are hashed again
+            return times
+        is_same = columns["store_sha256"].tobytes().hex() == self.store.digest
+        if is_same and columns["modified_ns"].shape == times.shape:
+            times[:] = columns["modified_ns"]
+        return times
 
-    def _state(self, shard: Shard) -> list[Any] | None:
+    def _changed(self) -> np.ndarray:
+        """Return the numbers of the shards whose files are not known to be right."""
+        if not self._num_shards:
+            return np.zeros(0, np.int64)
+        times = self.store.files.list().first_modified_ns(self._num_shards)
+        return np.flatnonzero((times != self._verified) | (times == NO_TIME))
+
+    def _modified_ns(self, shard: Shard) -> int:
         try:
             with self.store.files.local_file(shard) as path:
-                stat = os.stat(path)
+                return os.stat(path).st_mtime_ns
         except OSError:
-            return None  # `Store.verify` names the file
-        return [shard.sha256, stat.st_size, stat.st_mtime_ns]
+            return NO_TIME  # `Store.verify` names the file
 
-    def _verify(self, numbers: list[int]) -> UserError | None:
+    def _verify(self, numbers: np.ndarray) -> UserError | None:
         """Return the error that names the first damaged shard."""
-        for number in numbers:
+        for number in numbers.tolist():
             if self._stopped.is_set():
                 break
-            shard = self.store.manifest.shards[number]
             try:
-                state = self._state(shard)
+                modified_ns = self._modified_ns(self.store.manifest.shards[number])
                 self.store.verify([number])
             except UserError as error:
                 return error
-            self._hashed[shard.file] = state
-            if time.monotonic() - self._last_write > _WRITE_S:
-                self._write()
+            self._hashed.append((number, modified_ns))
+            if self.ranks.is_main:
+                self._verified[number] = modified_ns
+                if time.monotonic() - self._last_write > _WRITE_S:
+                    self._write()
         return None
 
     def _write(self) -> None:
         """Write VERIFIED on rank 0, with the shards of the other ranks up to the last `update`."""
         if self.ranks.is_main:
+            digest = np.frombuffer(bytes.fromhex(self.store.digest), np.uint8)
             with self._write_lock:
-                write_json(self.folder / VERIFIED, self._verified | self._hashed)
+                columns = {"store_sha256": digest, "modified_ns": self._verified}
+                write_columns(columns, self.folder / VERIFIED)
+                (self.folder / _OLDER).unlink(missing_ok=True)
                 self._last_write = time.monotonic()
 
     def update(self) -> int:
@@ -108,15 +127,18 @@ class ShardVerification:
         if self.complete:
             return len(self.pending)
         error = self._future.result() if self._future.done() else None
-        results = self.ranks.all_gather((error, dict(self._hashed)))
+        new = np.array(self._hashed[self._num_exchanged :], np.int64).reshape(-1, 2)
+        self._num_exchanged += len(new)
+        results = self.ranks.all_gather((error, new))
         for _, hashed in results:
-            self._verified.update(hashed)
+            self._num_hashed += len(hashed)
+            if self.ranks.is_main:
+                self._verified[hashed[:, 0]] = hashed[:, 1]
         self._write()
         for error in filter(None, (error for error, _ in results)):
             raise self._with_checkpoints(error)
-        count = sum(len(hashed) for _, hashed in results)
-        self.complete = count == len(self.pending)
-        return count
+        self.complete = self._num_hashed == len(self.pending)
+        return self._num_hashed
 
     def _with_checkpoints(self, error: UserError) -> UserError:
         """Return the error about a damaged shard, with the checkpoints that are not to be used."""

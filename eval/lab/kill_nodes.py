@@ -1,6 +1,6 @@
 """Kill workers, nodes and the driver of a Ray cluster, and compare every file with one process's.
 
-    python eval/lab/kill_nodes.py [--kills 30] [--seed 0] [--folder FOLDER] [--nodes 3]
+    python eval/lab/kill_nodes.py [--kills 30] [--seed 0] [--folder FOLDER] [--nodes 3] [--window]
 
 A cluster of several nodes runs on this machine. `draftlab run RECIPE --ray ADDRESS` works on it,
 and at random moments of the stages one of these gets SIGKILL:
@@ -9,7 +9,8 @@ and at random moments of the stages one of these gets SIGKILL:
     node       a node with all its processes, and an empty node joins; the run goes on
     driver     the command itself; the same command is started again
 
-When the command has ended by itself, all files of the run must have the bytes of a run by one
+With --window the store is a window, which actors record while another process trains. When the
+command has ended by itself, all files of the run must have the bytes of a run by one
 process without kills. Target and prompts are the tests' toys. FOLDER must not exist; by default it
 is a temporary one. Commit nothing meanwhile: the files of a run name draftlab's commit.
 """
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from eval.lab.kills import OVERRIDES, RECIPE, contents, current_stage
+from eval.lab.kills import CASES, OVERRIDES, RECIPE, contents, current_stage
 from tests.helpers.ray_nodes import NODE, processes, ray_cluster, start_driver
 from tests.helpers.small_run import new_workshop, write_prompts
 
@@ -51,11 +53,15 @@ class NodeKills:
 
     Args:
         cluster: whose nodes are killed.
-        expected: hashes of the files that one process makes.
+        command: of draftlab, without --ray.
+        expected: hashes of the files that it makes with one process.
     """
 
-    def __init__(self, cluster: Any, expected: dict[str, str], seed: int) -> None:
-        self.cluster, self.expected, self.random = cluster, expected, random.Random(seed)
+    def __init__(
+        self, cluster: Any, command: Sequence[str], expected: dict[str, str], seed: int
+    ) -> None:
+        self.cluster, self.command, self.expected = cluster, command, expected
+        self.random = random.Random(seed)
         self.kills: Counter[str] = Counter()
         self.faults: list[str] = []
         self.turn = self.gave_up = 0
@@ -94,7 +100,7 @@ class NodeKills:
     def start(self) -> Any:
         """Start the driver, which prints into a log."""
         with open(LOG, "w") as log:
-            return start_driver(Path(), *COMMAND, "--ray", self.cluster.address, output=log)
+            return start_driver(Path(), *self.command, "--ray", self.cluster.address, output=log)
 
     def wait(self, driver: Any, stage: str, delay: float) -> bool:
         """Wait until a stage has begun, and a time in it; return whether the driver still runs."""
@@ -157,17 +163,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--nodes", type=int, default=3)
+    parser.add_argument("--window", action="store_true")
     options = parser.parse_args(arguments)
+    command = (*COMMAND, *CASES["window"].options * options.window)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="kill-nodes-")) / "work"
     os.chdir(new_workshop(folder))
     write_prompts(Path("prompts.jsonl"), [f"def f{i}(use): the user {i}" for i in range(48)])
     with open(LOG, "w") as log:
-        undisturbed = start_driver(Path(), *COMMAND, output=log)
+        undisturbed = start_driver(Path(), *command, output=log)
     if undisturbed.wait():
         raise SystemExit(f"the undisturbed run failed: {LOG.read_text()}")
     expected, lives = contents(), 0
     with ray_cluster(options.nodes) as cluster:
-        kills = NodeKills(cluster, expected, options.seed)
+        kills = NodeKills(cluster, command, expected, options.seed)
         while (left := options.kills - kills.kills.total()) > 0:
             kills.life(left)
             lives += 1

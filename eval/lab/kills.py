@@ -42,11 +42,14 @@ from pathlib import Path
 
 import psutil
 import torch
+from safetensors.numpy import load
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.cli import app
 from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.window_shards import JOURNAL
+from draftlab.store.shard import NO_TIME
+from draftlab.train.verification import VERIFIED
 from tests.helpers.small_run import new_workshop, write_prompts
 
 RECIPE, RUN, LOG = Path("small.yaml"), Path("runs/kills"), Path("kills.log")
@@ -179,8 +182,9 @@ def contents() -> dict[str, str]:
                 rows = [json.loads(line) for line in data.splitlines()]
                 rows = [{k: v for k, v in row.items() if k not in TIMES} for row in rows]
                 data = json.dumps(rows).encode()
-            elif path.name == "verified.json":  # SHA-256, size and time of the shards
-                data = json.dumps([v[:2] for v in json.loads(data).values()]).encode()
+            elif path.name == VERIFIED:  # with the times of the shards' files
+                columns = load(data)
+                data = columns["store_sha256"].tobytes() + bytes(columns["modified_ns"] != NO_TIME)
             files[str(path)] = hashlib.sha256(data).hexdigest()
     return files
 

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -160,14 +159,14 @@ def test_a_resumed_training_hashes_changed_shards_only(
 def test_a_finished_run_is_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of stages are decided before the lock and once more under it."""
     reads: Counter[str] = Counter()
-    original = files.hashlib.file_digest
+    original = files.sha256_file
 
-    def count(file: Any, *rest: Any) -> Any:
-        reads[str(file.name).removeprefix("runs/small/")] += 1
-        return original(file, *rest)
+    def count(path: Path) -> str:
+        reads[str(path).removeprefix("runs/small/")] += 1
+        return original(path)
 
     time.sleep(0.11)  # files that were changed a moment ago are hashed each time
-    monkeypatch.setattr(files.hashlib, "file_digest", count)
+    monkeypatch.setattr(files, "sha256_file", count)
     pipeline().make("eval", "export")
     recorded = {
         name

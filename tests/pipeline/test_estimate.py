@@ -312,6 +312,22 @@ def test_online_recording_stores_nothing_and_needs_the_target_in_training(llama_
     assert more == pytest.approx(passes, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "target_gpus", "is_shared"), [(1, 1, True), (2, 1, False), (2, 2, True), (3, 2, False)]
+)
+def test_a_window_needs_the_target_in_training_if_no_gpu_is_left_to_record(
+    llama_8b: Path, gpus: int, target_gpus: int, is_shared: bool
+) -> None:
+    machine = {"target": {"gpus": target_gpus}, "hardware": {"gpu": "H200", "gpus": gpus}}
+    full, window = (
+        {row.name: row for row in estimate_stages(recipe(llama_8b, record=record, **machine))}
+        for record in ({}, {"window": "200GB"})
+    )
+    beside = full["target"].memory if is_shared else 0
+    assert window["head"].memory == full["head"].memory + beside
+    assert ("the GPU that records the window" in window["head"].note) is is_shared
+
+
 def test_replay_needs_the_target_and_time_in_training(llama_8b: Path) -> None:
     h200 = {"gpu": "H200"}
     plain, replay = (

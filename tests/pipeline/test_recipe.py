@@ -65,6 +65,7 @@ def test_the_schema_is_yaml_that_mentions_every_setting_with_its_default() -> No
         at = [i for i, line in enumerate(lines) if line.strip().startswith(f"{leaf_name}:")]
         meaning = " ".join(field.description.split())
         assert any(lines[i - 1].strip() == f"# {meaning}" for i in at), name
+    assert "  window: null # size such as 200GB | null" in lines
 
 
 @given(name=st.sampled_from(LEAVES), cut=st.integers(0, 5), letter=st.sampled_from("qxz_"))

@@ -75,17 +75,17 @@ def watched(store: Path) -> Iterator[list[int]]:
     seen, ended = [0], threading.Event()
 
     def watch() -> None:
-        staying = 0
+        num_kept = 0
         while not ended.is_set():
-            if not staying and (store / MANIFEST).is_file():
+            if not num_kept and (store / MANIFEST).is_file():
                 plan = Manifest.read(store / MANIFEST)
                 window = StoreWindow.of(plan) if plan.complete else None
-                staying = window.validation_shards if window else 0
+                num_kept = window.validation_shards if window else 0
             sizes = []
-            for path in store.glob("*shard-*") if staying else ():
+            for path in store.glob("*shard-*") if num_kept else ():
                 try:
                     number = int(path.name.split("shard-")[1][:5])
-                    sizes.append(path.stat().st_size if number >= staying else 0)
+                    sizes.append(path.stat().st_size if number >= num_kept else 0)
                 except OSError:
                     pass  # it has gone meanwhile
             seen.append(sum(sizes))
@@ -114,9 +114,9 @@ def test_a_window_gives_the_bits_of_a_full_store(
     assert "the recording waited for room " in result.output
     assert WINDOW / 2 < max(seen) <= WINDOW + 2 * 40_000
     plan = Manifest.read(store / MANIFEST)
-    staying = StoreWindow.of(plan).validation_shards
+    num_kept = StoreWindow.of(plan).validation_shards
     kept = sorted(path.name for path in store.glob("shard-*"))
-    assert kept == [shard.file for shard in plan.shards[:staying]]
+    assert kept == [shard.file for shard in plan.shards[:num_kept]]
     assert not (store / kept[0]).samefile(full / "runs/full/store" / kept[0])
     rows = [json.loads(s) for s in (workshop / "runs/small/train/metrics.jsonl").open()]
     assert any("window" in row.get("phases", {}) for row in rows)

@@ -161,6 +161,38 @@ def test_an_older_manifest_without_shards_is_refused(tmp_path: Path, schema: int
     assert "record again" in caught.value.do
 
 
+FORGED_SHARDS: list[tuple[int, str, Any]] = [
+    *((1, "lengths", [length, 17]) for length in (2**31, 2**63, 10**30, -1)),
+    (1, "lengths", [12]),
+    (1, "batches", [[0], [2]]),
+    (1, "batches", [[0, 0]]),
+    (1, "batches", [[], [0, 1]]),
+    *((2, "records", records) for records in (2**31, 2**63, 10**30)),
+    *((schema, "bytes", 2**63) for schema in (1, 2)),
+]
+
+
+@pytest.mark.parametrize(("schema", "key", "value"), FORGED_SHARDS)
+def test_a_forged_older_manifest_is_refused(
+    tmp_path: Path, schema: int, key: str, value: Any
+) -> None:
+    record_table(tmp_path, SAMPLES)
+    fields = write_older_schema(tmp_path, schema)
+    fields["shards"][0][key] = value
+    write_manifest(tmp_path, fields)
+    with pytest.raises(UserError, match="one that does not fit the schema") as caught:
+        Store.open(tmp_path)
+    assert caught.value.where.endswith("manifest.json")
+
+
+def test_an_older_index_with_too_large_lengths_is_refused(tmp_path: Path) -> None:
+    record_table(tmp_path, SAMPLES)
+    write_older_schema(tmp_path, 2)
+    columns = load((tmp_path / RECORDS).read_bytes())
+    columns["lengths"] = columns["lengths"] + 2**31
+    refuse_index(tmp_path, save(columns))
+
+
 def test_a_complete_manifest_without_hashes_is_refused(tmp_path: Path) -> None:
     record_table(tmp_path, SAMPLES)
     fields = json.loads((tmp_path / "manifest.json").read_text())
@@ -215,6 +247,9 @@ FORGED = {
     "ids end beyond the text": lengthen_ids,
     "a negative length": lambda columns: columns["lengths"].__setitem__(0, -5),
     "a shard has more records": lambda columns: columns["shard_records"].__setitem__(0, 9),
+    "numbers of records whose sum overflows": lambda columns: columns.update(
+        shard_records=np.array([2**63 - 1, 2**63 - 1, len(SAMPLES) + 2])
+    ),
     "no shards": lambda columns: columns.update(shard_records=columns["shard_records"][:0].copy()),
 }
 
@@ -225,6 +260,20 @@ def test_a_forged_index_is_refused(tmp_path: Path, change: Callable[[dict], obje
     columns = {key: value.copy() for key, value in load((tmp_path / RECORDS).read_bytes()).items()}
     change(columns)
     refuse_index(tmp_path, save(columns))
+
+
+@pytest.mark.parametrize(("column", "place", "value"), [("id_bytes", 5, 0xFF), ("id_ends", 0, 3)])
+def test_forged_ids_that_are_not_utf_8_are_refused(
+    tmp_path: Path, column: str, place: int, value: int
+) -> None:
+    record_table(tmp_path, SAMPLES)
+    columns = load((tmp_path / RECORDS).read_bytes())
+    columns[column][place] = value
+    replace_columns(tmp_path, RECORDS, "records_sha256", save(columns))
+    store = Store.open(tmp_path)
+    for read in (lambda: list(store.ids), lambda: store[0]):
+        with pytest.raises(UserError, match="expected texts in UTF-8 in the store's columns"):
+            read()
 
 
 def header(text: bytes) -> bytes:

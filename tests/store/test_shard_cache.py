@@ -66,6 +66,24 @@ def test_mapped_memory_stays_valid_when_a_file_goes(tmp_path: Path) -> None:
     assert mapped.tobytes() == content(1)
 
 
+def test_a_file_that_is_added_is_not_taken_for_one_of_a_killed_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread looks for such files when the added one gets the time of checked files."""
+    cache, plain = ShardCache(tmp_path, SIZE), os.utime
+
+    def set_time_and_look(path: Path, **times: tuple[int, int]) -> None:
+        plain(path, **times)
+        with cache.temporary():
+            pass
+
+    monkeypatch.setattr(os, "utime", set_time_and_look)
+    with cache.temporary() as path:
+        path.write_bytes(content(1))
+        cache.add(path, digest(1))
+    assert digest(1) in cache
+
+
 def test_a_file_that_is_read_does_not_go(tmp_path: Path) -> None:
     cache, order = ShardCache(tmp_path, SIZE), []
     read(cache, 1)

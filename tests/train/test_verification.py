@@ -13,19 +13,24 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from safetensors.numpy import load
 
 from draftlab.errors import UserError
 from draftlab.files import sha256_file
 from draftlab.progress import Monitor
 from draftlab.store import shard_files
+from draftlab.store.columns import write_columns
 from draftlab.store.record_index import RecordIndex
-from draftlab.store.shard import Shards
+from draftlab.store.shard import NO_TIME, Shards
 from draftlab.store.shard_files import LocalShardFiles
 from draftlab.store.shard_table import ShardTable, WrittenShard
 from draftlab.store.store import Store
 from draftlab.train import verification as verification_module
-from draftlab.train.verification import ShardVerification
+from draftlab.train.distributed.ranks import Ranks
+from draftlab.train.verification import VERIFIED, ShardVerification
 from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import SignallingMonitor
@@ -37,7 +42,7 @@ SETTINGS = {"steps": 6, "checkpoint_every": 4, "log_every": 1}
 class ShardedStore(ListStore):
     """Records in memory, and three files that are hashed as their shards."""
 
-    verify, _how_to_remake = Store.verify, Store._how_to_remake
+    verify, digest, _how_to_remake = Store.verify, Store.digest, Store._how_to_remake
 
     def __init__(self, folder: Path, count: int = 24) -> None:
         super().__init__([toy_answer(orthogonal_parts(), i) for i in range(count)])
@@ -69,7 +74,7 @@ def test_a_checkpoint_does_not_wait_for_the_hashing(
     target, store = orthogonal_parts(), ShardedStore(tmp_path / "store")
     whole = trained(tmp_path / "whole", store, target, **SETTINGS)
     run, good = tmp_path / "run", store.path(2).read_bytes()
-    checkpoint, verified = run / "checkpoints/step-0000002", run / "verified.json"
+    checkpoint, verified = run / "checkpoints/step-0000002", run / VERIFIED
     store.path(2).write_bytes(good[:-1] + b"?")
     hashed: list[str] = []
 
@@ -87,7 +92,8 @@ def test_a_checkpoint_does_not_wait_for_the_hashing(
     with pytest.raises(SystemExit):
         trained(run, store, target, SignallingMonitor(signal.SIGTERM, 2), **SETTINGS)
     assert json.loads((checkpoint / "state.json").read_text())["verified"] is False
-    assert list(json.loads(verified.read_text())) == [store.path(n).name for n in range(2)]
+    times = load(verified.read_bytes())["modified_ns"].tolist()
+    assert times == [os.stat(store.path(n)).st_mtime_ns for n in range(2)] + [NO_TIME]
 
     hashed.clear()
     store._verified.clear()
@@ -133,13 +139,10 @@ def test_ranks_agree_on_the_shards_though_their_files_look_different(
 ) -> None:
     """As on two machines that mount one folder: another inode and time of the last change."""
     store = ShardedStore(tmp_path / "store")
-    remembered = {}
-    for number, shard in enumerate(store.manifest.shards):
-        stat = os.stat(store.path(number))
-        remembered[shard.file] = [shard.sha256, stat.st_size, stat.st_mtime_ns, 12345]
+    times = [os.stat(store.path(number)).st_mtime_ns for number in range(3)]
     if not all_remembered:
-        remembered.popitem()
-    (tmp_path / "verified.json").write_text(json.dumps(remembered))
+        times[2] = NO_TIME
+    write_verified(tmp_path, store, times)
     shutil.copytree(store.folder, tmp_path / "mounted")
     other = ShardedStore(tmp_path / "mounted")
     os.utime(other.path(0), ns=(1, 1))
@@ -150,11 +153,42 @@ def test_ranks_agree_on_the_shards_though_their_files_look_different(
         verification = ShardVerification((store, other)[rank], tmp_path, ranks)  # type: ignore[arg-type]
         verification.finish(Monitor())
         verification.close()
-        return verification.pending
+        return verification.pending.tolist()
 
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(verify, range(2))) == [[] if all_remembered else [2]] * 2
-    assert len(json.loads((tmp_path / "verified.json").read_text())) == 3
+    times = load((tmp_path / VERIFIED).read_bytes())["modified_ns"].tolist()
+    assert len(times) == 3
+    assert NO_TIME not in times
+
+
+@pytest.mark.parametrize("change", ["another store", "a torn file", "an older version"])
+def test_shards_are_hashed_again_if_the_file_says_nothing_of_them(
+    tmp_path: Path, change: str
+) -> None:
+    store = ShardedStore(tmp_path / "store")
+    times = [os.stat(store.path(number)).st_mtime_ns for number in range(3)]
+    write_verified(tmp_path, store, times)
+    path, older = tmp_path / VERIFIED, tmp_path / "verified.json"
+    if change == "another store":
+        write_columns(load(path.read_bytes()) | {"store_sha256": np.zeros(32, np.uint8)}, path)
+    elif change == "a torn file":
+        path.write_bytes(path.read_bytes()[:-9])
+    else:
+        path.unlink()
+        older.write_text("{}")
+    verification = ShardVerification(store, tmp_path, Ranks(0, 1, torch.device("cpu")))  # type: ignore[arg-type]
+    assert verification.pending.tolist() == [0, 1, 2]
+    verification.finish(Monitor())
+    verification.close()
+    assert load(path.read_bytes())["modified_ns"].tolist() == times
+    assert not older.exists()
+
+
+def write_verified(folder: Path, store: ShardedStore, times: list[int]) -> None:
+    digest = np.frombuffer(bytes.fromhex(store.digest), np.uint8)
+    columns = {"store_sha256": digest, "modified_ns": np.array(times)}
+    write_columns(columns, folder / VERIFIED)
 
 
 @pytest.mark.parametrize("name", ["weights.safetensors", "optimizer.safetensors"])

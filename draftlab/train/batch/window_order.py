@@ -25,12 +25,12 @@ class WindowStep(NamedTuple):
 
     Attributes:
         group: the last group that the step reads, counted from the first epoch's first one on.
-        passed: number of groups that no later step reads.
+        finished_groups: number of groups that no later step reads.
     """
 
     rows: list[list[int]]
     group: int
-    passed: int
+    finished_groups: int
 
 
 class WindowOrder:
@@ -121,8 +121,8 @@ class WindowOrder:
                 start = 0
                 while len(rows) - start >= batch_rows:
                     end = start + batch_rows
-                    passed = number + (end == len(rows))
-                    yield WindowStep(rows[start:end], number, passed)
+                    finished_groups = number + (end == len(rows))
+                    yield WindowStep(rows[start:end], number, finished_groups)
                     start = end
                 rows = rows[start:]
                 number += 1

@@ -33,7 +33,7 @@ class WindowReading:
         settings = packer.settings
         self.order = WindowOrder(packer.store.manifest, packer.seed)
         self.order.check_steps(settings.batch_rows, settings.row_tokens)
-        self._passed: dict[int, int] = {}
+        self._finished_groups: dict[int, int] = {}
         self._waited: set[int] = set()
 
     @classmethod
@@ -45,17 +45,17 @@ class WindowReading:
 
     def steps(self, first: int, ranks: Ranks) -> Iterator[OptimizerStep]:
         """Yield a rank's share of the optimizer steps from `first` on."""
-        settings, passed = self.packer.settings, 0
+        settings, finished_groups = self.packer.settings, 0
         lengths = np.asarray(self.packer.store.lengths)
         order = self.order.steps(lengths, settings.row_tokens, settings.batch_rows)
         for number, step in zip(range(settings.steps), order, strict=False):
             if number >= first:
                 if number == first and self.feed is not None:
-                    self.feed.begin(passed)
+                    self.feed.begin(finished_groups)
                 micro_batches = assign_micro_batches(step.rows, settings.micro_rows, ranks)
-                self._passed[number] = step.passed
+                self._finished_groups[number] = step.finished_groups
                 yield OptimizerStep(number, micro_batches, step.group)
-            passed = step.passed
+            finished_groups = step.finished_groups
 
     def waiting(self, pack: Pack) -> Pack:
         """Return a function that packs a step once its shards are there."""
@@ -68,10 +68,10 @@ class WindowReading:
         return wait_and_pack
 
     def begin_step(self, number: int) -> None:
-        """Report the groups that are passed when all ranks have read a step."""
-        passed = self._passed.pop(number - 1, 0)
-        if self.feed is not None and passed:
-            self.feed.report_passed(passed)
+        """Report the groups that are finished when all ranks have read a step."""
+        finished_groups = self._finished_groups.pop(number - 1, 0)
+        if self.feed is not None and finished_groups:
+            self.feed.report_finished_groups(finished_groups)
 
     def has_waited(self, number: int) -> bool:
         """Return whether the shards of a step were not there when it should have been packed."""

@@ -71,7 +71,7 @@ def test_the_groups_of_a_huge_store_are_cut_as_those_of_a_small_one() -> None:
 
 
 @pytest.mark.parametrize("share", [0.6, 3.0])
-def test_steps_have_every_record_once_an_epoch_and_say_which_groups_are_passed(
+def test_steps_have_every_record_once_an_epoch_and_say_which_groups_are_finished(
     share: float,
 ) -> None:
     manifest = planned(int(share * whole_size(planned(1))))
@@ -95,9 +95,9 @@ def test_steps_have_every_record_once_an_epoch_and_say_which_groups_are_passed(
         assert shards <= before
         assert shards & groups[step.group]
         later = {shard_of[record] for row in following.rows for record in row}
-        assert later <= set().union(*groups[step.passed : following.group + 1])
-        assert step.passed in (step.group, step.group + 1)
-        assert following.passed >= step.passed
+        assert later <= set().union(*groups[step.finished_groups : following.group + 1])
+        assert step.finished_groups in (step.group, step.group + 1)
+        assert following.finished_groups >= step.finished_groups
 
 
 def test_the_needed_groups_are_those_that_steps_read() -> None:
