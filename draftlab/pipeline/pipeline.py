@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS
+from draftlab.kernels.cpu_memory import keep_freed_memory
 from draftlab.pipeline.api import evaluate_head, export_head
 from draftlab.pipeline.check_recipe import check_before_run, missing_input
 from draftlab.pipeline.estimate_table import estimate_table
@@ -222,6 +223,7 @@ class Pipeline:
             "export": self._export,
         }
         write_provenance(self.recipe, self.run)
+        keep_freed_memory()
         start = time.perf_counter()
         with self.run.recorded_stage(stage) as artefact:
             functions[stage.name](artefact)
