@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
-
-import torch
 
 from draftlab.engine.sampling import Generation, Request
 from draftlab.engine.step import GraphedStep
@@ -89,15 +86,3 @@ def time_in_turn(
             runs[config].generations += [by_id[r.id] for r in batch]
         progress(number, len(batches))
     return runs
-
-
-@contextmanager
-def one_thread(device: torch.device) -> Iterator[None]:
-    """Limit torch to one CPU thread: a second one gains little and makes times noisy."""
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

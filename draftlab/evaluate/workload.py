@@ -10,6 +10,7 @@ import torch
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.engine.threads import decoding_threads, one_thread
 from draftlab.evaluate.bandwidth import floor_ms
 from draftlab.evaluate.decoding_config import (
     PLAIN_DECODING,
@@ -27,7 +28,6 @@ from draftlab.evaluate.speedup_model import Probe
 from draftlab.evaluate.timing import (
     Decoder,
     TimedRun,
-    one_thread,
     time_in_turn,
     timing_batches,
 )
@@ -139,11 +139,12 @@ class Workload:
     def _decode(self, engine: Decoder, requests: list[Request], stage: str) -> list[Generation]:
         by_id: dict[str, Generation] = {}
         tokens, started = 0, time.perf_counter()
-        for generation in engine.generate(requests):
-            by_id[generation.id] = generation
-            tokens += len(generation.token_ids)
-            rate = f"{tokens / (time.perf_counter() - started):,.0f} tokens/s"
-            self.monitor.progress(stage, len(by_id), len(requests), rate)
+        with decoding_threads(self.target):
+            for generation in engine.generate(requests):
+                by_id[generation.id] = generation
+                tokens += len(generation.token_ids)
+                rate = f"{tokens / (time.perf_counter() - started):,.0f} tokens/s"
+                self.monitor.progress(stage, len(by_id), len(requests), rate)
         generations = [by_id[request.id] for request in requests]
         Counters.total(g.counters for g in generations).check_tokens(tokens, len(generations))
         return generations

@@ -48,11 +48,12 @@ def write_rows(
     key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, writes: Writes
 ) -> None:
     """Write keys and values [T, kv heads, head_dim] to the pools by a plan."""
-    for pool, new in ((key_pool, key), (value_pool, value)):
-        if writes.tokens is not None:
-            new = new.index_select(0, writes.tokens)
-        # A view, because a reshape might write to a copy of the pool.
-        pool.view(-1, *pool.shape[2:]).index_copy_(0, writes.slots, new)
+    if writes.tokens is not None:
+        key, value = (new.index_select(0, writes.tokens) for new in (key, value))
+    # Views, because a reshape might write to a copy of the pool.
+    shape = -1, *key.shape[1:]
+    key_pool.view(shape).index_copy_(0, writes.slots, key)
+    value_pool.view(shape).index_copy_(0, writes.slots, value)
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,19 @@ class Read:
     mask: Tensor | None
 
 
+@dataclass(frozen=True)
+class Reads:
+    """What the rows of a batch read.
+
+    Attributes:
+        rows: of each row with real tokens.
+        whole: whether all rows of the batch have as many real tokens as it has columns.
+    """
+
+    rows: list[Read]
+    whole: bool
+
+
 def plan_reads(
     block_table: Tensor,
     positions: Tensor,
@@ -84,7 +98,7 @@ def plan_reads(
     window: int | None = None,
     chunk: int | None = None,
     last_seen: Tensor | None = None,
-) -> list[Read]:
+) -> Reads:
     """Return what each row with real tokens reads.
 
     Args:
@@ -113,7 +127,8 @@ def plan_reads(
             queries, seen = positions[b, :count, None], last_keys[b, :count, None]
             mask = _mask(keys, queries, seen, window, chunk, dtype).repeat_interleave(group, 0)
         reads.append(Read(b, count, blocks, slice(start, start + last + 1 - low), mask))
-    return reads
+    whole = len(reads) == len(positions) and all(r.count == positions.shape[1] for r in reads)
+    return Reads(reads, whole)
 
 
 def attend_reads(
@@ -131,29 +146,32 @@ def attend_reads(
     num_kv_heads = key_pool.shape[2]
     group = num_heads // num_kv_heads
     # The queries that share a kv head are adjacent: [B, kv heads, tokens · group, head_dim].
-    shape = num_rows, num_tokens, num_kv_heads, group, head_dim
-    grouped = query.reshape(shape).transpose(1, 2).flatten(2, 3)
+    if num_tokens == 1:
+        grouped = query.reshape(num_rows, num_kv_heads, group, head_dim)
+    else:
+        shape = num_rows, num_tokens, num_kv_heads, group, head_dim
+        grouped = query.reshape(shape).transpose(1, 2).flatten(2, 3)
     queries = grouped.split(1)
-    pools = [pool.transpose(1, 2) for pool in (key_pool, value_pool)]  # [P, kv heads, S, head_dim]
     attended = []
-    for read in reads:
-        row = queries[read.row]
+    for read in reads.rows:
+        row, blocks = queries[read.row], read.blocks
         if read.count < num_tokens:
             row = row[:, :, : read.count * group]
-        key, value = (
-            pool[read.blocks : read.blocks + 1, :, read.keys]
-            if isinstance(read.blocks, int)
-            else pool[read.blocks].transpose(0, 1).flatten(1, 2)[None, :, read.keys]
-            for pool in pools
-        )
+        if isinstance(blocks, int):
+            key = key_pool[blocks : blocks + 1, read.keys]
+            value = value_pool[blocks : blocks + 1, read.keys]
+        else:
+            key, value = (p[blocks].flatten(0, 1)[None, read.keys] for p in (key_pool, value_pool))
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
         attended.append(_attend(row, key, value, read.mask, scale, softcap, sinks))
-    if len(reads) == num_rows and all(read.count == num_tokens for read in reads):
-        output = torch.cat(attended)
+    if reads.whole:
+        output = attended[0] if num_rows == 1 else torch.cat(attended)
     else:
         output = torch.zeros_like(grouped, memory_format=torch.contiguous_format)
-        for read, part in zip(reads, attended, strict=True):
+        for read, part in zip(reads.rows, attended, strict=True):
             output[read.row, :, : read.count * group] = part[0]
-    output = output.unflatten(2, (num_tokens, group)).transpose(1, 2)
+    if num_tokens > 1:
+        output = output.view(num_rows, num_kv_heads, num_tokens, group, head_dim).transpose(1, 2)
     return output.reshape(query.shape).contiguous()
 
 

@@ -52,8 +52,14 @@ def sample_token(
     logits: Tensor, positions: Tensor, rows: SamplingMetadata, *, limited: bool | None = None
 ) -> Tensor:
     """Sample one token a row from p: int64 [B] from logits [B, V] for `positions` int64 [B]."""
-    weights = target_probabilities(logits[:, None], rows, limited=limited)[:, 0]
-    return exponential_race(weights, emission_noise(rows, positions, logits.shape[-1]))
+    tokens = first_argmax(logits)
+    sampled = (rows.temperature > 0).nonzero().squeeze(1)
+    if len(sampled):
+        rows = rows[sampled]
+        weights = target_probabilities(logits[sampled, None], rows, limited=limited)[:, 0]
+        noise = emission_noise(rows, positions[sampled], logits.shape[-1])
+        tokens[sampled] = exponential_race(weights, noise)
+    return tokens
 
 
 def emission_noise(rows: SamplingMetadata, positions: Tensor, num_tokens: int) -> Tensor:

@@ -29,7 +29,7 @@ from draftlab.kernels.noise import (
     first_argmax,
     keyed_uniform,
 )
-from draftlab.kernels.sampling import emission_noise, target_probabilities
+from draftlab.kernels.sampling import emission_noise, sample_token, target_probabilities
 from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata, VerifyResult
 
 
@@ -70,6 +70,11 @@ def verify(
         logits = logits[row_index(query_start, drafts.shape[1] + 1, len(logits))]
     if not bool((rows.temperature > 0).any()):
         return _verify_greedy(logits, drafts, num_drafts)
+    if logits.shape[1] == 1:
+        emitted = sample_token.reference(logits[:, 0], positions, rows, limited=limited)
+        return VerifyResult(
+            torch.zeros_like(num_drafts), emitted, torch.empty_like(drafts, dtype=torch.float32)
+        )
     p = target_probabilities(logits, rows, limited=limited)
     num_rows, width, vocab = p.shape
     k = width - 1

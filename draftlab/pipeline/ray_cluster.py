@@ -30,7 +30,11 @@ from draftlab.progress import Monitor
 
 CONNECT_S = 10.0
 """Seconds in which the head node has to answer."""
-ENVIRONMENT = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "passive",
+    "GOMP_SPINCOUNT": "0",
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+}
 """Variables of all processes on the cluster, as `draftlab.cli` sets them."""
 
 

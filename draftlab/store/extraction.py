@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.store.fp8 import E4M3, quantise
 from draftlab.store.manifest import Manifest, Shard, StoreIdentity
 from draftlab.store.masks import NO_TEACHER, teacher_mask
@@ -97,9 +98,12 @@ class HiddenStateExtractor:
         positions = teacher_positions(samples)
         try:
             forward = self._forward_padded if self.padded else self._forward_packed
-            features, last = forward(samples)
-            positions = copy_to_device(positions, last.device)
-            states, finite = states_to_store(self.target, self.identity, features, last, positions)
+            with onednn_products(self.target.device):
+                features, last = forward(samples)
+                positions = copy_to_device(positions, last.device)
+                states, finite = states_to_store(
+                    self.target, self.identity, features, last, positions
+                )
             return self._copy_to_host(states, finite)
         except torch.OutOfMemoryError as error:
             tokens = sum(len(sample.token_ids) for sample in samples)

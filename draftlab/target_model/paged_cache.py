@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftlab.kernels.paged_attention import write_paged
-from draftlab.kernels.paged_plan import Read, Writes, plan_reads, plan_writes, write_rows
+from draftlab.kernels.paged_plan import Reads, Writes, plan_reads, plan_writes, write_rows
 from draftlab.target_model.attention import attention_inputs
 from draftlab.target_model.recurrent_states import RecurrentStates
 
@@ -88,7 +88,7 @@ class PagedCache(Cache):
         self.block_table = torch.empty(0, 0, dtype=torch.int32)
         self.positions = self.slot_mapping = torch.empty(0, 0, dtype=torch.int64)
         self.query_start: Tensor | None = None
-        self._reads: dict[tuple[Any, ...], list[Read]] = {}
+        self._reads: dict[tuple[Any, ...], Reads] = {}
         self._writes: Writes | None = None
         super().__init__(layers=[_PagedLayer(self) for _ in range(num_layers)])
 
@@ -118,7 +118,7 @@ class PagedCache(Cache):
 
     def reads(
         self, group: int, dtype: torch.dtype, window: int | None, chunk: int | None = None
-    ) -> list[Read]:
+    ) -> Reads:
         """Return the read plan of this pass, shared by layers with the same mask rule; for CPUs."""
         rule = group, dtype, window, chunk
         if rule not in self._reads:

@@ -25,7 +25,7 @@ from draftlab.kernels.cpu_prepacked_linear import (
     RowNorm,
     why_no_prepacking,
 )
-from draftlab.kernels.paged_plan import Read, Writes, attend_reads, write_rows
+from draftlab.kernels.paged_plan import Reads, Writes, attend_reads, write_rows
 from draftlab.target_model.fused_decoder import KnownDecoder, Pair
 from draftlab.target_model.known_layers import LayerWeights, has_known_layers, window_of
 from draftlab.target_model.model import Target
@@ -77,10 +77,10 @@ class PrepackedLayer:
         write_rows(rotated[:, -num_kv_heads:], value, *pool, writes)
         return rotated[:, :-num_kv_heads]
 
-    def output(self, query: Tensor, residual: Tensor, pool: Pair, reads: list[Read]) -> Tensor:
+    def output(self, query: Tensor, residual: Tensor, pool: Pair, reads: Reads) -> Tensor:
         """Return the output [T, H] as `FusedLayer.output`, by a plan of reads."""
         attended = attend_reads(query, *pool, reads, scale=self.scale)
-        x = self.out.add_to(residual, attended.flatten(2).flatten(0, 1))
+        x = self.out.add_to(residual, attended.view(len(residual), -1))
         return self.mlp.add_to(x, self.mlp_norm(x))
 
 

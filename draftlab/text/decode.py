@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
+from draftlab.engine.threads import decoding_threads
 from draftlab.progress import Monitor
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
@@ -44,6 +45,7 @@ def engine_decode(
         engine = Engine(
             target, batch=size, max_length=max_length, cpu_prepacked=True, monitor=first_line
         )
-        return engine.generate(requests)
+        with decoding_threads(target):
+            yield from engine.generate(requests)
 
     return decode

@@ -17,6 +17,7 @@ from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead, initialise_head
 from draftlab.heads.initial import start_from
+from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.kernels.cuda_device import out_of_memory_error
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
@@ -156,7 +157,8 @@ class Trainer:
         memory = out_of_memory_error(
             "training", "lower train.micro_rows or train.row_tokens, or raise train.anchor_parts"
         )
-        with closing(self.verification), self.ranks.report_lost_rank(), tracked, memory:
+        products = onednn_products(self.device)
+        with closing(self.verification), self.ranks.report_lost_rank(), tracked, memory, products:
             if not self.resumed_verified:
                 self.verification.finish(self.monitor)
             with self.ending.postponed():

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from draftlab.engine import engine as engine_module
 from draftlab.engine.counters import Counters
@@ -21,7 +20,7 @@ from draftlab.evaluate.evaluator import Evaluator
 from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.results import Report, Timing
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.evaluate.timing import TimedRun, one_thread, timing_batches
+from draftlab.evaluate.timing import TimedRun, timing_batches
 from draftlab.evaluate.warnings import row_warnings
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
@@ -125,15 +124,6 @@ def test_a_k_beyond_training_is_warned_of_before_decoding(target: Target, head: 
 def test_an_empty_suite_is_refused(target: Target) -> None:
     with pytest.raises(UserError, match="expected prompts to evaluate, found none"):
         Evaluator(target, [], suite(0), STOPS, EvalSettings(), monitor=Monitor())
-
-
-def test_one_thread_inside_the_block_only() -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    with one_thread(torch.device("cpu")):
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == 2
-    torch.set_num_threads(before)
 
 
 def configs(report: Report) -> list[tuple[float, str | None, int, bool]]:
