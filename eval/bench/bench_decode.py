@@ -174,7 +174,6 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--k", default="3,5,8")
     parser.add_argument("--probs", choices=PROBS, default="both", help="draft probabilities")
-    parser.add_argument("--layers", type=int, default=32, help="of the target")
     parser.add_argument("--target", choices=("llama", "hybrid", "small"), default="llama")
     parser.add_argument("--graphs", choices=("on", "off"), default="on", help="CUDA graphs")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
@@ -184,7 +183,7 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     require(gpus=int(device.type == "cuda"))
-    same = ("target", "layers", "graphs", "prompt_tokens", "tokens")
+    same = ("target", "graphs", "prompt_tokens", "tokens")
     parts = Measurements(options, {name: getattr(options, name) for name in same}, device)
     rate = parts.measure("bytes copied a second", lambda: copy_rate(device))
     print(f"a copy moves {(rate or 0) / 1e12:.2f} TB/s")
@@ -193,7 +192,7 @@ def main() -> None:
 
     @cache
     def target() -> Target:
-        return random_target(device, options.target, options.layers)
+        return random_target(device, options.target)
 
     @cache
     def head(name: str) -> DraftHead:
