@@ -71,7 +71,7 @@ def test_another_loss_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -
     ("options", "message"),
     [
         (["--peer", "other"], "expected a peer among speculators, specforge"),
-        (["--peer", "specforge"], "SpecForge cannot be imported"),
+        (["--peer", "specforge"], "expected the module specforge.algorithms.eagle3.model, found"),
         (["--peer", "specforge", "--family", "peagle"], "SpecForge trains chains only"),
         (["--peer", "speculators:frozen"], r"expected speculators\[:fused\] or"),
     ],
