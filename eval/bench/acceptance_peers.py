@@ -37,6 +37,25 @@ from draftlab.train.metrics import peak_memory
 WARMUP_STEPS = 20
 """Steps that the steady speed leaves out: compilation and first allocations."""
 
+MODULES = {
+    "speculators": (
+        "speculators.train.config.schema",
+        "speculators.train.cli",
+        "speculators.model",
+        "speculators.train.data",
+        "speculators.train.distributed_batch_sampler",
+        "speculators.models.eagle3.data",
+        "speculators.train.trainer",
+    ),
+    "specforge": (
+        "specforge.config.schema",
+        "specforge.optimizer",
+        "specforge.algorithms.eagle3.model",
+        "specforge.modeling.draft.llama3_eagle",
+    ),
+}
+"""The modules of each trainer that are used here."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -149,16 +168,7 @@ class _Batches:
 
 def train_speculators(family: str, task: Task, out: Path) -> Trained:
     """Train a head with speculators, and write it to `out` in speculators' layout."""
-    schema, cli, models, data, samplers, shift, trainers = import_peer(
-        "speculators",
-        "speculators.train.config.schema",
-        "speculators.train.cli",
-        "speculators.model",
-        "speculators.train.data",
-        "speculators.train.distributed_batch_sampler",
-        "speculators.models.eagle3.data",
-        "speculators.train.trainer",
-    )
+    schema, cli, models, data, samplers, shift, trainers = import_peer(*MODULES["speculators"])
     device, config = task.device, task.head.config
     on_gpu = device.type == "cuda"
     # On a CPU flex attention has no backward pass, and eager attention makes padding NaN.
@@ -244,7 +254,7 @@ def train_specforge(family: str, task: Task, out: Path) -> Trained:
             f"expected an eagle3 head on a GPU, since SpecForge's loss is a Triton kernel; found "
             f"{family} on {task.device}"
         )
-    schema, optimizers = import_peer("SpecForge", "specforge.config.schema", "specforge.optimizer")
+    schema, optimizers, *_ = import_peer(*MODULES["specforge"])
     defaults = schema.TrainingConfig.model_fields
     device = task.device
     torch.manual_seed(task.seed)

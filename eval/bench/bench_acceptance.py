@@ -12,8 +12,8 @@ all heads decode the same held-out prompts with K drafts a step. `--replay` adds
 
 A peer that fails is left out with its reason, and the exit code is then 1; so is SpecForge without
 a GPU. A finished head is not trained again; --minutes begins no further head after a time. Results
-are in OUT/results/*.json and OUT/table.md. Seconds are those of the training steps; "steady" is
-without the first 20 steps, in which code is compiled.
+are in --results, by default OUT/results.json, and in OUT/table.md. Seconds are those of the
+training steps; "steady" is without the first 20 steps, in which code is compiled.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ import argparse
 import json
 import shutil
 import sys
-import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -33,16 +32,17 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
-from acceptance_peers import PEERS, WARMUP_STEPS, Task, Trained
-from options import PrintMonitor, decode, share
+from acceptance_peers import MODULES, PEERS, WARMUP_STEPS, Task, Trained
+from options import decode, share
 
 from draftlab.engine.sampling import Sampling
 from draftlab.errors import UserError
 from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.export.importing import import_head
-from draftlab.files import write_json, write_text
+from draftlab.files import write_text
 from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.cuda_device import free_memory
@@ -54,6 +54,7 @@ from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
 from draftlab.train.validation import split_records
+from eval.measurements import Measurements, PrintMonitor, add_options, import_error
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = {"eagle3": "quickstart", "peagle": "quickstart_peagle", "dspark": "quickstart_dspark"}
@@ -88,12 +89,25 @@ class Bench:
     def __init__(self, options: argparse.Namespace) -> None:
         self.options, self.out = options, options.out.absolute()
         self.left_out: list[str] = []
-        self.end = time.monotonic() + 60 * options.minutes
+        self.peers = [peer for peer in options.peers if self.is_installed(peer)]
         recipe = self.recipe("eagle3", 0)
         self.base = self.out / "runs" / recipe.name
         Pipeline(recipe, PrintMonitor(), self.out / "runs").make("store")
         self.target: Target = load_target(recipe.target)
         self.tokenizer = load_tokenizer(recipe.target)
+        names = "tokens step_tokens max_prompts row_tokens prompts k replay_share settings"
+        conditions = {name: getattr(options, name) for name in names.split()}
+        self.parts = Measurements(options, conditions, self.target.device)
+
+    def is_installed(self, peer: str) -> bool:
+        """Return whether a peer's modules can be imported; leave it out if they cannot."""
+        if text := import_error(*MODULES[peer]):
+            self.leave_out(f"{peer}: expected {text}")
+        return not text
+
+    def leave_out(self, line: str) -> None:
+        self.left_out.append(line)
+        print(f"left out: {line}", flush=True)
 
     def recipe(self, family: str, seed: int, name: str = OURS, *settings: str) -> Recipe:
         """Return our recipe of a family."""
@@ -164,12 +178,16 @@ class Bench:
     def measure(self, name: str, family: str, seed: int, train: Any) -> Result:
         """Return a head's result; train and decode with it if that is not done yet."""
         run = run_name(name, family, seed)
-        file, folder = self.out / "results" / f"{run}.json", self.out / "runs" / run
-        if file.exists():
-            fields = json.loads(file.read_text())
-            return Result(**fields | {"trained": Trained(**fields["trained"])})
-        if time.monotonic() > self.end:
+        fields = self.parts.measure(run, lambda: self.new_result(name, family, seed, train))
+        if fields is None:
             raise TimeoutError(f"no time is left for {name} {family}, seed {seed}")
+        result = Result(**fields | {"trained": Trained(**fields["trained"])})
+        print(f"{run}: AL {al([result], '0.0'):.3f} at T = 0, {result.trained}", flush=True)
+        return result
+
+    def new_result(self, name: str, family: str, seed: int, train: Any) -> dict[str, Any]:
+        """Train and decode with a head; return the fields of its result."""
+        folder = self.out / "runs" / run_name(name, family, seed)
         print(f"--- {name}, {family}, seed {seed}", flush=True)
         if self.target.device.type == "cuda":
             free_memory()
@@ -187,10 +205,7 @@ class Bench:
                 Sampling(temperature),
             )
             counters[str(temperature)] = [[c.drafts, c.accepted] for c in found]
-        result = Result(name, family, seed, trained, counters)
-        write_json(file, asdict(result))
-        print(f"AL {al([result], '0.0'):.3f} at T = 0, {trained}", flush=True)
-        return result
+        return asdict(Result(name, family, seed, trained, counters))
 
     def results(self) -> Iterator[Result]:
         """Yield all heads' results, until the time is up."""
@@ -205,7 +220,7 @@ class Bench:
                 speed = plain.trained.steady_seconds / replay.trained.steady_seconds
                 steps = max(1, round(plain.trained.steps * speed))
                 yield self.ours(family, seed, SAME_SECONDS, share, f"train.steps={steps}")
-            for peer, our_rate in product(options.peers, (False, True)):
+            for peer, our_rate in product(self.peers, (False, True)):
                 if family not in PEERS[peer][1]:
                     continue
                 try:
@@ -216,8 +231,7 @@ class Bench:
                     if not isinstance(error, UserError):
                         traceback.print_exc()
                     name = peer_name(peer, our_rate=our_rate)
-                    self.left_out.append(f"{name}, {family}, seed {seed}: {error}")
-                    print(f"left out: {self.left_out[-1]}", flush=True)
+                    self.leave_out(f"{name}, {family}, seed {seed}: {error}")
 
 
 def peer_name(peer: str, *, our_rate: bool) -> str:
@@ -315,13 +329,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
     parser.add_argument("--replay", action="store_true", help="also our heads with train.replay")
     parser.add_argument("--replay-share", type=float, default=0.5, help="train.replay.share")
-    parser.add_argument("--minutes", type=float, default=1e6, help="begin no head after these")
     parser.add_argument("settings", nargs="*", help="of our recipes: train.gamma=0.9 …")
+    add_options(parser)
     options = parser.parse_args(arguments)
+    options.results = options.results or options.out / "results.json"
     results: list[Result] = []
     bench = Bench(options)
     try:
-        results.extend(bench.results())
+        for result in bench.results():
+            results.append(result)
+            write_text(options.out / "table.md", table(results))
+            print(table(results).splitlines()[-1], flush=True)
     except TimeoutError as error:
         bench.left_out.append(str(error))
     text = table(results) + "".join(f"\nleft out: {line}\n" for line in bench.left_out)

@@ -1,6 +1,6 @@
 """How well the K adviser predicts speed-ups: every K is predicted from the others, at each batch.
 
-    python eval/bench/bench_adviser.py --out adviser.json
+    python eval/bench/bench_adviser.py --results adviser.json
     python eval/bench/bench_adviser.py --targets small:float32 --batches 1,4 --k 1,2,3,4
 
 Plain decoding and K = 1 … 8 are timed as in `draftlab eval --timing-batches`, on random targets
@@ -13,43 +13,57 @@ less.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from bench_load import load_workload
-from synthetic_workload import print_table, synthetic_engine
+from bench_load import load_workload, with_pool
+from synthetic_workload import synthetic_engine
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.evaluate.advice_check import check_left_out, check_summary
 from draftlab.evaluate.cost_model import Shape, find_cliffs
-from draftlab.evaluate.measure import shared_pool
-from draftlab.evaluate.metrics import device_name
 from draftlab.evaluate.results import Timing
 from draftlab.evaluate.speedup_model import Measured, SpeedupTable
 from draftlab.evaluate.workload import Workload
-from draftlab.files import write_json
+from eval.measurements import Measurements, add_options, print_table, require
 
 
-def measure(workload: Workload) -> dict[Shape, Timing]:
-    """Return the times of every K at every timed batch."""
-    pool, timings = shared_pool(workload), {}
-    for batch in workload.settings.timing_batches:
-        started = time.perf_counter()
-        engines = {
-            config: synthetic_engine(workload, config, batch, pool, expect=False)
-            for config in workload.configs
-        }
-        runs = workload.time(engines, 0.0, batch, "draftlab")
-        for config in engines:
-            if (timing := workload.timing(runs, config, batch)) is not None:
-                timings[batch, config.k] = timing
-        print(f"batch {batch}: {time.perf_counter() - started:.0f} s", flush=True)
+def measure(
+    new_workload: Callable[[], Workload], batches: Sequence[int], parts: Measurements, name: str
+) -> dict[Shape, Timing]:
+    """Return the times of every K at every batch.
+
+    Args:
+        name: of the target, which starts the names of its parts.
+    """
+    loaded, timings = with_pool(new_workload), {}
+    for batch in batches:
+
+        def part(batch: int = batch) -> list[dict[str, Any]]:
+            (workload, pool), started = loaded(), time.perf_counter()
+            engines = {
+                config: synthetic_engine(workload, config, batch, pool, expect=False)
+                for config in workload.configs
+            }
+            runs = workload.time(engines, 0.0, batch, "draftlab")
+            print(f"batch {batch}: {time.perf_counter() - started:.0f} s", flush=True)
+            return [
+                {"k": config.k, "timing": timing.model_dump(mode="json")}
+                for config in engines
+                if (timing := workload.timing(runs, config, batch)) is not None
+            ]
+
+        for one in parts.measure(f"{name}, batch {batch}", part) or ():
+            timings[batch, one["k"]] = Timing.model_validate(one["timing"])
     return timings
 
 
 def check(timings: dict[Shape, Timing]) -> dict[str, Any]:
-    """Print measured and predicted speed-ups and cliffs; return all figures."""
+    """Print measured and predicted speed-ups and cliffs; return the summary of the predictions."""
     measured = {
         shape: one
         for shape, timing in timings.items()
@@ -77,14 +91,7 @@ def check(timings: dict[Shape, Timing]) -> dict[str, Any]:
     print(f"{summary['close']} of {summary['timed']} predictions within 5 %; {summary['text']}")
     for cliff in find_cliffs(steps):
         print(f"warning: {cliff.text}")
-    return {
-        "timings": [
-            {"k": k, "left_out": vars(checks[batch, k]) if (batch, k) in checks else None}
-            | timing.model_dump(mode="json")
-            for (batch, k), timing in timings.items()
-        ],
-        "check": summary,
-    }
+    return summary
 
 
 def main() -> None:
@@ -96,30 +103,31 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96, help="of an answer")
     parser.add_argument("--prompts", type=int, default=8, help="timed ones, at least a batch")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="a JSON file that gets all figures")
+    add_options(parser)
     arguments = parser.parse_args()
-    device, started, results = torch.device(arguments.device), time.perf_counter(), {}
-    print(f"{device_name(device)}, torch {torch.__version__}")
+    device, started = torch.device(arguments.device), time.perf_counter()
+    require(gpus=int(device.type == "cuda"))
+    sizes = {
+        "k": arguments.k,
+        "timing_prompts": arguments.prompts,
+        "timing_tokens": arguments.tokens,
+        "max_new_tokens": arguments.tokens,
+        "prompt_tokens": arguments.prompt_tokens,
+    }
+    parts = Measurements(arguments, sizes, device)
+    batches = [int(batch) for batch in arguments.batches.split(",")]
     for name in arguments.targets.split(","):
         target, _, dtype = name.partition(":")
         print(f"{target} in {dtype}")
-        workload = load_workload(
-            target,
-            dtype,
-            device,
-            k=arguments.k,
-            timing_batches=arguments.batches,
-            timing_prompts=arguments.prompts,
-            timing_tokens=arguments.tokens,
-            max_new_tokens=arguments.tokens,
-            prompt_tokens=arguments.prompt_tokens,
-        )
-        results[name] = check(measure(workload))
+
+        def new_workload(target: str = target, dtype: str = dtype) -> Workload:
+            sized = sizes | {"timing_batches": arguments.batches}
+            return load_workload(target, dtype, device, **sized)
+
+        timings = measure(new_workload, batches, parts, name)
+        if timings:
+            check(timings)
         print(f"{time.perf_counter() - started:.0f} s since the start", flush=True)
-    if arguments.out:
-        conditions = {name: str(value) for name, value in vars(arguments).items()}
-        facts = {"device": device_name(device), "torch": torch.__version__}
-        write_json(arguments.out, {"conditions": conditions | facts, "results": results})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Time decode steps at the shapes of Llama-3.1-8B, beside their bandwidth floor and vLLM's step.
 
-    python eval/bench/bench_decode.py [--batches 1,8,32] [--k 3,5,8] [--out steps.csv]
+    python eval/bench/bench_decode.py [--batches 1,8,32] [--k 3,5,8] [--results steps.json]
     python eval/bench/bench_decode.py --heads chain,1,2,4 --k 1,3,5,8 --probs off
     python eval/bench/bench_decode.py --heads dspark --k 3,7
     python eval/bench/bench_decode.py --target hybrid --k 1,3,7 --probs off [--graphs off]
+    python eval/bench/bench_decode.py --target small --device cpu --prompt-tokens 8 --tokens 8
 
 The hybrid target has transformers' default shapes of Qwen3.5 (32 layers of width 4096, gated delta
 nets but for every fourth) with the vocabulary of the other. Weights are random. The head is an
@@ -17,30 +18,36 @@ measured from when a batch of prompts is handed in until the host sees each one'
 
 The floor is the bytes of weights that a step reads over the rate at which they can be streamed:
 4.15 TB/s where a copy moves 4.30, scaled by the copy rate measured at the start. vLLM's times are
-scaled likewise. Tokens/s leave out that parallel heads accept fewer drafts.
+scaled likewise. A second ratio is to the floor with the keys and values that a step reads in the
+middle of the answers. Tokens/s leave out that parallel heads accept fewer drafts.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
+import sys
 import time
-from dataclasses import dataclass
-from datetime import date
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import torch
-from random_models import HEADS, coins, random_head, random_target, synthetic_verify
+from random_models import HEADS, SMALL_HEAD, coins, random_head, random_target, synthetic_verify
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.engine.drafter import HeadDrafter, new_drafter
 from draftlab.engine.engine import Engine
+from draftlab.engine.kv_pool import draft_kv_bytes
 from draftlab.engine.sampling import Request, Sampling
-from draftlab.errors import UserError
 from draftlab.evaluate.bandwidth import head_bytes, target_bytes
 from draftlab.evaluate.timing import warm_up_batches
+from draftlab.heads.head import DraftHead
 from draftlab.kernels.verify import verify
 from draftlab.target_model.model import Target
+from eval.measurements import Measurements, add_options, require
 
 PROMPT, NEW = 512, 256
 FIRSTS = 7  # measurements of the time to the first token
@@ -52,13 +59,19 @@ VLLM_COPY, STREAM = 4.30e12, 4.15e12
 
 @dataclass(frozen=True)
 class Bench:
-    """A row of the CSV file: one measured configuration, times in milliseconds."""
+    """One measured configuration, times in milliseconds.
 
+    Attributes:
+        floor_ms: time to read the weights; kv_floor_ms: and keys and values.
+    """
+
+    head: str
     batch: int
     k: int
     draft_probs: bool
     step_ms: float
     floor_ms: float
+    kv_floor_ms: float
     vllm_ms: float | None
     accepted: float
     tokens_s: float
@@ -84,6 +97,11 @@ class Measured:
 
 def copy_rate(device: torch.device) -> float:
     """Return the bytes read plus written per second by a large copy on the device."""
+    if device.type != "cuda":
+        source = torch.zeros(64 << 20, dtype=torch.uint8)
+        started = time.perf_counter()
+        source.clone()
+        return 2 * source.numel() / (time.perf_counter() - started)
     source = torch.empty(4 << 30, dtype=torch.uint8, device=device).random_(0, 255)
     target = torch.empty_like(source)
     times = []
@@ -150,90 +168,117 @@ def measure(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="a CSV file that gets the chain's rows")
     parser.add_argument(
         "--heads", default="chain", help="chain, dspark, or layers of parallel heads"
     )
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--k", default="3,5,8")
     parser.add_argument("--probs", choices=PROBS, default="both", help="draft probabilities")
-    parser.add_argument("--layers", type=int, default=32, help="of the target")
-    parser.add_argument("--target", choices=("llama", "hybrid"), default="llama")
+    parser.add_argument("--target", choices=("llama", "hybrid", "small"), default="llama")
     parser.add_argument("--graphs", choices=("on", "off"), default="on", help="CUDA graphs")
-    arguments = parser.parse_args()
-    device = torch.device("cuda")
-    rate = copy_rate(device)
-    target = random_target(device, arguments.target, arguments.layers)
-    gpu, graphs = torch.cuda.get_device_name(), None if arguments.graphs == "on" else False
-    print(f"{gpu}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s")
-    print("head        batch  K probs  step ms  floor ms  ratio  vLLM ms  ratio  tokens/step  "
-          "tokens/s  TTFT ms")  # fmt: skip
-    rows: list[Bench] = []
-    for name in arguments.heads.split(","):
-        changed = HEADS.get(name) or HEADS["parallel"] | {"num_layers": int(name)}
-        layers = changed.get("num_layers", 0)
-        head = random_head(target, device, **changed)
-        without = () if layers else (0,)
-        for batch in map(int, arguments.batches.split(",")):
-            for k in (*without, *map(int, arguments.k.split(","))):
-                for probs in PROBS[arguments.probs] if k else (False,):
-                    drafter = new_drafter(head, k, draft_probs=probs) if k else None
-                    result = measure(target, drafter, batch, graphs=graphs)
-                    moved = (target_bytes(target) or 0) + (head_bytes(head, k) if k else 0)
-                    if target.recurrent:
-                        moved += 2 * batch * sum(target.state_bytes.values())
-                    measured = batch == 1 and name != "dspark" and arguments.target == "llama"
-                    vllm = VLLM_STEP_MS.get((layers, k)) if measured else None
-                    row = Bench(
-                        batch,
-                        k,
-                        probs,
-                        result.step_ms,
-                        1e3 * moved * VLLM_COPY / (STREAM * rate),
-                        vllm and vllm * VLLM_COPY / rate,
-                        result.tokens_a_step - 1,
-                        result.tokens_s,
-                        result.ttft_ms,
-                    )
-                    rows += [] if layers else [row]
-                    show(f"parallel, {name}" if name.isdigit() else name, row)
-    if arguments.out:
-        write(arguments.out, rows, gpu, rate)
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
+    parser.add_argument("--tokens", type=int, default=NEW, help="of an answer")
+    parser.add_argument("--device", default="cuda")
+    add_options(parser)
+    options = parser.parse_args()
+    device = torch.device(options.device)
+    require(gpus=int(device.type == "cuda"))
+    same = ("target", "graphs", "prompt_tokens", "tokens")
+    parts = Measurements(options, {name: getattr(options, name) for name in same}, device)
+    rate = parts.measure("bytes copied a second", lambda: copy_rate(device))
+    print(f"a copy moves {(rate or 0) / 1e12:.2f} TB/s")
+    print("head         batch  K probs  step ms  floor ms  ratio  with KV  vLLM ms  ratio  "
+          "tokens/step  tokens/s  TTFT ms")  # fmt: skip
+
+    @cache
+    def target() -> Target:
+        return random_target(device, options.target)
+
+    @cache
+    def head(name: str) -> DraftHead:
+        small = SMALL_HEAD if options.target == "small" else {}
+        return random_head(target(), device, **head_fields(name) | small)
+
+    for name in options.heads.split(","):
+        without = () if head_fields(name).get("num_layers") else (0,)
+        for batch in map(int, options.batches.split(",")):
+            for k in (*without, *map(int, options.k.split(","))):
+                for probs in PROBS[options.probs] if k else (False,):
+                    part = f"{name}, batch {batch}, K = {k}{', probabilities' * probs}"
+                    arguments = (name, batch, k, probs, rate, options)
+                    row = parts.measure(part, row_of(target, head, *arguments))
+                    if row is not None:
+                        show(Bench(**row))
 
 
-def show(name: str, row: Bench) -> None:
+def head_fields(name: str) -> dict[str, Any]:
+    """Return the config fields of a head's name."""
+    return HEADS.get(name) or HEADS["parallel"] | {"num_layers": int(name)}
+
+
+def row_of(
+    target: Callable[[], Target],
+    head: Callable[[str], DraftHead],
+    name: str,
+    batch: int,
+    k: int,
+    probs: bool,
+    rate: float,
+    options: argparse.Namespace,
+) -> Callable[[], dict[str, Any]]:
+    """Return a function that measures one configuration; target and head are made in it."""
+
+    def measured() -> dict[str, Any]:
+        drafter = new_drafter(head(name), k, draft_probs=probs) if k else None
+        result = measure(
+            target(),
+            drafter,
+            batch,
+            prompt=options.prompt_tokens,
+            new=options.tokens,
+            graphs=None if options.graphs == "on" else False,
+        )
+        moved = (target_bytes(target()) or 0) + (head_bytes(head(name), k) if k else 0)
+        if target().recurrent:
+            moved += 2 * batch * sum(target().state_bytes.values())
+        position = sum(target().kv_bytes.values())
+        if k:
+            chain = head(name).family.drafting == "chain"
+            position += draft_kv_bytes(head(name)) * (k if chain else 1)
+        kept = batch * (options.prompt_tokens + options.tokens // 2) * position
+        layers = head_fields(name).get("num_layers", 0)
+        compared = batch == 1 and name != "dspark" and options.target == "llama"
+        vllm = VLLM_STEP_MS.get((layers, k)) if compared else None
+        scale = 1e3 * VLLM_COPY / (STREAM * rate)
+        row = Bench(
+            name,
+            batch,
+            k,
+            probs,
+            result.step_ms,
+            moved * scale,
+            (moved + kept) * scale,
+            vllm and vllm * VLLM_COPY / rate,
+            result.tokens_a_step - 1,
+            result.tokens_s,
+            result.ttft_ms,
+        )
+        return asdict(row)
+
+    return measured
+
+
+def show(row: Bench) -> None:
     """Print a line of the table."""
     vllm = row.vllm_ms or float("nan")
+    name = f"parallel, {row.head}" if row.head.isdigit() else row.head
     print(
-        f"{name:11} {row.batch:5d} {row.k:2d} {'on ' if row.draft_probs else 'off'}   "
-        f"{row.step_ms:8.3f} {row.floor_ms:8.3f} {row.step_ms / row.floor_ms:7.3f} {vllm:8.2f} "
-        f"{row.step_ms / vllm:6.3f} {row.accepted + 1:8.2f} {row.tokens_s:12,.0f} "
-        f"{row.ttft_ms:8.2f}",
+        f"{name:12} {row.batch:5d} {row.k:2d} {'on ' if row.draft_probs else 'off'}   "
+        f"{row.step_ms:8.3f} {row.floor_ms:8.3f} {row.step_ms / row.floor_ms:7.3f} "
+        f"{row.step_ms / row.kv_floor_ms:7.3f} {vllm:8.2f} {row.step_ms / vllm:6.3f} "
+        f"{row.accepted + 1:8.2f} {row.tokens_s:12,.0f} {row.ttft_ms:8.2f}",
         flush=True,
     )
-
-
-def write(path: Path, rows: list[Bench], gpu: str, rate: float) -> None:
-    """Append the rows to a CSV file, with date, GPU, torch and copy rate."""
-    names = [*Bench.__dataclass_fields__]
-    columns = ["date", "gpu", "torch", "copy_tb_s", *names]
-    lines = path.read_text().splitlines() if path.exists() else []
-    if lines and lines[0].split(",") != columns:
-        raise UserError(
-            f"expected the columns {','.join(columns)}, found {lines[0]}",
-            where=path,
-            do="write to another file",
-        )
-    with open(path, "a", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        if not lines:
-            writer.writerow(columns)
-        for row in rows:
-            values = [getattr(row, name) for name in names]
-            writer.writerow(
-                [date.today(), gpu, torch.__version__, f"{rate / 1e12:.3f}"]
-                + [f"{v:.4f}" if isinstance(v, float) else v for v in values]
-            )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Goodput under load: plain decoding and every K, at each number of requests that always run.
 
-    python eval/bench/bench_load.py --out load.json
-    python eval/bench/bench_load.py --target embedded --dtype bfloat16 --out load_embedded.json
+    python eval/bench/bench_load.py --results load.json
+    python eval/bench/bench_load.py --target embedded --dtype bfloat16 --results load.json
 
 The 8B target has the shapes of Llama-3.1-8B, random weights and an EAGLE3 chain of one layer; draft
 i passes with probability 0.6 if those before it did, decided behind the real verifier
@@ -17,25 +17,28 @@ well each K is predicted from the others.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from argparse import BooleanOptionalAction
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from random_models import HEADS, SMALL_HEAD, random_head, random_target
-from synthetic_workload import print_table, synthetic_engine, synthetic_workload
+from synthetic_workload import synthetic_engine, synthetic_workload
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.measure import measure_load, new_engine, shared_pool
-from draftlab.evaluate.metrics import device_name
 from draftlab.evaluate.results import LoadPoint
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.warnings import with_load_cliff_warnings
 from draftlab.evaluate.workload import EngineResults, Workload
-from draftlab.files import write_json
 from draftlab.progress import Monitor
+from draftlab.target_model.paged_cache import PagedCache
+from eval.measurements import Measurements, add_options, print_table, require
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TARGETS = {"8b": "llama", "small": "small"}
@@ -64,22 +67,49 @@ def load_workload(target: str, dtype: str, device: torch.device, **settings: Any
     return synthetic_workload(loaded, head, prompts=64, prompt_tokens=prompt_tokens, **settings)
 
 
-def measure(workload: Workload, *, synthetic: bool) -> list[LoadPoint]:
+def with_pool(
+    new_workload: Callable[[], Workload],
+) -> Callable[[], tuple[Workload, PagedCache | None]]:
+    """Return a function that makes the workload and its KV cache when it is first called."""
+
+    @cache
+    def loaded() -> tuple[Workload, PagedCache | None]:
+        workload = new_workload()
+        return workload, shared_pool(workload)
+
+    return loaded
+
+
+def measure(
+    new_workload: Callable[[], Workload],
+    concurrency: Sequence[int],
+    parts: Measurements,
+    *,
+    synthetic: bool,
+) -> list[LoadPoint]:
     """Measure every configuration at every concurrency; print the seconds that each took."""
-    results, pool = EngineResults("draftlab", ""), shared_pool(workload)
     make = synthetic_engine if synthetic else new_engine
-    for concurrency in workload.settings.concurrency:
-        started = time.perf_counter()
-        measure_load(workload, results, concurrency, pool, make)
+    loaded, points = with_pool(new_workload), []
+    for number in concurrency:
+
+        def part(number: int = number) -> list[dict[str, Any]]:
+            (workload, pool), results = loaded(), EngineResults("draftlab", "")
+            started = time.perf_counter()
+            measure_load(workload, results, number, pool, make)
+            print(f"{number} at once took {time.perf_counter() - started:.0f} s", flush=True)
+            return [point.model_dump(mode="json") for point in results.load]
+
+        found = [
+            LoadPoint.model_validate(p) for p in parts.measure(f"{number} at once", part) or ()
+        ]
         texts = (
             f"{p.configuration} {p.goodput_tok_s:,.0f} (AL {p.acceptance_length or 1:.2f}, "
             f"{p.step_ms or 0:.2f} ms)"
-            for p in results.load
-            if p.concurrency == concurrency
+            for p in found
         )
-        seconds = time.perf_counter() - started
-        print(f"{concurrency} at once, {seconds:.0f} s: {'; '.join(texts)}", flush=True)
-    return with_load_cliff_warnings(results.load)
+        print(f"{number} at once: {'; '.join(texts)}", flush=True)
+        points += found
+    return with_load_cliff_warnings(points)
 
 
 def show(points: Sequence[LoadPoint]) -> None:
@@ -129,33 +159,36 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16, help="measured ones, at least")
     parser.add_argument("--adaptive", action=BooleanOptionalAction, default=True)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="a JSON file that gets all figures")
+    add_options(parser)
     arguments = parser.parse_args()
     device, started = torch.device(arguments.device), time.perf_counter()
-    workload = load_workload(
-        arguments.target,
-        arguments.dtype,
-        device,
-        k=arguments.k,
-        concurrency=arguments.concurrency,
-        adaptive=arguments.adaptive,
-        timing_prompts=arguments.requests,
-        timing_tokens=arguments.tokens,
-        max_new_tokens=arguments.tokens,
-        prompt_tokens=arguments.prompt_tokens,
-    )
-    conditions = {"device": device_name(device), "torch": torch.__version__} | {
-        name: str(value) for name, value in vars(arguments).items()
-    }
-    print(", ".join(f"{name} {value}" for name, value in conditions.items()))
-    points = measure(workload, synthetic=arguments.target != "embedded")
-    show(points)
-    adviser = advise([], load=points) or {}
-    print(adviser.get("check", {}).get("text", "no advice"))
+    require(gpus=int(device.type == "cuda"))
+    asked = dict(vars(arguments))
+    for name in ("device", "results", "minutes", "concurrency"):
+        asked.pop(name)
+    parts = Measurements(arguments, asked, device)
+    concurrency = [int(number) for number in arguments.concurrency.split(",")]
+
+    def new_workload() -> Workload:
+        return load_workload(
+            arguments.target,
+            arguments.dtype,
+            device,
+            k=arguments.k,
+            concurrency=arguments.concurrency,
+            adaptive=arguments.adaptive,
+            timing_prompts=arguments.requests,
+            timing_tokens=arguments.tokens,
+            max_new_tokens=arguments.tokens,
+            prompt_tokens=arguments.prompt_tokens,
+        )
+
+    points = measure(new_workload, concurrency, parts, synthetic=arguments.target != "embedded")
+    if points:
+        show(points)
+        adviser = advise([], load=points) or {}
+        print(adviser.get("check", {}).get("text", "no advice"))
     print(f"{time.perf_counter() - started:.0f} s in all")
-    if arguments.out:
-        load = [point.model_dump(mode="json") for point in points]
-        write_json(arguments.out, {"conditions": conditions, "load": load, "adviser": adviser})
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from copy import deepcopy
 from dataclasses import asdict, replace
+from functools import cache
 from itertools import repeat
 from pathlib import Path
 from statistics import median
@@ -37,6 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 from train_peers import peer_seconds
 from train_work import (
@@ -61,6 +63,7 @@ from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.flops import matrix_rate, mean_context
 from draftlab.train.metrics import peak_memory
 from draftlab.train.profiler import PhaseTimer
+from eval.measurements import Measurements, add_options, require
 
 RATE = 1e-4
 TOGETHER = 4
@@ -137,6 +140,7 @@ def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict
     flops = objective.token_flops(config, train_settings(shape), context)
     return {
         "engine": "draftlab",
+        "shape": asdict(shape),
         "step_ms": 1e3 * whole_step,
         "phases_ms": {name: 1e3 * part for name, part in seconds.items()},
         "tokens_per_s": shape.tokens / whole_step,
@@ -249,6 +253,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--peer", default="", help="speculators[:fused,frozen] or specforge[:compact]"
     )
+    add_options(parser)
     return parser.parse_args(words)
 
 
@@ -257,34 +262,37 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     if options.data_workers is not None and not options.host:
         raise SystemExit("--data-workers goes with --host")
     device = torch.device(options.device)
+    require(gpus=int(device.type == "cuda"))
     shape = in_family(SHAPES[options.shape], options.family)
-    chosen = {name: getattr(options, name) for name in vars(shape)}
-    shape = replace(shape, **{name: value for name, value in chosen.items() if value is not None})
-    work = new_work(shape, device, DTYPES[options.precision])
-    if options.dense:
-        work = all_positions(work)
-    row: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-        "precision": options.precision,
-        "shape": asdict(shape),
-        "options": {n: getattr(options, n) for n in ("dense", "freeze_lm_head", "host")},
-    }
     if options.same_loss and shape.family == "dspark":
         raise SystemExit("--same-loss goes with eagle3 and peagle: tests compare block heads")
+    chosen = {name: getattr(options, name) for name in vars(shape)}
+    shape = replace(shape, **{name: value for name, value in chosen.items() if value is not None})
+    asked = ("precision", "dense", "freeze_lm_head", "compile", "recompute", "host", "same_loss")
+    conditions = asdict(shape) | {name: getattr(options, name) for name in asked}
+    parts = Measurements(options, conditions, device)
+
+    @cache
+    def work() -> Work:
+        made = new_work(shape, device, DTYPES[options.precision])
+        return all_positions(made) if options.dense else made
+
     if options.same_loss:
-        row |= same_loss(work, device, options)
-    else:
-        row |= timed(work, device, options)
-        if options.peer:
-            row["peer"] = peer_seconds(options.peer, work, device, options)
-            row["ratio"] = row["tokens_per_s"] / row["peer"]["tokens_per_s"]
-            if "predictions_per_s" in row["peer"]:
-                row["predictions_ratio"] = (
-                    row["predictions_per_s"] / row["peer"]["predictions_per_s"]
-                )
-    print(json.dumps(row))
+        return show(parts.measure("loss", lambda: same_loss(work(), device, options)))
+    row = show(parts.measure("draftlab", lambda: timed(work(), device, options)))
+    if options.peer and row:
+        peer = options.peer
+        beside = show(parts.measure(peer, lambda: peer_seconds(peer, work(), device, options)))
+        speeds = [name for name in ("tokens_per_s", "predictions_per_s") if name in beside]
+        show({f"{name}, of the peer's": row[name] / beside[name] for name in speeds})
     return row
+
+
+def show(row: dict[str, Any] | None) -> dict[str, Any]:
+    """Print the results of a part as a line of JSON; return them, or nothing if there are none."""
+    if row is not None:
+        print(json.dumps(row), flush=True)
+    return dict(row or {})
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from draftlab.heads.config import TargetIdentity, make_head_config
@@ -38,7 +38,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "confidence": True,
     },
 }
-MODEL_TYPES = {"llama": "llama", "hybrid": "qwen3_5_text", "small": "qwen3"}
+MODEL_TYPES = {"llama": "llama", "hybrid": "qwen3_5_text", "small": "qwen3", "tiny": "llama"}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {  # Llama-3.1-8B
         "intermediate_size": 14336,
@@ -58,6 +58,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 64,
         "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "vocab_size": 500,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 6,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
     },
 }
 SMALL_HEAD: dict[str, Any] = {
@@ -97,23 +105,27 @@ def synthetic_verify(
     return VerifyResult(accepted + 0 * result.accepted, result.emitted, result.probability)
 
 
-def random_target(
-    device: torch.device,
-    kind: str = "llama",
-    layers: int = 32,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Target:
-    """Return a target of one of `SHAPES` with random weights."""
+def target_config(kind: str = "llama", **changed: Any) -> PretrainedConfig:
+    """Return the config of a target of one of `SHAPES`."""
     shape = {
         "vocab_size": 128256,
         "hidden_size": 4096,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 32,
         "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
-        "attn_implementation": ATTENTION,
-        "dtype": dtype,
     }
-    config = CONFIG_MAPPING[MODEL_TYPES[kind]](**shape | SHAPES[kind])
+    return CONFIG_MAPPING[MODEL_TYPES[kind]](**shape | SHAPES[kind] | changed)
+
+
+def random_target(
+    device: torch.device,
+    kind: str = "llama",
+    dtype: torch.dtype = torch.bfloat16,
+    **changed: Any,
+) -> Target:
+    """Return a random target of one of `SHAPES`; `changed` are fields of its config."""
+    config = target_config(kind, attn_implementation=ATTENTION, dtype=dtype, **changed)
+    torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     with device:
         model = AutoModelForCausalLM.from_config(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,12 +48,3 @@ def synthetic_engine(
     if config.head is not None:
         engine.step.verifier = synthetic_verify
     return engine
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table whose first column is aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    align: list[Callable[..., str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
-    for row in (header, *rows):
-        cells = (one(text, width) for one, text, width in zip(align, row, widths, strict=True))
-        print("  ".join(cells), flush=True)

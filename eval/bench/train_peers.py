@@ -33,6 +33,7 @@ from transformers import LlamaConfig, Qwen3Config
 from draftlab.errors import UserError
 from draftlab.train.metrics import peak_memory
 from draftlab.train.profiler import PhaseTimer
+from eval.measurements import import_error
 
 RATE = 1e-4
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -134,19 +135,19 @@ def _flat(work: Work, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Ten
     return tokens, spans > 0, features, last
 
 
-def import_peer(library: str, *modules: str) -> list[Any]:
+def import_peer(*modules: str) -> list[Any]:
     """Import modules of another trainer.
 
     Raises:
         UserError: one of them cannot be imported.
     """
-    try:
-        return [importlib.import_module(module) for module in modules]
-    except ImportError as error:
+    if text := import_error(*modules):
+        library = modules[0].partition(".")[0]
         raise UserError(
-            f"{library} cannot be imported: {error}",
-            do=f"pip install --no-deps {library.lower()}, and the modules that it then misses",
-        ) from None
+            f"expected {text}",
+            do=f"pip install --no-deps {library}, and each module that it then misses",
+        )
+    return [importlib.import_module(module) for module in modules]
 
 
 def _speculators(variants: Set[str], work: Work, device: torch.device, dtype: torch.dtype) -> Peer:
@@ -159,7 +160,6 @@ def _speculators(variants: Set[str], work: Work, device: torch.device, dtype: to
         )
     name = {"peagle": "PEagle", "dspark": "DSpark", "eagle3": "Eagle3"}[family]
     models, config, greedy, losses = import_peer(
-        "speculators",
         f"speculators.models.{family}",
         "speculators.config",
         "speculators.proposals.greedy",
@@ -250,7 +250,7 @@ def specforge_model(
 ) -> Any:
     """Return SpecForge's OnlineEagle3Model with a new draft model of a layer config."""
     eagle3, draft = import_peer(
-        "SpecForge", "specforge.algorithms.eagle3.model", "specforge.modeling.draft.llama3_eagle"
+        "specforge.algorithms.eagle3.model", "specforge.modeling.draft.llama3_eagle"
     )
     attention = "flex_attention" if device.type == "cuda" else "sdpa"
     config.draft_vocab_size, config.pretraining_tp = len(d2t), 1
@@ -281,7 +281,7 @@ def _specforge(variants: Set[str], work: Work, device: torch.device, dtype: torc
     _filled(model, work)
     model.freeze_embedding()
     model.to(dtype)
-    (optimizers,) = import_peer("SpecForge", "specforge.optimizer")
+    (optimizers,) = import_peer("specforge.optimizer")
     optimizer = optimizers.BF16Optimizer(model, RATE, max_grad_norm=1.0, lr_scheduler="constant")
     tokens, mask, features, last = _flat(work, device)
     lm_head = torch.zeros(shape.vocab, shape.hidden, device=device, dtype=dtype)

@@ -28,10 +28,10 @@ from draftlab.pipeline.api import evaluate_head
 from draftlab.pipeline.recipe import load_recipe
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.training import train_head
-from draftlab.progress import Monitor
 from draftlab.store.fp8 import dequantise
 from draftlab.store.store import Record, Store
 from draftlab.target_model.model import HiddenStates, Target
+from eval.measurements import PrintMonitor
 
 ARMS = ("bfloat16", "fp8", "bfloat16-massive", "fp8-massive")
 MASSIVE, FACTOR = (7, 100), 1000.0  # channels of the target's hidden size
@@ -72,13 +72,6 @@ class UnscaledStore(Store):
             features = dequantise(features, record.scales)
         features = (features.float() / factors).to(features.dtype)
         return replace(record, features=features, scales=None)
-
-
-class PrintMonitor(Monitor):
-    """A monitor that prints lines and shows no progress."""
-
-    def say(self, line: str) -> None:
-        print(line, flush=True)
 
 
 def train(arm: str, options: argparse.Namespace) -> None:

@@ -30,29 +30,23 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 from train_work import GAMMA, SHAPES, Shape, Work, new_work
 
 from draftlab.cli.launch import launch
 from draftlab.kernels.cuda_device import free_memory
-from draftlab.progress import Monitor
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.backends import TrainBackend
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.distributed.wrap import wrap
 from draftlab.train.objectives.ttt import ttt_weights
 from draftlab.train.settings import TrainSettings
+from eval.measurements import PrintMonitor
 
 PARALLEL = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 CURVES = SHAPES | {"1b": Shape(1024, 3, 3584, 8, 2, 128, 32000, 8192, 7, 2, 512)}
 CURVE_STEPS, CURVE_BOUND, SCALING_BOUND, RATE = 20, 1e-4, 0.95, 1e-4
-
-
-class StderrMonitor(Monitor):
-    """A monitor that prints lines on stderr."""
-
-    def say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
 
 
 def new_wrapped(work: Work, ranks: Ranks, parallel: str, dtype: torch.dtype) -> TrainBackend:
@@ -143,7 +137,7 @@ def measure(count: int, parallel: str, options: argparse.Namespace) -> dict[str,
         for name in ("device", "shape", "curve_shape", "steps"):
             words += [f"--{name.replace('_', '-')}", str(getattr(options, name))]
         words += ["--counts", *map(str, options.counts)]
-        code = launch(words, count, StderrMonitor(), program=(sys.executable, __file__))
+        code = launch(words, count, PrintMonitor(errors=True), program=(sys.executable, __file__))
         if code:
             raise SystemExit(f"{count} processes failed with exit code {code}")
         return json.loads(out.read_text())

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
@@ -41,6 +43,7 @@ from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
 from draftlab.text.chat_template import stop_ids
 from draftlab.text.suites import load_suite
+from eval.measurements import Measurements, PrintMonitor, add_options
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 EAGLE = "head.family=eagle export.formats=[vllm]"
@@ -92,13 +95,6 @@ VARIANTS = CHAIN | PARALLEL
 GREEDY = Sampling()
 
 
-class PrintMonitor(Monitor):
-    """A monitor that prints lines."""
-
-    def say(self, line: str) -> None:
-        print(line, flush=True)
-
-
 @dataclass(frozen=True)
 class Result:
     """The figures of a variant with one seed.
@@ -120,12 +116,12 @@ class Result:
     accepted_at: list[int]
 
     @classmethod
-    def read(cls, file: Path) -> Result:
-        fields = json.loads(file.read_text())
+    def of(cls, fields: dict[str, Any]) -> Result:
         return cls(**fields | {"prompts": np.array(fields["prompts"])})
 
-    def write(self, file: Path) -> None:
-        write_json(file, vars(self) | {"prompts": self.prompts.tolist()})
+    @property
+    def fields(self) -> dict[str, Any]:
+        return vars(self) | {"prompts": self.prompts.tolist()}
 
     def al(self, index: np.ndarray | slice = slice(None)) -> float:
         drafts, accepted = self.prompts[index].sum(0)
@@ -318,22 +314,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
     parser.add_argument("--write", type=Path, help="Markdown page for the results")
     parser.add_argument("settings", nargs="*", help="changed in every variant: train.steps=100 …")
+    add_options(parser)
     options = parser.parse_args(arguments)
+    options.results = options.results or options.out / "results.json"
     recipe = load_recipe(options.recipe, options.settings)
     target, tokenizer = load_target(recipe.target), load_tokenizer(recipe.target)
+    asked = ("recipe", "prompts", "k", "settings")
+    conditions = {name: getattr(options, name) for name in asked}
+    parts = Measurements(options, conditions, target.device)
     parallel = recipe.head.family == "peagle"
     names = options.only or (PARALLEL if parallel else CHAIN)
 
-    def file(name: str, seed: int) -> Path:
-        return options.out / f"{folder_name(name, seed)}.json"
+    results: dict[str, list[Result]] = {}
+    for name, seed in product([n for n in VARIANTS if n in names], options.seeds):
 
-    for name, seed in product(names, options.seeds):
-        if not file(name, seed).exists():
-            measure(name, seed, options, target, tokenizer).write(file(name, seed))
+        def part(name: str = name, seed: int = seed) -> dict[str, Any]:
+            return measure(name, seed, options, target, tokenizer).fields
+
+        fields = parts.measure(folder_name(name, seed), part)
+        if fields is not None:
+            results.setdefault(name, []).append(Result.of(fields))
+            print(f"{name}, seed {seed}: AL {results[name][-1].al():.3f}", flush=True)
+    for name, seed in product(VARIANTS, options.seeds):  # of earlier runs of this program
+        fields = parts.parts.get(folder_name(name, seed))
+        if name not in names and fields is not None:
+            results.setdefault(name, []).append(Result.of(fields))
     variants = [
-        [Result.read(file(name, seed)) for seed in options.seeds]
-        for name in VARIANTS
-        if all(file(name, seed).exists() for seed in options.seeds)
+        results[name] for name in VARIANTS if len(results.get(name, ())) == len(options.seeds)
     ]
     if not variants or variants[0][0].name != "base":
         raise SystemExit("the base must be measured first: --only base")

@@ -1,6 +1,6 @@
 """Check and time recording on a GPU: equal to passes one by one, and beside the bare forward pass.
 
-    python eval/lab/record.py [--tokens 400000] [--folder DIR]      # Llama-3.1-8B's shapes
+    python eval/lab/record.py [--tokens 400000] [--folder DIR]      # Llama-3.1-8B's shapes, a GPU
     python eval/lab/record.py --tiny                                # the same on a CPU, in seconds
 
 First, everything that recording stores is compared bit for bit with states of one pass after the
@@ -24,10 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.progress import Monitor
 from draftlab.store.extraction import summarise_logits
 from draftlab.store.fp8 import dequantise, quantise
 from draftlab.store.manifest import StoreIdentity
@@ -35,48 +33,13 @@ from draftlab.store.masks import teacher_mask
 from draftlab.store.record import RecordSettings, record
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store
-from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import PackedRow
+from eval.bench.random_models import random_target, target_config
+from eval.measurements import Measurements, PrintMonitor, add_options, require
 
 RUNS = 2
-SHAPES = {
-    "vocab_size": 128_256,
-    "hidden_size": 4096,
-    "intermediate_size": 14_336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 131_072,
-}
-TINY = {
-    "vocab_size": 500,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 6,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-}
-
-
-class PrintMonitor(Monitor):
-    """A monitor that prints lines and shows no progress."""
-
-    def say(self, line: str) -> None:
-        print(f"  {line}", flush=True)
-
-
-def random_target(tiny: bool, device: str) -> Target:
-    """Return a Llama with random weights."""
-    config = LlamaConfig(**(TINY if tiny else SHAPES), attn_implementation=ATTENTION)
-    torch.manual_seed(0)
-    with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    target = Target(model.eval().requires_grad_(False), Path("random"), "random")
-    target.__dict__["fingerprint"] = "0" * 64  # there is no checkpoint to take it of
-    return target
 
 
 def conversations(tokens: int, target: Target, longest: int) -> list[Sample]:
@@ -197,25 +160,38 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400_000, help="recorded for the timing")
     parser.add_argument("--folder", type=Path, help="on the disk to be measured; default: TMPDIR")
     parser.add_argument("--tiny", action="store_true", help="a tiny target on a CPU")
+    add_options(parser)
     options = parser.parse_args()
     if options.tiny:
         options.tokens = min(options.tokens, 20_000)
-    target = random_target(options.tiny, "cpu" if options.tiny else "cuda")
+    device = torch.device("cpu" if options.tiny else "cuda")
     longest, batch = (512, (4, 256)) if options.tiny else (4096, (4, 2048))
+    parts = Measurements(options, {"tokens": options.tokens}, device)
+    kind = "tiny" if options.tiny else "llama"
+    size = options.tokens * (2 * 4 * target_config(kind).hidden_size + 16)  # bfloat16
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name) / "store"
-        check(target, conversations(options.tokens // 10, target, longest), folder)
+        require(gpus=int(not options.tiny), disk=(Path(name), size))
+        target = random_target(device, kind)
+        target.__dict__["fingerprint"] = "0" * 64  # there is no checkpoint to take it of
         samples = conversations(options.tokens, target, longest)
-        size = options.tokens * identity(target, "bfloat16").bytes_per_token
+        some = samples[: max(1, len(samples) // 10)]
+        parts.measure("equal bit for bit", lambda: check(target, some, folder))
         print(f"touched {size / 1e9:.1f} GB in {touch(folder, size):.1f} s", flush=True)
         for dtype in ("bfloat16", "fp8"):
-            run(target, samples[: len(samples) // 10], folder, dtype)  # warms up
-            for number in range(RUNS):
-                forward = bare_rate(target, *batch, repeats=3 if options.tiny else 10)
-                store, seconds = run(target, samples, folder, dtype)
-                row = {"run": number + 1, **measured(store, target.device, forward, seconds)}
-                print(json.dumps(row), flush=True)
-            shutil.rmtree(folder)
+
+            def timed(dtype: str = dtype) -> list[dict[str, Any]]:
+                run(target, some, folder, dtype)  # warms up
+                rows = []
+                for number in range(RUNS):
+                    forward = bare_rate(target, *batch, repeats=3 if options.tiny else 10)
+                    store, seconds = run(target, samples, folder, dtype)
+                    rows.append({"run": number + 1, **measured(store, device, forward, seconds)})
+                    print(json.dumps(rows[-1]), flush=True)
+                shutil.rmtree(folder)
+                return rows
+
+            parts.measure(dtype, timed)
 
 
 def measured(store: Store, device: torch.device, forward: float, seconds: float) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import argparse
 import ast
 import random
 import shutil
+import sys
 import sysconfig
 import time
 from collections.abc import Iterator, Sequence
@@ -22,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from options import PrintMonitor, decode
+from options import decode
 from transformers import AutoModelForCausalLM
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.engine.counters import Counters
 from draftlab.evaluate.statistics import acceptance_interval
 from draftlab.files import write_text
@@ -34,6 +36,7 @@ from draftlab.pipeline.resolve import find_head
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.settings import TargetSettings
+from eval.measurements import PrintMonitor
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 SHARES = (0.05, 0.2, 1.0)

@@ -27,12 +27,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from draftlab.files import sha256_file
 from draftlab.target_model.locate import local_target
 from draftlab.target_model.settings import TargetSettings
-from eval.lab.record import SHAPES, TINY
+from eval.bench.random_models import target_config
+from eval.measurements import Measurements, add_options, child_environment, require
 
 RECIPE = {
     "target": "target",
@@ -46,10 +48,13 @@ def write_target(folder: Path, tiny: bool) -> Any:
     """Write a Llama with random weights and the embedded target's tokenizer; return the latter."""
     embedded = local_target(TargetSettings(path="embedded"))
     tokenizer = AutoTokenizer.from_pretrained(embedded)
-    special = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
+    special: dict[str, Any] = {
+        name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")
+    }
     torch.manual_seed(0)
     with torch.device("cpu" if tiny else "cuda"):
-        config = LlamaConfig(**(TINY if tiny else SHAPES) | {"vocab_size": 128_256}, **special)
+        special["vocab_size"] = 128_256
+        config = target_config("tiny" if tiny else "llama", **special)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(folder)
     del model
@@ -86,8 +91,7 @@ def train(name: str, settings: list[str], options: list[str]) -> float:
     overrides = [f"name={name}", *settings]
     command = [sys.executable, "-m", "draftlab.cli", "train", "window.yaml", *overrides, *options]
     started = time.perf_counter()
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    subprocess.run(command, check=True, stdout=sys.stderr, env=environment)
+    subprocess.run(command, check=True, stdout=sys.stderr, env=child_environment())
     return time.perf_counter() - started
 
 
@@ -105,12 +109,12 @@ def measured(name: str, seconds: float) -> dict[str, Any]:
 
     return {
         "run": name,
-        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
         "train_tokens_s": round(len(times) / sum(times)),
         "waited_for_window": round(share("window"), 4),
         "waited_for_data": round(share("data"), 4),
         "recording_waited": rows[-1].get("recording_waited"),
         "seconds_in_all": round(seconds, 1),
+        "head_sha256": sha256_file(Path(f"runs/{name}/head/model.safetensors")),
     }
 
 
@@ -123,32 +127,47 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=2)
     parser.add_argument("--tiny", action="store_true", help="a tiny target on a CPU")
     parser.add_argument("settings", nargs="*", help="of the recipe, such as train.batch_rows=16")
+    add_options(parser)
     options = parser.parse_args()
     settings = ["record.shard_tokens=8192", "record.max_length=2048"]
     settings += [f"record.window={options.window}"]
     settings += [f"train.steps={options.steps}", "train.log_every=5", "draft_vocab.size=2000"]
     if options.tiny:
-        options.tokens, options.steps = 60_000, 40
+        options.tokens = 60_000
         settings = ["record.shard_tokens=1024", "record.window=12MB", "train.steps=40"]
         settings += ["train.row_tokens=512", "train.log_every=2", "record.max_length=512"]
         settings += ["target.device=cpu", "train.device=cpu", "draft_vocab.size=300"]
         settings += ["train.batch_rows=2"]
     settings += options.settings
+    device = torch.device("cpu" if options.tiny else "cuda")
+    conditions = {"tokens": options.tokens, "gpus": options.gpus, "settings": settings}
+    if options.results is not None:
+        options.results = options.results.absolute()
+    parts = Measurements(options, conditions, device)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        size = 34e3 * options.tokens + (0 if options.tiny else 17e9)
+        require(gpus=0 if options.tiny else options.gpus, disk=(Path(name), size))
         os.chdir(name)
         tokenizer = write_target(Path("target"), options.tiny)
         write_prompts(Path("prompts.jsonl"), options.tokens, tokenizer, 2048)
         Path("window.yaml").write_text(json.dumps(RECIPE))
-        heads = []
         gpus = ["--gpus", str(options.gpus)] if options.gpus > 1 else []
-        for run, own, verb in (("full", ["record.keep=all"], []), ("window", [], gpus)):
-            seconds = train(run, [*settings, *own], verb)
-            print(json.dumps(measured(run, seconds)), flush=True)
-            heads.append(Path(f"runs/{run}/head/model.safetensors").read_bytes())
+
+        def part(run: str, own: list[str], words: list[str]) -> dict[str, Any]:
+            seconds = train(run, [*settings, *own], words)
+            row = measured(run, seconds)
+            print(json.dumps(row), flush=True)
             shutil.rmtree(f"runs/{run}/store")
-        print(json.dumps({"same_bytes": heads[0] == heads[1]}), flush=True)
+            return row
+
+        full = parts.measure("full", lambda: part("full", ["record.keep=all"], []))
+        window = parts.measure("window", lambda: part("window", [], gpus))
         os.chdir("/")
-    return int(heads[0] != heads[1])
+    if not (full and window):
+        return 1
+    same = full["head_sha256"] == window["head_sha256"]
+    print(json.dumps({"same_bytes": same}), flush=True)
+    return int(not same)
 
 
 if __name__ == "__main__":

@@ -51,7 +51,8 @@ def test_a_tiny_comparison_beside_installed_peers(tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as ended:
         bench.main(options)
     assert not ended.value.code
-    names = {json.loads(f.read_text())["name"] for f in (tmp_path / "results").iterdir()}
+    (saved,) = json.loads((tmp_path / "results.json").read_text())
+    names = {part["name"] for part in saved["parts"].values()}
     assert names == {
         bench.OURS,
         *(bench.peer_name("speculators", our_rate=r) for r in (False, True)),

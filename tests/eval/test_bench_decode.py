@@ -1,15 +1,15 @@
-"""What the decoding benchmark measures, on a tiny target, and the file that it appends to."""
+"""What the decoding benchmark measures, on a tiny target."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftlab.engine.drafter import new_drafter
-from draftlab.errors import UserError
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
@@ -18,7 +18,6 @@ from tests.helpers.drivers import load
 from tests.helpers.toys import toy_target_folder
 
 bench = load("bench/bench_decode")
-ROW = bench.Bench(1, 3, False, 5.0, 4.0, None, 0.9, 400.0, 21.5)
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +44,18 @@ def test_a_batch_is_measured(target: Target, family: dict[str, Any] | None) -> N
     assert measured.tokens_a_step == pytest.approx(expected, abs=0 if drafter is None else 0.5)
 
 
-def test_rows_are_appended_under_their_own_columns(tmp_path: Path) -> None:
-    path = tmp_path / "steps.csv"
-    for row in (ROW, replace(ROW, batch=8)):
-        bench.write(path, [row], "a GPU", 4.3e12)
-    first, *rows = [line.split(",") for line in path.read_text().splitlines()]
-    assert [dict(zip(first, row, strict=True))["ttft_ms"] for row in rows] == ["21.5000"] * 2
-    path.write_text("date,gpu\n")
-    with pytest.raises(UserError, match="expected the columns date,gpu,torch"):
-        bench.write(path, [ROW], "a GPU", 4.3e12)
-    assert path.read_text() == "date,gpu\n"
-
-
-def test_the_committed_figures_have_those_columns() -> None:
-    file = Path(__file__).resolve().parents[2] / "docs" / "data" / "decode_steps.csv"
-    first, *rows = file.read_text().splitlines()
-    assert first.split(",")[4:] == [*bench.Bench.__dataclass_fields__]
-    assert {row.count(",") for row in rows} == {first.count(",")}
+def test_each_configuration_is_saved_and_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = "--target small --device cpu --prompt-tokens 8 --tokens 4 --batches 1 --probs off"
+    file = tmp_path / "steps.json"
+    monkeypatch.setattr(sys, "argv", ["bench", *words.split(), "--k", "2", "--results", str(file)])
+    bench.main()
+    (saved,) = json.loads(file.read_text())
+    rows = [part for part in saved["parts"].values() if isinstance(part, dict)]
+    assert [(row["k"], row["head"]) for row in rows] == [(0, "chain"), (2, "chain")]
+    assert all(row["kv_floor_ms"] > row["floor_ms"] > 0 for row in rows)
+    before = capsys.readouterr().out.splitlines()[-2:]
+    monkeypatch.setattr(bench, "measure", pytest.fail)
+    bench.main()
+    assert capsys.readouterr().out.splitlines()[-2:] == before

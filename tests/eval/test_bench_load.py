@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.helpers.decoding import untrained_head
 from tests.helpers.drivers import load
 from tests.helpers.toys import toy_target_folder
 
+measurements = load("measurements")
 bench_load, bench_adviser = load("bench/bench_load"), load("bench/bench_adviser")
 synthetic = load("bench/synthetic_workload")
 
@@ -34,10 +36,15 @@ def workload(folder: Path, **settings: Any) -> Workload:
     )
 
 
+def parts(file: Path | None = None, minutes: float | None = None) -> Any:
+    return measurements.Measurements(Namespace(results=file, minutes=minutes))
+
+
 def test_goodput_is_measured_with_synthetic_acceptance(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    points = bench_load.measure(workload(folder, concurrency=(2,), k=(1, 3)), synthetic=True)
+    made = workload(folder, concurrency=(2,), k=(1, 3))
+    points = bench_load.measure(lambda: made, (2,), parts(), synthetic=True)
     assert [(p.k, p.concurrency, p.requests) for p in points] == [
         (0, 2, 10),
         (1, 2, 10),
@@ -70,10 +77,16 @@ def test_an_adaptive_configuration_is_compared_with_the_best_fixed_k() -> None:
 def test_every_inner_k_is_predicted_from_the_others(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    timings = bench_adviser.measure(workload(folder, timing_batches=(1, 2), timing_prompts=4))
+    made = workload(folder, timing_batches=(1, 2), timing_prompts=4)
+    timings = bench_adviser.measure(lambda: made, (1, 2), parts(), "tiny")
     assert sorted(timings) == [(b, k) for b in (1, 2) for k in (0, 1, 2, 3)]
-    results = bench_adviser.check(timings)
-    assert results["check"]["timed"] == 2
-    checked = [(one["batch"], one["k"]) for one in results["timings"] if one["left_out"]]
-    assert checked == [(1, 2), (2, 2)]
-    assert f"{results['check']['close']} of 2 predictions within 5 %" in capsys.readouterr().out
+    summary = bench_adviser.check(timings)
+    assert summary["timed"] == 2
+    assert f"{summary['close']} of 2 predictions within 5 %" in capsys.readouterr().out
+
+
+def test_a_measured_batch_is_not_timed_again(folder: Path, tmp_path: Path) -> None:
+    file, made = tmp_path / "adviser.json", workload(folder, timing_batches=(1, 2))
+    first = bench_adviser.measure(lambda: made, (1,), parts(file), "tiny")
+    assert bench_adviser.measure(pytest.fail, (1,), parts(file), "tiny") == first
+    assert bench_adviser.measure(pytest.fail, (1, 2), parts(file, minutes=0), "tiny") == first

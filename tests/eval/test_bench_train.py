@@ -20,7 +20,8 @@ def test_one_json_line_says_where_the_time_went(
     extra: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     bench.main([*TINY, "--repeats", "2", "--warmup", "1", *extra])
-    (line,) = capsys.readouterr().out.splitlines()
+    conditions, line = capsys.readouterr().out.splitlines()
+    assert "row_tokens 64" in conditions
     row = json.loads(line)
     assert row["phases_ms"].keys() == {"data", "forward", "backward", "optimizer"}
     assert row["tokens_per_s"] == pytest.approx(256e3 / row["step_ms"])
@@ -70,7 +71,7 @@ def test_another_loss_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -
     ("options", "message"),
     [
         (["--peer", "other"], "expected a peer among speculators, specforge"),
-        (["--peer", "specforge"], "SpecForge cannot be imported"),
+        (["--peer", "specforge"], "expected the module specforge.algorithms.eagle3.model, found"),
         (["--peer", "specforge", "--family", "peagle"], "SpecForge trains chains only"),
         (["--peer", "speculators:frozen"], r"expected speculators\[:fused\] or"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +46,11 @@ def test_variants_are_measured_against_the_base(
     stores = [tmp_path / "runs" / name / "store" for name in ("base", "eagle", "one-boundary-9")]
     manifests = [(store / "manifest.json").read_text() for store in stores]
     assert manifests[0] == manifests[1] != manifests[2]
-    base = options.Result.read(tmp_path / "runs" / "base.json")
+    (saved,) = json.loads((tmp_path / "runs" / "results.json").read_text())
+    base = options.Result.of(saved["parts"]["base"])
     assert base.prompts.shape == (3, 2)
     assert base.al() == 1 + base.prompts[:, 1].sum() / base.prompts[:, 0].sum()
-    other = options.Result.read(tmp_path / "runs" / "base-seed1.json")
+    other = options.Result.of(saved["parts"]["base-seed1"])
     again = options.row([base, other], [base, other])
     drafts, accepted = base.prompts.sum(0) + other.prompts.sum(0)
     assert f"| {base.al():.3f} {other.al():.3f} |  | {drafts:,} | {accepted:,} |" in again
