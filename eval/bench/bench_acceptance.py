@@ -130,12 +130,17 @@ class Bench:
 
         def train(folder: Path) -> Trained:
             recipe = self.recipe(family, seed, name, *settings)
-            if folder != self.base:
-                share(self.base, folder, store=True, seed=seed)
-            Pipeline(recipe, PrintMonitor(), self.out / "runs").make("head")
+            self.make_head(recipe)
             return our_training(folder, recipe, self.head(folder / "head"))
 
         return self.measure(name, family, seed, train)
+
+    def make_head(self, recipe: Recipe) -> None:
+        """Train a head of ours on the base's store, if that is not done yet."""
+        folder = self.out / "runs" / recipe.name
+        if folder != self.base:
+            share(self.base, folder, store=True, seed=recipe.seed)
+        Pipeline(recipe, PrintMonitor(), self.out / "runs").make("head")
 
     def peer(self, peer: str, family: str, seed: int, *, our_rate: bool) -> Result:
         """Train, import and measure a peer's head."""
@@ -145,6 +150,7 @@ class Bench:
         def train(folder: Path) -> Trained:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
+            self.make_head(recipe)  # its result may be there without its folder
             store = Store.open(self.base / STAGES["store"].artefact)
             indices = split_records(store, recipe.train, 0, Monitor())[0].tolist()
             head = self.head(ours / "head")
