@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.target_model.model import Target
 
 
@@ -49,7 +50,8 @@ class StandIn:
         answer: dict[str, Any] = {"files": [], "tokens": [], "logprobs": []}
         boundaries = tuple(self.setups[0]["boundaries"])
         for ids in message["prompts"]:
-            with self.target_lock:
+            # A process of its own computes alike, whatever this one does meanwhile.
+            with self.target_lock, onednn_products(self.target.device):
                 states = self.target.states(torch.tensor([ids]), boundaries)
             features = states.features[0].view(len(ids), -1, self.target.hidden_size).clone()
             logprobs = self.target.logits(states.last[0, -1]).log_softmax(-1)

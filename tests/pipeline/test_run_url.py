@@ -126,7 +126,7 @@ def test_a_finished_run_is_copied_whole(workshop: Path, tmp_path: Path) -> None:
         name: data
         for name, data in contents(run).items()
         if not name.startswith(("store/", "answers.index/", "train/checkpoints/", "."))
-        and name not in (ID, "stages/store.json", "train/verified.json")
+        and name not in (ID, "stages/store.json", "train/verified.safetensors")
     }
     files = contents(there)
     listed = json.loads(files.pop(RUN))["files"]
