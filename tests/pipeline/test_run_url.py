@@ -80,7 +80,10 @@ def test_another_machine_goes_on_to_the_same_bytes(
     server: FaultyServer, workshop: Path, tmp_path: Path
 ) -> None:
     # The best head and the count of validations without a better one belong to a checkpoint.
-    validating = ("train.validate_every=1", "train.early_stopping=4", "train.learning_rate=0.3")
+    validating = (
+        *("train.validate_every=1", "train.early_stopping=4", "train.learning_rate=0.3"),
+        "train.checkpoint_every=10",  # at the signal and at the end
+    )
     local = new_workshop(tmp_path / "local")
     assert draftlab(local, "train", "small.yaml", *validating).exit_code == 0
     best = json.loads((local / "runs/small/train/best/best.json").read_text())["step"]
