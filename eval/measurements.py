@@ -51,6 +51,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--minutes", type=float, help="begin no part after so many minutes")
 
 
+def option_values(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """Return the values of some options by name."""
+    return {name: getattr(options, name) for name in names}
+
+
 class Measurements:
     """The parts of a measurement, each saved as soon as it is there.
 

@@ -31,13 +31,10 @@ from draftlab.cli.stages import (
 )
 from draftlab.cli.store import store_app
 from draftlab.errors import UserError
+from draftlab.process_environment import PROCESS_ENVIRONMENT
 
-# OpenMP and oneDNN read these when torch is imported. Threads that spin while they wait slow a busy
-# machine. Each shape of a product that oneDNN keeps takes megabytes, and the shapes of a training
-# seldom come twice. Values that the user has set are kept.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("GOMP_SPINCOUNT", "0")
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+for _variable, _value in PROCESS_ENVIRONMENT.items():
+    os.environ.setdefault(_variable, _value)  # what the user has set is kept
 
 app = typer.Typer(
     name="draftlab",

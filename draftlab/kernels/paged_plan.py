@@ -77,10 +77,10 @@ class Read:
 
 @dataclass(frozen=True)
 class Reads:
-    """What the rows of a batch read.
+    """The keys and values that the rows of a batch read.
 
     Attributes:
-        rows: of each row with real tokens.
+        rows: one for each row with real tokens.
         whole: whether all rows of the batch have as many real tokens as it has columns.
     """
 

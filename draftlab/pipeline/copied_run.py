@@ -21,8 +21,8 @@ from draftlab.store.object_store import UrlFolder
 
 RUN = "run.json"
 CHECKPOINTS = "train/checkpoints"
-DESCRIPTION = ("recipe.yaml", "provenance.json")
-COPIED = {
+RUN_FILES = ("recipe.yaml", "provenance.json")
+STAGE_FILES = {
     "answers": ("answers.jsonl", "answers.json"),
     "head": ("head/*", "train/metrics.jsonl", "train/best/*"),
     "eval": ("eval/*",),
@@ -32,7 +32,7 @@ COPIED = {
 `record.url`, and without it nothing of the store is copied."""
 _PART = r"[^./\\\x00-\x1f][^/\\\x00-\x1f]*"
 _NAME = re.compile(
-    rf"recipe\.yaml|provenance\.json|answers\.jsonl?|stages/({'|'.join(COPIED)})\.json"
+    rf"recipe\.yaml|provenance\.json|answers\.jsonl?|stages/({'|'.join(STAGE_FILES)})\.json"
     rf"|train/metrics\.jsonl|(train/best|head|eval|export/{_PART})/{_PART}"
     rf"|{CHECKPOINTS}/step-(?P<step>\d{{7}})/(best/)?{_PART}"
 )
@@ -114,7 +114,7 @@ class CopiedRun(BaseModel):
         return [
             name
             for name in self.files
-            if any(fnmatchcase(name, pattern) for pattern in COPIED[stage])
+            if any(fnmatchcase(name, pattern) for pattern in STAGE_FILES[stage])
         ]
 
 
@@ -129,9 +129,9 @@ def files_to_copy(folder: Path, complete: dict[str, bool]) -> dict[str, Path]:
     Args:
         complete: whether a stage is complete, for those that have begun.
     """
-    patterns = [*DESCRIPTION]
-    for stage in complete.keys() & COPIED.keys():
-        patterns += [f"stages/{stage}.json", *(COPIED[stage] if complete[stage] else ())]
+    patterns = [*RUN_FILES]
+    for stage in complete.keys() & STAGE_FILES.keys():
+        patterns += [f"stages/{stage}.json", *(STAGE_FILES[stage] if complete[stage] else ())]
     names = {
         path.relative_to(folder).as_posix(): path
         for pattern in patterns

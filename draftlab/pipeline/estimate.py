@@ -24,11 +24,11 @@ from draftlab.pipeline.sizes import (
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.shard_cache import DEFAULT_SIZE, SIZE
 from draftlab.store.urls import local_folder
-from draftlab.train.checkpoint import KEPT
+from draftlab.train.checkpoint import MAX_CHECKPOINTS
 
 REPLAYED_STEP = 2.0
 """Positions between the decode steps that `train.replay` replays: a modest acceptance length."""
-CHECKPOINTS = KEPT + 1
+CHECKPOINTS = MAX_CHECKPOINTS + 1
 """Checkpoints on the disk while training writes one and still keeps the others."""
 COPIED_CHECKPOINTS = 2
 """Further ones while one is copied to `run.url` and one waits (`checkpoint_copies.py`)."""

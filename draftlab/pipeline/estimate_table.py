@@ -15,7 +15,7 @@ from draftlab.pipeline.head_spec import planned_identity, target_config
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.sizes import Conversations
 from draftlab.target_model.locate import config_folder, shipped_config
-from draftlab.train.checkpoint import KEPT
+from draftlab.train.checkpoint import MAX_CHECKPOINTS
 from draftlab.train.distributed.ranks import idle_note
 
 TIME_FACTORS = (2, 4)
@@ -85,7 +85,8 @@ def _copies(recipe: Recipe, rows: list[Estimate]) -> Iterator[str]:
     if checkpoint:
         every = f"{recipe.train.checkpoint_every:,} steps"
         parts += (
-            f", and a checkpoint of {as_bytes(checkpoint)} every {every} (the last {KEPT} stay)"
+            f", and a checkpoint of {as_bytes(checkpoint)} every {every} "
+            f"(the last {MAX_CHECKPOINTS} stay)"
         )
     yield f"  run.url: up to about {as_bytes(size)} at {recipe.run.url}: {parts}"
     if recipe.record.url is None and not recipe.record.online:

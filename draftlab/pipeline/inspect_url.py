@@ -10,7 +10,7 @@ from rich.table import Table
 
 from draftlab.evaluate.results import Report
 from draftlab.formatting import size_text
-from draftlab.pipeline.copied_run import COPIED, CopiedRun
+from draftlab.pipeline.copied_run import STAGE_FILES, CopiedRun
 from draftlab.pipeline.stage_records import read_record
 from draftlab.pipeline.stages import REPORT, STAGES
 from draftlab.report import print_report
@@ -37,7 +37,7 @@ def print_copied_run(url: str, console: Console) -> bool:
             remote.download(name, path, file.bytes, file.sha256)
             return path
 
-        for stage in COPIED:
+        for stage in STAGE_FILES:
             if (name := f"stages/{stage}.json") in copied.files:
                 complete = read_record(local(name))["complete"]
                 rows[stage] = "complete" if complete else "unfinished"

@@ -230,7 +230,7 @@ class Pipeline:
 
     @cached_property
     def _copy(self) -> RunCopy | None:
-        """What copies the run folder to `run.url`; None: nothing does."""
+        """The copy of the run folder at `run.url`; None: there is none."""
         url = self.recipe.run.url
         return RunCopy(self.folder, self.recipe.name, url, self.monitor) if url else None
 

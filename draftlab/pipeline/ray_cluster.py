@@ -26,16 +26,11 @@ from draftlab.formatting import count_text
 from draftlab.pipeline.ray_nodes import alive_nodes
 from draftlab.pipeline.ray_pool import RayPool
 from draftlab.pipeline.recipe import Recipe
+from draftlab.process_environment import PROCESS_ENVIRONMENT
 from draftlab.progress import Monitor
 
 CONNECT_S = 10.0
 """Seconds in which the head node has to answer."""
-ENVIRONMENT = {
-    "OMP_WAIT_POLICY": "passive",
-    "GOMP_SPINCOUNT": "0",
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
-}
-"""Variables of all processes on the cluster, as `draftlab.cli` sets them."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class RayCluster:
                     address,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    runtime_env={"env_vars": ENVIRONMENT},
+                    runtime_env={"env_vars": PROCESS_ENVIRONMENT},
                 )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             # Ray's own words for this case name options that draftlab does not have.

@@ -84,7 +84,7 @@ class Recipe(Settings):
     export: ExportSettings = ExportSettings()
     """The exports that are written for other programs."""
     run: RunSettings = RunSettings()
-    """Where the run's files are copied to."""
+    """The copy of the run's files at a URL."""
     hardware: HardwareSettings = HardwareSettings()
     """The machine for the estimates of `--plan`."""
 

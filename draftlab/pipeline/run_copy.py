@@ -19,8 +19,8 @@ from draftlab.files import atomic_path, read_json, write_json
 from draftlab.formatting import size_text
 from draftlab.pipeline.copied_run import (
     CHECKPOINTS,
-    COPIED,
-    DESCRIPTION,
+    RUN_FILES,
+    STAGE_FILES,
     CopiedFile,
     CopiedRun,
     checkpoint_prefix,
@@ -32,7 +32,7 @@ from draftlab.progress import Monitor
 from draftlab.store.object_store import UrlFolder
 from draftlab.store.transfer_errors import UnreachableError
 from draftlab.store.url_claim import UrlClaim
-from draftlab.train.checkpoint import KEPT, checkpoints, step_of
+from draftlab.train.checkpoint import MAX_CHECKPOINTS, checkpoints, step_of
 
 ID = "run_url.json"
 """File of the run folder with the id of the run that is at the URL."""
@@ -65,10 +65,10 @@ class RunCopy:
             return
         self._check_same_run(copied)
         write_json(self.folder / ID, {"id": copied.id})
-        for name in DESCRIPTION:
+        for name in RUN_FILES:
             if name in copied.files and not (self.folder / name).exists():
                 self._pull_file(copied, name)
-        for stage in COPIED:
+        for stage in STAGE_FILES:
             self._pull_stage(copied, stage)
         if self._complete().get("head") is False:
             self._pull_checkpoint(copied)
@@ -118,7 +118,7 @@ class RunCopy:
         """
         paths = {f"{checkpoint_prefix(step)}{name}": path for name, path in files.items()}
         copied = self._read()
-        steps = [one for one in copied.steps() if one < step][-(KEPT - 1) :]
+        steps = [one for one in copied.steps() if one < step][-(MAX_CHECKPOINTS - 1) :]
         kept = {name for name in copied.files if not name.startswith(f"{CHECKPOINTS}/")}
         for one in steps:
             kept.update(f"{checkpoint_prefix(one)}{name}" for name in copied.checkpoint(one))

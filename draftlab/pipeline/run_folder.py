@@ -220,8 +220,8 @@ class Run:
         """Record a stage as started, yield its artefact's path, record it as complete."""
         record = record_path(self.folder, stage)
         try:
-            more = {"url": self.settings.get("record.url")} if stage.name == "store" else {}
-            with recorded(self.folder, stage, self.inputs(stage), **more):
+            fields = {"url": self.settings.get("record.url")} if stage.name == "store" else {}
+            with recorded(self.folder, stage, self.inputs(stage), **fields):
                 yield self.folder / stage.artefact
         except UserError:
             # A stage that wrote nothing yet may start again with other settings.

@@ -9,7 +9,7 @@ from draftlab.store.urls import check_url
 
 
 class RunSettings(Settings):
-    """Where the run folder is copied to."""
+    """The copy of a run folder at a URL."""
 
     url: str | None = None
     """Folder at a URL that fsspec knows (s3://bucket/folder, gs://, hf://, file://), to which the

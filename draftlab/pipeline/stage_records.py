@@ -33,18 +33,18 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 @contextmanager
-def recorded(folder: Path, stage: Stage, inputs: dict[str, Any], **more: Any) -> Iterator[None]:
+def recorded(folder: Path, stage: Stage, inputs: dict[str, Any], **fields: Any) -> Iterator[None]:
     """Record a stage as started with these inputs, and at the end of the block as complete.
 
     Args:
-        more: further fields of the record.
+        fields: further ones of the record.
     """
     record = record_path(folder, stage)
-    write_json(record, {"complete": False, "inputs": inputs} | more)
+    write_json(record, {"complete": False, "inputs": inputs} | fields)
     yield
     files = [path for path in sorted(folder.glob(stage.hashed)) if path.is_file()]
     hashes = {str(path.relative_to(folder)): sha256_file(path) for path in files}
-    write_json(record, {"complete": True, "inputs": inputs, "sha256": hashes} | more)
+    write_json(record, {"complete": True, "inputs": inputs, "sha256": hashes} | fields)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from draftlab.progress import Monitor
 from draftlab.store.store import Store
 from draftlab.store.window_store import WindowStore
 from draftlab.target_model.locate import resolve_device
-from draftlab.train.distributed.ranks import Ranks
+from draftlab.train.distributed.ranks import Ranks, num_launched_here
 
 RESTARTS = 10
 """Workers that are started again when they end: a training may last for days."""
@@ -130,7 +130,7 @@ def check_memory_for_vllm(recipe: Recipe, train_device: torch.device) -> None:
     """
     if train_device.type != "cuda" or recipe.record.vllm.memory_share is not None:
         return
-    num_train = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_train = num_launched_here()
     train = range(num_train) if num_train > 1 else [train_device.index or 0]
     for name in recording_devices(recipe, train_device, num_train):
         device = torch.device(name)

@@ -34,8 +34,8 @@ from draftlab.train.settings import TrainSettings
 
 _NAME = re.compile(r"step-(\d{7})")
 STATE, WEIGHTS, MOMENTS = "state.json", "weights.safetensors", "optimizer.safetensors"
-KEPT = 2
-"""How many of the newest checkpoints stay."""
+MAX_CHECKPOINTS = 2
+"""Number of the newest checkpoints that a training keeps."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def trainable(head: nn.Module) -> dict[str, nn.Parameter]:
     return {name: p for name, p in head.named_parameters() if p.requires_grad}
 
 
-def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = KEPT) -> Path:
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = MAX_CHECKPOINTS) -> Path:
     """Write `folder`/step-NNNNNNN atomically: it is built under another name, then renamed.
 
     Its files are on the disk before it has its name.

@@ -54,7 +54,7 @@ from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
 from draftlab.train.validation import split_records
-from eval.measurements import Measurements, PrintMonitor, add_options, import_error
+from eval.measurements import Measurements, PrintMonitor, add_options, import_error, option_values
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = {"eagle3": "quickstart", "peagle": "quickstart_peagle", "dspark": "quickstart_dspark"}
@@ -96,7 +96,7 @@ class Bench:
         self.target: Target = load_target(recipe.target)
         self.tokenizer = load_tokenizer(recipe.target)
         names = "tokens step_tokens max_prompts row_tokens prompts k replay_share settings"
-        conditions = {name: getattr(options, name) for name in names.split()}
+        conditions = option_values(options, *names.split())
         self.parts = Measurements(options, conditions, self.target.device)
 
     def is_installed(self, peer: str) -> bool:

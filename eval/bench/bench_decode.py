@@ -47,7 +47,7 @@ from draftlab.evaluate.timing import warm_up_batches
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.verify import verify
 from draftlab.target_model.model import Target
-from eval.measurements import Measurements, add_options, require
+from eval.measurements import Measurements, add_options, option_values, require
 
 PROMPT, NEW = 512, 256
 FIRSTS = 7  # measurements of the time to the first token
@@ -183,8 +183,8 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     require(gpus=int(device.type == "cuda"))
-    same = ("target", "graphs", "prompt_tokens", "tokens")
-    parts = Measurements(options, {name: getattr(options, name) for name in same}, device)
+    conditions = option_values(options, "target", "graphs", "prompt_tokens", "tokens")
+    parts = Measurements(options, conditions, device)
     rate = parts.measure("bytes copied a second", lambda: copy_rate(device))
     print(f"a copy moves {(rate or 0) / 1e12:.2f} TB/s")
     print("head         batch  K probs  step ms  floor ms  ratio  with KV  vLLM ms  ratio  "
@@ -245,7 +245,7 @@ def row_of(
         if k:
             chain = head(name).family.drafting == "chain"
             position += draft_kv_bytes(head(name)) * (k if chain else 1)
-        kept = batch * (options.prompt_tokens + options.tokens // 2) * position
+        cached = batch * (options.prompt_tokens + options.tokens // 2) * position
         layers = head_fields(name).get("num_layers", 0)
         compared = batch == 1 and name != "dspark" and options.target == "llama"
         vllm = VLLM_STEP_MS.get((layers, k)) if compared else None
@@ -257,7 +257,7 @@ def row_of(
             probs,
             result.step_ms,
             moved * scale,
-            (moved + kept) * scale,
+            (moved + cached) * scale,
             vllm and vllm * VLLM_COPY / rate,
             result.tokens_a_step - 1,
             result.tokens_s,

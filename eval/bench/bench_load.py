@@ -99,16 +99,16 @@ def measure(
             print(f"{number} at once took {time.perf_counter() - started:.0f} s", flush=True)
             return [point.model_dump(mode="json") for point in results.load]
 
-        found = [
+        measured = [
             LoadPoint.model_validate(p) for p in parts.measure(f"{number} at once", part) or ()
         ]
         texts = (
             f"{p.configuration} {p.goodput_tok_s:,.0f} (AL {p.acceptance_length or 1:.2f}, "
             f"{p.step_ms or 0:.2f} ms)"
-            for p in found
+            for p in measured
         )
         print(f"{number} at once: {'; '.join(texts)}", flush=True)
-        points += found
+        points += measured
     return with_load_cliff_warnings(points)
 
 
@@ -163,10 +163,10 @@ def main() -> None:
     arguments = parser.parse_args()
     device, started = torch.device(arguments.device), time.perf_counter()
     require(gpus=int(device.type == "cuda"))
-    asked = dict(vars(arguments))
+    conditions = dict(vars(arguments))
     for name in ("device", "results", "minutes", "concurrency"):
-        asked.pop(name)
-    parts = Measurements(arguments, asked, device)
+        conditions.pop(name)
+    parts = Measurements(arguments, conditions, device)
     concurrency = [int(number) for number in arguments.concurrency.split(",")]
 
     def new_workload() -> Workload:

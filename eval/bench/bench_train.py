@@ -63,7 +63,7 @@ from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.flops import matrix_rate, mean_context
 from draftlab.train.metrics import peak_memory
 from draftlab.train.profiler import PhaseTimer
-from eval.measurements import Measurements, add_options, require
+from eval.measurements import Measurements, add_options, option_values, require
 
 RATE = 1e-4
 TOGETHER = 4
@@ -268,14 +268,14 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
         raise SystemExit("--same-loss goes with eagle3 and peagle: tests compare block heads")
     chosen = {name: getattr(options, name) for name in vars(shape)}
     shape = replace(shape, **{name: value for name, value in chosen.items() if value is not None})
-    asked = ("precision", "dense", "freeze_lm_head", "compile", "recompute", "host", "same_loss")
-    conditions = asdict(shape) | {name: getattr(options, name) for name in asked}
+    names = "precision dense freeze_lm_head compile recompute host same_loss"
+    conditions = asdict(shape) | option_values(options, *names.split())
     parts = Measurements(options, conditions, device)
 
     @cache
     def work() -> Work:
-        made = new_work(shape, device, DTYPES[options.precision])
-        return all_positions(made) if options.dense else made
+        recorded = new_work(shape, device, DTYPES[options.precision])
+        return all_positions(recorded) if options.dense else recorded
 
     if options.same_loss:
         return show(parts.measure("loss", lambda: same_loss(work(), device, options)))

@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.evaluate.calibration.result import Calibration
 from draftlab.evaluate.results import Report
-from eval.measurements import ROOT, Measurements, add_options, child_environment
+from eval.measurements import ROOT, Measurements, add_options, child_environment, option_values
 
 RECIPES = {
     "chain": "quickstart.yaml",
@@ -119,8 +119,8 @@ def main() -> int:
     options = parser.parse_args()
     options.out = options.out.resolve()
     options.results = options.results or options.out / "results.json"
-    asked = ("prompts", "evaluated", "steps", "rows", "settings")
-    parts = Measurements(options, {name: getattr(options, name) for name in asked})
+    conditions = option_values(options, "prompts", "evaluated", "steps", "rows", "settings")
+    parts = Measurements(options, conditions)
     options.out.mkdir(parents=True, exist_ok=True)
     split_prompts(options.out, options.prompts)
     print("| head | T | drafts | AL | steps | error before | after | perfect | perfect, 97.5 % "

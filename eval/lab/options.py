@@ -43,7 +43,7 @@ from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
 from draftlab.text.chat_template import stop_ids
 from draftlab.text.suites import load_suite
-from eval.measurements import Measurements, PrintMonitor, add_options
+from eval.measurements import Measurements, PrintMonitor, add_options, option_values
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 EAGLE = "head.family=eagle export.formats=[vllm]"
@@ -319,8 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.results = options.results or options.out / "results.json"
     recipe = load_recipe(options.recipe, options.settings)
     target, tokenizer = load_target(recipe.target), load_tokenizer(recipe.target)
-    asked = ("recipe", "prompts", "k", "settings")
-    conditions = {name: getattr(options, name) for name in asked}
+    conditions = option_values(options, "recipe", "prompts", "k", "settings")
     parts = Measurements(options, conditions, target.device)
     parallel = recipe.head.family == "peagle"
     names = options.only or (PARALLEL if parallel else CHAIN)

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from draftlab.store import transfer_errors
+
 BUCKET = "bucket"
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "key-of-the-test",
@@ -146,11 +148,14 @@ def _changed(data: bytes) -> bytes:
 
 
 @contextmanager
-def object_server(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[FaultyServer]:
+def object_server(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, *, retry_s: float
+) -> Iterator[FaultyServer]:
     """Run the server, with an empty bucket, and set the environment for it.
 
     Args:
         cache: the folder of draftlab's cache.
+        retry_s: seconds in which draftlab repeats a transfer that fails.
     """
     pytest.importorskip("s3fs")
     from moto.server import ThreadedMotoServer
@@ -163,6 +168,7 @@ def object_server(monkeypatch: pytest.MonkeyPatch, cache: Path) -> Iterator[Faul
     environment = {"AWS_ENDPOINT_URL": server.url, "DRAFTLAB_CACHE": str(cache)}
     for name, value in (ENVIRONMENT | environment).items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(transfer_errors, "RETRY_S", retry_s)
     _forget()
     try:
         S3FileSystem().mkdir(BUCKET)

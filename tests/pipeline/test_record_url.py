@@ -38,8 +38,7 @@ AT_URL = f"record.url={URL}"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
-    monkeypatch.setattr(transfer_errors, "RETRY_S", 10.0)
-    with object_server(monkeypatch, tmp_path / "cache") as server:
+    with object_server(monkeypatch, tmp_path / "cache", retry_s=10.0) as server:
         yield server
 
 

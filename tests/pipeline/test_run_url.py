@@ -22,7 +22,6 @@ from draftlab.pipeline.copied_run import RUN, CopiedRun
 from draftlab.pipeline.pipeline import Pipeline
 from draftlab.pipeline.recipe import load_recipe
 from draftlab.pipeline.run_copy import ID, RunCopy
-from draftlab.store import transfer_errors
 from draftlab.store.object_store import UrlFolder
 from draftlab.store.transfer_errors import UnreachableError
 from draftlab.store.url_claim import CLAIM, LostClaimError
@@ -47,8 +46,7 @@ CHECKPOINT = (STATE, WEIGHTS, MOMENTS)
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
-    monkeypatch.setattr(transfer_errors, "RETRY_S", 0.6)
-    with object_server(monkeypatch, tmp_path / "cache") as server:
+    with object_server(monkeypatch, tmp_path / "cache", retry_s=0.6) as server:
         yield server
 
 
@@ -389,6 +387,23 @@ def test_a_newer_checkpoint_takes_the_place_of_one_that_waits(tmp_path: Path) ->
         assert "best/best.json" in files
     assert "the checkpoint of step 2 is not copied" in monitor.text
     assert not half_written(tmp_path)
+
+
+def test_a_checkpoint_on_shards_without_checked_hashes_is_not_copied(tmp_path: Path) -> None:
+    """Another machine takes what it copies for right, and does not set it aside."""
+    pushed: list[int] = []
+    copy: Any = SimpleNamespace(
+        push_checkpoint=lambda step, files: pushed.append(step), remote=UrlFolder("file:///nowhere")
+    )
+    monitor = RecordingMonitor()
+    with copying(copy, monitor) as copies:
+        for step, verified in ((1, False), (2, True)):
+            checkpoint = new_checkpoint(tmp_path, step)
+            state = json.loads((checkpoint / STATE).read_text())
+            write_json(checkpoint / STATE, state | {"verified": verified})
+            copies.add(checkpoint)
+    assert pushed == [2]
+    assert "the checkpoint of step 1 is not copied, since not all shards" in monitor.text
 
 
 def test_the_plan_says_what_is_copied(workshop: Path) -> None:

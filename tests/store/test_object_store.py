@@ -26,8 +26,7 @@ NAME = "shard-00000.safetensors"
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
-    monkeypatch.setattr(transfer_errors, "RETRY_S", 8.0)
-    with object_server(monkeypatch, tmp_path / "cache") as server:
+    with object_server(monkeypatch, tmp_path / "cache", retry_s=8.0) as server:
         yield server
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.store import transfer_errors
 from draftlab.store.object_store import UrlFolder
 from draftlab.store.url_claim import CLAIM, LostClaimError, UrlClaim
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
@@ -17,8 +16,7 @@ from tests.helpers.object_server import BUCKET, FaultyServer, object_server
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
-    monkeypatch.setattr(transfer_errors, "RETRY_S", 8.0)
-    with object_server(monkeypatch, tmp_path / "cache") as server:
+    with object_server(monkeypatch, tmp_path / "cache", retry_s=8.0) as server:
         yield server
 
 

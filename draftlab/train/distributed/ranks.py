@@ -106,7 +106,7 @@ class Ranks:
     @property
     def local_gpus(self) -> int:
         """The number of GPUs of this machine that train; at least 1."""
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if self.device.type == "cuda" else 1
+        return num_launched_here() if self.device.type == "cuda" else 1
 
     @property
     def is_main(self) -> bool:
@@ -158,6 +158,11 @@ class Ranks:
 def num_launched() -> int:
     """Return how many processes were launched together, including this one."""
     return int(os.environ.get(WORLD_SIZE, "1"))
+
+
+def num_launched_here() -> int:
+    """Return how many of them are on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def check_gpus(count: int, device: str) -> None:
