@@ -35,7 +35,14 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
-from random_models import HEADS, SMALL_HEAD, coins, random_head, random_target, synthetic_verify
+from random_models import (
+    HEADS,
+    SMALL_HEAD,
+    passing_runs,
+    random_head,
+    random_target,
+    synthetic_verify,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.engine.drafter import HeadDrafter, new_drafter
@@ -125,7 +132,7 @@ def measure(
     graphs: bool | None = None,
 ) -> Measured:
     """Measure an engine with `batch` prompts of `prompt` random tokens and `new` new ones."""
-    coins(target.device)  # not inside a graph's capture
+    passing_runs(target.device)  # not inside a graph's capture
     engine = Engine(
         target,
         drafter,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from random_models import coins, synthetic_verify
+from random_models import passing_runs, synthetic_verify
 
 from draftlab.engine.engine import Engine
 from draftlab.evaluate.decoding_config import DecodingConfig, NamedHead
@@ -42,7 +42,7 @@ def synthetic_engine(
     workload: Workload, config: DecodingConfig, *rest: Any, **options: Any
 ) -> Decoder:
     """Return the evaluation's engine for a configuration, with synthetic acceptance."""
-    coins(workload.target.device)  # not inside a graph's capture
+    passing_runs(workload.target.device)  # not inside a graph's capture
     engine = new_engine(workload, config, *rest, **options)
     assert isinstance(engine, Engine)
     if config.head is not None:
