@@ -154,7 +154,7 @@ def skinny_kernel(
             total = tl.zeros((TILE, ROWS), tl.float32)
             if NORM:
                 squares = tl.zeros((ROWS,), tl.float32)
-            for other in range(SPLIT):
+            for other in tl.static_range(SPLIT):  # unrolled: the loads do not wait for each other
                 base = partial + (tile * SPLIT + other) * SIZE
                 # Other multiprocessors wrote these, so loads bypass the L1 cache.
                 total += tl.load(base + at, cache_modifier=".cg")
