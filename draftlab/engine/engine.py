@@ -150,7 +150,7 @@ class Engine:
         self.graphs = GraphedStep(self.step) if use_graphs else None
         self.small_prefill = None
         if on_gpu and self.cache.states is None:
-            self.small_prefill = SmallPrefill(self.step, self.graphs)
+            self.small_prefill = SmallPrefill(self.step, self.graphs, prefill_tokens)
         self.max_in_flight = 1 if on_gpu else 0
         self.adaptive = None
         if adaptive is not None and drafter is not None:

@@ -37,13 +37,14 @@ class SmallPrefill:
     Args:
         step: the engine's step.
         graphs: the engine's graphs, whose memory is shared; None: launch kernel by kernel.
+        max_tokens: most tokens of a shape, padding included.
     """
 
-    ROWS = 1, 2, 4
+    ROWS = 1, 2, 4, 8, 16  # many short answers end in the same step
     COLUMNS = 32, 64, 96, 128, 192, 256, 384, 512
 
-    def __init__(self, step: Step, graphs: GraphedStep | None) -> None:
-        self.step, self.graphs = step, graphs
+    def __init__(self, step: Step, graphs: GraphedStep | None, max_tokens: int) -> None:
+        self.step, self.graphs, self.max_tokens = step, graphs, max_tokens
         self._prefills: dict[PrefillShape, _Call] = {}
         self._drafts: dict[tuple[int, int], _Call] = {}
         self._verified: dict[int, VerifiedFeatures] = {}  # by rows: what first drafts begin from
@@ -56,7 +57,9 @@ class SmallPrefill:
         prompts = [sequence.tokens for sequence in sequences]
         rows = _smallest(self.ROWS, len(prompts))
         columns = _smallest(self.COLUMNS, max(map(len, prompts)))
-        if rows is None or columns is None or any(s.resumed for s in sequences):
+        if rows is None or columns is None or rows * columns > self.max_tokens:
+            return None
+        if any(s.resumed for s in sequences):
             return None
         if len(set(map(tuple, prompts))) < len(prompts):
             return None
@@ -92,9 +95,10 @@ class SmallPrefill:
         columns = {_smallest(self.COLUMNS, length) for length in lengths} - {None}
         slots = self.step.input_batch.num_slots
         for rows in (size for size in self.ROWS if size < 2 * slots):
-            for each in sorted(columns):
+            fitting = [each for each in sorted(columns) if rows * each <= self.max_tokens]
+            for each in fitting:
                 self._prefill(PrefillShape(rows, each, limited))
-            for k in ks if columns else ():
+            for k in ks if fitting else ():
                 self._first_drafts(rows, k)
 
     def _prefill(self, shape: PrefillShape) -> _Call:

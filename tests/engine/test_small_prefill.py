@@ -24,7 +24,7 @@ class CountingPrefill(SmallPrefill):
 
 def small_engine(*arguments, **options) -> Engine:
     engine = Engine(*arguments, **options)
-    engine.small_prefill = CountingPrefill(engine.step, None)
+    engine.small_prefill = CountingPrefill(engine.step, None, engine.prefill_tokens)
     return engine
 
 
@@ -44,8 +44,9 @@ def test_tokens_and_counters_are_the_reference_engines(kind: str | None, tempera
 def test_prompts_that_fit_no_shape() -> None:
     target, heads, prompts = embedded("cpu")
     ids = prompts[0][1][:1]  # the shortest prompt that there can be
-    engine = small_engine(target, drafter_of(heads["chain"], 0.0), batch=6, max_length=600)
-    groups = [[ids], [ids, ids], [ids * 600], [ids * (n + 1) for n in range(5)]]
+    engine = small_engine(target, drafter_of(heads["chain"], 0.0), batch=17, max_length=600)
+    groups = [[ids], [ids, ids], [ids * 600], [ids * (n + 1) for n in range(17)]]
+    groups.append([ids * (n + 500) for n in range(5)])  # 8 × 512 tokens
     for group in groups:
         requests = [Request(str(n), tuple(t)[:590], 4) for n, t in enumerate(group)]
         run(engine, requests)
