@@ -58,6 +58,8 @@ from eval.measurements import Measurements, PrintMonitor, add_options, import_er
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = {"eagle3": "quickstart", "peagle": "quickstart_peagle", "dspark": "quickstart_dspark"}
+SETTINGS = {"eagle3": ("train.ttt_steps=6", "head.intermediate_size=768")}
+"""Beside the recipes: as many unrolled steps as K asks for, and the target's feed-forward."""
 OURS, REPLAY, SAME_SECONDS = "ours", "ours, replay", "ours, replay for the same seconds"
 OUR_RATES = {"specforge": 4e-3}
 """Our learning rate for a peer's optimizer, where it is not the recipe's: AdamW on all weights."""
@@ -118,7 +120,7 @@ class Bench:
             f"train.row_tokens={options.row_tokens}",
             f"train.batch_rows={max(1, options.step_tokens // options.row_tokens)}",
             f"train.steps={steps}",
-            *(["train.ttt_steps=6"] if family == "eagle3" else []),
+            *SETTINGS.get(family, ()),
             "train.checkpoint_every=1000000",
         ]
         file = FOLDER / f"{RECIPES[family]}.yaml"
