@@ -26,5 +26,9 @@ class UserError(Exception):
         return _restore, (type(self), self.what, self.where, self.do), self.__dict__
 
 
+class NoClusterError(UserError):
+    """No Ray cluster answers that can be used."""
+
+
 def _restore(kind: type[UserError], what: str, where: str, do: str) -> UserError:
     return kind(what, where=where, do=do)

@@ -43,17 +43,36 @@ def _wait_for_end(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+_handlers_of_threads: list[Callable[[int], None]] = []
+
+
+def deliver_ending_signal(number: int) -> bool:
+    """Hand an ending signal of another process to the threads that handle one now.
+
+    Returns:
+        Whether there is such a thread, that is a block of `on_ending_signal` in it.
+    """
+    for handle in (handlers := [*_handlers_of_threads]):
+        handle(number)
+    return bool(handlers)
+
+
 @contextmanager
 def on_ending_signal(handle: Callable[[int], None]) -> Iterator[None]:
     """Call `handle` with the number of each ending signal that arrives in the block.
 
     A signal that the process ignores stays ignored, as under nohup. Only the main thread of a
-    process can handle signals; in other threads nothing changes.
+    process receives signals; a block in another thread gets those of `deliver_ending_signal`.
     """
-    former = {}
-    if threading.current_thread() is threading.main_thread():
-        handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-        former = {number: old for number, old in handlers.items() if old != signal.SIG_IGN}
+    if threading.current_thread() is not threading.main_thread():
+        _handlers_of_threads.append(handle)
+        try:
+            yield
+        finally:
+            _handlers_of_threads.remove(handle)
+        return
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    former = {number: old for number, old in handlers.items() if old != signal.SIG_IGN}
     for number in former:
         signal.signal(number, lambda number, _: handle(number))
     try:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from draftlab.errors import UserError
+from draftlab.errors import NoClusterError, UserError
 
 if TYPE_CHECKING:
+    from draftlab.pipeline.hardware import HardwareSettings
     from draftlab.pipeline.ray_cluster import RayCluster
 
 
@@ -32,7 +33,7 @@ def connected(address: str | None) -> Iterator[RayCluster | None]:
             do="start it without torchrun or accelerate launch: Ray starts the processes",
         )
     if importlib.util.find_spec("ray") is None:
-        raise UserError(
+        raise NoClusterError(
             "expected Ray, found that it is not installed",
             where="--ray",
             do="pip install 'draftlab[ray]' on all nodes",
@@ -41,6 +42,28 @@ def connected(address: str | None) -> Iterator[RayCluster | None]:
 
     with RayCluster.connect(address) as cluster:
         yield cluster
+
+
+def planned_hardware(
+    address: str | None, planned: HardwareSettings
+) -> tuple[HardwareSettings, str]:
+    """Return the GPUs of a running cluster, for a plan, and a line about them.
+
+    Without a cluster, and of one without GPUs, they are those of the recipe.
+
+    Raises:
+        UserError: the address has another form, or this process was launched with others.
+    """
+    try:
+        with connected(address) as cluster:
+            if cluster is None:
+                return planned, ""
+            line = cluster.describe()
+            if cluster.has_gpus:
+                return cluster.hardware(planned), f"{line}, for which the plan is"
+    except NoClusterError as error:
+        line = f"ray: {error.what}"
+    return planned, f"{line}; the plan is for `hardware` of the recipe"
 
 
 def refuse_both(gpus: int | None, address: str | None) -> None:

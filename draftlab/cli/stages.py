@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from draftlab.cli.console import monitor, plan_lines
-from draftlab.cli.ray import connected
+from draftlab.cli.ray import connected, planned_hardware
 
 if TYPE_CHECKING:
     from draftlab.pipeline.pipeline import Pipeline
@@ -79,11 +79,16 @@ def make(
     pipeline = new_pipeline(recipe, overrides, rehearse=rehearse)
     pipeline.gpus = gpus
     if plan:
+        pipeline.on_cluster = ray is not None
+        hardware, ray_line = planned_hardware(ray, pipeline.recipe.hardware)
+        pipeline.recipe = pipeline.recipe.model_copy(update={"hardware": hardware})
         typer.echo(f"run folder: {pipeline.folder}")
         statuses = pipeline.plan(*stages)
         for line in plan_lines(statuses, force=force):
             typer.echo(line)
-        for line in pipeline.estimate(*stages, on_cluster=ray is not None):
+        if ray_line:
+            typer.echo(ray_line)
+        for line in pipeline.estimate(*stages):
             typer.echo(line)
         typer.echo("`draftlab recipe show` with the same arguments prints every setting")
         pipeline.check(statuses, plan=True)

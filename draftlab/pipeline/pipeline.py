@@ -58,6 +58,7 @@ class Pipeline:
         gpus: number of GPUs that answer and record, each with a process and the whole target; on
             a cluster the number of processes that train together. None: one, or all of the cluster.
         cluster: the Ray cluster that does the work; None: this machine.
+        on_cluster: whether a cluster will do it, for plans without one.
 
     Attributes:
         ranks: the processes that train together in `make`; None: only this one.
@@ -68,6 +69,7 @@ class Pipeline:
     runs: Path = RUNS
     gpus: int | None = None
     cluster: RayCluster | None = None
+    on_cluster: bool = False
     ranks: Ranks | None = field(default=None, init=False)
     _training: bool = field(default=False, init=False)
     _default_note: str = field(default="", init=False)
@@ -117,14 +119,10 @@ class Pipeline:
             for status in run.plan(*last)
         ]
 
-    def estimate(self, *last: str, on_cluster: bool = False) -> Iterator[str]:
-        """Yield a table of disk, memory and time for the stages up to those named `last`.
-
-        Args:
-            on_cluster: whether all machines of `hardware` work together.
-        """
+    def estimate(self, *last: str) -> Iterator[str]:
+        """Yield a table of disk, memory and time for the stages up to those named `last`."""
         hardware = self.recipe.hardware
-        working = hardware.gpus * hardware.nodes if on_cluster else self.gpus or 1
+        working = hardware.gpus * hardware.nodes if self.on_cluster else self.gpus or 1
         names = [status.stage.name for status in self.plan(*last)]
         yield from estimate_table(self.recipe, self.runs, names, working)
         if "head" in names and self._default_note:
@@ -141,7 +139,8 @@ class Pipeline:
         """
         names = [s.stage.name for s in statuses if s.state not in ("done", "unneeded")]
         self.recording.trains = "head" in names
-        for warning in check_before_run(self.recipe, names, plan=plan, here=self.cluster is None):
+        here = self.cluster is None and not self.on_cluster
+        for warning in check_before_run(self.recipe, names, plan=plan, here=here):
             self.monitor.say(warning)
 
     def make(self, *last: str, force: bool = False) -> Path:

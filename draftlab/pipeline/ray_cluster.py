@@ -21,8 +21,9 @@ from pathlib import Path
 
 import ray
 
-from draftlab.errors import UserError
+from draftlab.errors import NoClusterError, UserError
 from draftlab.formatting import count_text
+from draftlab.pipeline.hardware import GPUS, HardwareSettings
 from draftlab.pipeline.ray_nodes import alive_nodes
 from draftlab.pipeline.ray_pool import RayPool
 from draftlab.pipeline.recipe import Recipe
@@ -52,7 +53,8 @@ class RayCluster:
             address: "auto", the cluster of this machine; or HOST:PORT of its head node.
 
         Raises:
-            UserError: there is no such cluster, or another version of Ray or Python runs there.
+            NoClusterError: there is none, or another version of Ray or Python runs there.
+            UserError: the address has another form.
         """
         if address.startswith("ray://"):
             raise UserError(
@@ -73,7 +75,7 @@ class RayCluster:
             # Ray's own words for this case name options that draftlab does not have.
             absent = address == "auto" and isinstance(error, ConnectionError)
             reason = "no Ray runs on this machine" if absent else error
-            raise UserError(
+            raise NoClusterError(
                 f"expected a Ray cluster, found none that can be used: {reason}",
                 where=f"--ray {address}",
                 do="start one with `ray start --head`, and `ray start --address HOST:6379` on each "
@@ -110,6 +112,19 @@ class RayCluster:
         kind = "GPU" if self.has_gpus else "CPU"
         total = sum(int(node["Resources"].get(kind, 0)) for node in nodes)
         return f"ray: {count_text(len(nodes), 'node')} with {count_text(total, kind)} in all"
+
+    def hardware(self, planned: HardwareSettings) -> HardwareSettings:
+        """Return the GPUs of the cluster, which has some, for a plan.
+
+        Args:
+            planned: those of the recipe, of whose kind they are if Ray does not know it.
+        """
+        nodes = [node["Resources"] for node in alive_nodes() if node["Resources"].get("GPU")]
+        types = {name for node in nodes for name in node if name.startswith("accelerator_type:")}
+        known = {name.partition(":")[2].partition("-")[0] for name in types} & GPUS.keys()
+        kind = known.pop() if len(known) == 1 else planned.gpu
+        gpus = int(sum(node["GPU"] for node in nodes)) // len(nodes)
+        return HardwareSettings(gpu=kind, gpus=max(1, gpus), nodes=len(nodes))
 
     def new_pool(self, recipe: Recipe, run: Path, monitor: Monitor) -> RayPool:
         """Return a pool of actors that hold the target."""

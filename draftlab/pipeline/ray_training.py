@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +20,7 @@ import ray
 from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util.queue import Empty, Queue
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from ray.util.queue import Queue
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
@@ -34,64 +31,23 @@ from draftlab.pipeline.ray_nodes import (
     cpus_per_gpu,
     enter_node,
     node_log,
-    print_to_log,
     target_resources,
     wait_for_files,
 )
 from draftlab.pipeline.ray_pool import RayPool
+from draftlab.pipeline.ray_relay import POLL_S, QueueMonitor, StageTask, new_queue, relay
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.stages import STAGES
 from draftlab.pipeline.training import train_and_save
 from draftlab.pipeline.window_training import split_gpus
 from draftlab.progress import Monitor
+from draftlab.signals import deliver_ending_signal, on_ending_signal
 from draftlab.train.checkpoint import checkpoints
 from draftlab.train.distributed.ranks import TIMEOUT, LostRankError, Ranks
 
-POLL_S = 0.2
-PROGRESS_S = 0.5
-"""Least time between two reports of progress."""
 FAILURES = 3
 """Times that training may fail without a new checkpoint before the run ends."""
-
-
-@dataclass(frozen=True)
-class StageTask:
-    """What a process on a node needs for a stage.
-
-    Attributes:
-        recipe: with the devices on the cluster.
-        run: the run folder, absolute.
-        folder: the driver's working directory.
-        queue: takes what the driver's console shows.
-    """
-
-    recipe: Recipe
-    run: Path
-    folder: str
-    queue: Queue
-
-
-class QueueMonitor(Monitor):
-    """Passes lines and progress to the driver, and lines to the node's log.
-
-    Args:
-        queue: None: nothing is passed on, as of all ranks but the first.
-    """
-
-    def __init__(self, queue: Queue | None) -> None:
-        self._queue, self._last = queue, 0.0
-
-    def say(self, line: str) -> None:
-        print_to_log(line)
-        if self._queue is not None:
-            self._queue.put(("say", line))
-
-    def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
-        now = time.monotonic()
-        if self._queue is not None and (done >= total or now - self._last > PROGRESS_S):
-            self._last = now
-            self._queue.put(("progress", stage, done, total, detail))
 
 
 def train(
@@ -104,15 +60,33 @@ def train(
 
     Raises:
         UserError: as training does, with the name of the node; or it fails again and again.
+        SystemExit: this process received SIGTERM or SIGHUP; a checkpoint is written. At a second
+            signal it ends without one.
     """
-    recipe = cluster.on_cluster(recipe)
+    received: list[int] = []
+
+    def end(number: int) -> None:
+        received.append(number)
+        if len(received) > 1:
+            raise SystemExit(128 + number)
+
+    with on_ending_signal(end):
+        _train(cluster.on_cluster(recipe), run, monitor, num_ranks, received)
+    if received:
+        raise SystemExit(128 + received[0])
+    wait_for_files(run / STAGES["head"].artefact, STAGES["head"].files)
+
+
+def _train(
+    recipe: Recipe, run: Path, monitor: Monitor, num_ranks: int | None, received: list[int]
+) -> None:
+    """Train until the head is written, or until a signal that this process has received."""
     failures, last = 0, None
-    while True:
+    while not received:
         found = checkpoints(run / "train" / "checkpoints")
         failures, last = (failures, last) if found[-1:] == last else (0, found[-1:])
         try:
-            _fit(recipe, run.resolve(), monitor, num_ranks or _num_gpus(recipe))
-            wait_for_files(run / STAGES["head"].artefact, STAGES["head"].files)
+            _fit(recipe, run.resolve(), monitor, num_ranks or _num_gpus(recipe), received)
             return
         except (TrainingFailedError, RayActorError) as error:
             failures += 1
@@ -138,17 +112,25 @@ def _num_gpus(recipe: Recipe) -> int:
     return split_gpus(total, recipe.target.gpus, where="--ray")[0]
 
 
-def _fit(recipe: Recipe, run: Path, monitor: Monitor, num_ranks: int) -> None:
-    """Run Ray Train once."""
+def _fit(recipe: Recipe, run: Path, monitor: Monitor, num_ranks: int, received: list[int]) -> None:
+    """Run Ray Train once; hand it the first signal that this process receives."""
     uses_gpu = recipe.train.device == "cuda"
     kind = "GPU" if uses_gpu else "CPU"
     monitor.say(f"ray: {count_text(num_ranks, 'process')} with a {kind} each will train")
     storage = run / ".ray-train"  # Ray Train's own notes, which nothing reads again
     os.environ["RAY_CHDIR_TO_TRIAL_DIR"] = "0"
-    queue = _new_queue()
+    queue, signals, sent = new_queue(), new_queue(), []
+
+    def send_signal() -> None:
+        if received and not sent:
+            sent.append(received[0])
+            name = signal.Signals(received[0]).name
+            monitor.say(f"{name}: the training writes a checkpoint and ends; again {name} ends now")
+            signals.put(received[0])
+
     trainer = TorchTrainer(
         _train_rank,
-        train_loop_config={"task": StageTask(recipe, run, os.getcwd(), queue)},
+        train_loop_config={"task": StageTask(recipe, run, os.getcwd(), queue, signals)},
         scaling_config=ScalingConfig(
             num_workers=num_ranks,
             use_gpu=uses_gpu,
@@ -163,7 +145,7 @@ def _fit(recipe: Recipe, run: Path, monitor: Monitor, num_ranks: int) -> None:
     )
     try:
         # In another thread Ray Train leaves the signals of this process alone.
-        _relay(queue, monitor, trainer.fit)
+        relay(queue, monitor, trainer.fit, send_signal)
     finally:
         shutil.rmtree(storage, ignore_errors=True)
 
@@ -182,8 +164,11 @@ def _train_rank(config: dict[str, Any]) -> None:
         def new_pool(_: Ranks) -> RayPool:
             return RayPool(task.recipe, task.run, monitor)
 
+        if rank == 0:
+            threading.Thread(target=_receive_signal, args=(task.signals,), daemon=True).start()
         arguments = (task.recipe, recording, task.run, head)
-        train_and_save(*arguments, monitor=monitor, ranks=ranks, new_pool=new_pool)
+        with suppress(SystemExit):  # the driver's signal, at which all ranks end after one step
+            train_and_save(*arguments, monitor=monitor, ranks=ranks, new_pool=new_pool)
         ranks.leave()
     except Exception as error:
         traceback.print_exc()
@@ -192,6 +177,14 @@ def _train_rank(config: dict[str, Any]) -> None:
             task.queue.put(("error", named))
         first = str(error).partition("\n")[0]
         raise RuntimeError(f"node {node}, rank {rank}: {type(error).__name__}: {first}") from None
+
+
+def _receive_signal(signals: Queue) -> None:
+    """Hand the signal that the driver receives to the training, as soon as steps are run."""
+    with suppress(RayActorError):  # the driver has ended
+        number = signals.get()
+        while not deliver_ending_signal(number):
+            time.sleep(POLL_S)
 
 
 def evaluate(
@@ -206,10 +199,10 @@ def evaluate(
         UserError: as `evaluate_head`, with the name of the node.
     """
     recipe, run = cluster.on_cluster(recipe), run.resolve()
-    queue = _new_queue()
+    queue = new_queue()
     task = StageTask(recipe, run, os.getcwd(), queue)
     remote = ray.remote(**target_resources(recipe))(_evaluate)
-    _relay(queue, monitor, lambda: ray.get(remote.remote(task, folder.resolve())))
+    relay(queue, monitor, lambda: ray.get(remote.remote(task, folder.resolve())))
     wait_for_files(folder, STAGES["eval"].files)
 
 
@@ -238,45 +231,6 @@ def _evaluate(task: StageTask, folder: Path) -> None:
         task.queue.put(
             ("error", UserError(f"node {node}: {error.what}", where=error.where, do=error.do))
         )
-
-
-def _new_queue() -> Queue:
-    """Return a queue on the node of this process, which no other node takes away."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    return Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
-
-
-def _relay(queue: Queue, monitor: Monitor, work: Callable[[], Any]) -> None:
-    """Show what comes through a queue while some work runs in another thread.
-
-    Raises:
-        UserError: the first error that came through the queue.
-        Exception: what the work raised, if no error came.
-    """
-    errors: list[UserError] = []
-    future: Future[Any] = Future()
-    # Unlike a pool's, this thread does not keep an interrupted process waiting.
-    threading.Thread(target=_run_into, args=(future, work), daemon=True).start()
-    ended = False
-    while not ended:
-        ended = future.done()  # what was sent before is shown below
-        with suppress(Empty):
-            while True:
-                kind, *arguments = queue.get(timeout=POLL_S)
-                if kind == "error":
-                    errors += arguments
-                else:
-                    getattr(monitor, kind)(*arguments)
-    if errors:
-        raise errors[0]
-    future.result()
-
-
-def _run_into(future: Future[Any], work: Callable[[], Any]) -> None:
-    try:
-        future.set_result(work())
-    except BaseException as error:
-        future.set_exception(error)
 
 
 def _first_line(error: Exception) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from uuid import uuid4
@@ -30,13 +31,13 @@ from draftlab.pipeline.stage_records import read_record, record_path
 from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
 from draftlab.store.object_store import UrlFolder
-from draftlab.store.transfer_errors import UnreachableError
+from draftlab.store.transfer_errors import DamagedError
 from draftlab.store.url_claim import UrlClaim
+from draftlab.store.urls import local_folder
 from draftlab.train.checkpoint import MAX_CHECKPOINTS, checkpoints, step_of
 
 ID = "run_url.json"
 """File of the run folder with the id of the run that is at the URL."""
-_AGAIN = "restore it from a copy, or name another run.url, to which all files are copied"
 
 
 class RunCopy:
@@ -47,18 +48,31 @@ class RunCopy:
         name: of the run.
         url: of `urls.check_url`.
         monitor: receives lines.
+
+    Raises:
+        UserError: the URL is that of the run folder.
     """
 
     def __init__(self, folder: Path, name: str, url: str, monitor: Monitor) -> None:
         self.folder, self.name, self.monitor = folder, name, monitor
-        self.remote = UrlFolder(url)
+        self.remote, there = UrlFolder(url), local_folder(url)
+        if there is not None and folder.resolve() in (there.resolve(), *there.resolve().parents):
+            raise UserError(
+                f"expected a folder outside of the run folder {folder}, found {url}",
+                where="run.url",
+                do="name a folder on another disk or in a bucket",
+            )
         self._claim, self._is_claimed = UrlClaim(self.remote, folder), False
+        self._left_out: set[str] = set()
 
     def pull(self) -> None:
         """Copy what the run folder lacks of complete stages, and a newer checkpoint, from the URL.
 
+        A stage or checkpoint of which a file is damaged or missing there is left out with a
+        warning. A stage is then made again, and so are those that read it.
+
         Raises:
-            UserError: the URL has another run, or a file there is damaged.
+            UserError: the URL has another run, or does not answer.
         """
         copied = CopiedRun.read(self.remote)
         if copied is None:
@@ -66,8 +80,9 @@ class RunCopy:
         self._check_same_run(copied)
         write_json(self.folder / ID, {"id": copied.id})
         for name in RUN_FILES:
-            if name in copied.files and not (self.folder / name).exists():
-                self._pull_file(copied, name)
+            if name in copied.files.keys() - self._left_out and not (self.folder / name).exists():
+                with self._leaving_out([name], name):
+                    self._pull_file(copied, name)
         for stage in STAGE_FILES:
             self._pull_stage(copied, stage)
         if self._complete().get("head") is False:
@@ -81,13 +96,19 @@ class RunCopy:
         """
         if former := self._claim.take(self.name):
             self.monitor.say(
-                f"run.url: a process {former} worked in this run and did not finish; it goes on "
+                f"run.url: a process ({former}) worked in this run and did not finish; it goes on "
                 "here, and that process ends with an error if it still runs"
             )
         self._is_claimed = True
         self.pull()
-        if CopiedRun.read(self.remote) is None:
-            self._save(CopiedRun(id=self._id() or uuid4().hex, name=self.name))
+        copied = CopiedRun.read(self.remote)
+        if copied is None:
+            copied = CopiedRun(id=self._id() or uuid4().hex, name=self.name)
+        files = {n: file for n, file in copied.files.items() if n not in self._left_out}
+        self._save(copied.model_copy(update={"files": files}))
+        for name in self.remote.names(CHECKPOINTS):
+            if name not in files:  # a process was killed while it copied or removed a checkpoint
+                self.remote.remove(name)
 
     def push(self) -> None:
         """Copy what the URL lacks; remove there what is not in the run folder any more.
@@ -202,19 +223,38 @@ class RunCopy:
         name = path.relative_to(self.folder).as_posix()
         if name not in copied.files or (path.is_file() and read_record(path)["complete"]):
             return
-        with TemporaryDirectory() as temporary:
-            record = Path(temporary) / path.name
-            self._download(name, record, copied.files[name])
-            if read_record(record)["complete"]:
-                names = copied.of_stage(stage)
-                for one in names:
-                    self._pull_file(copied, one)
-                size = size_text(sum(copied.files[one].bytes for one in names))
-                self.monitor.say(f"{stage}: copied from {self.remote.url} ({size})")
-            elif path.is_file() or not (stage == "head" and copied.steps()):
-                return  # there is nothing to go on from
-            with atomic_path(path) as file:
-                shutil.copyfile(record, file)
+        names, record = copied.of_stage(stage), {}
+        earlier = record_path(Path(), STAGES[STAGES[stage].after or stage]).as_posix()
+        if not self._left_out.isdisjoint([name, *names, earlier]):
+            self._left_out.update([name, *names])  # it was made of what is made again
+            return
+        with self._leaving_out([name, *names], stage), TemporaryDirectory() as temporary:
+            self._download(name, Path(temporary) / path.name, copied.files[name])
+            record = read_record(Path(temporary) / path.name)
+            for one in names if record["complete"] else ():
+                self._pull_file(copied, one)
+        is_complete = record.get("complete") and name not in self._left_out
+        if is_complete:
+            size = size_text(sum(copied.files[one].bytes for one in names))
+            self.monitor.say(f"{stage}: copied from {self.remote.url} ({size})")
+        elif not record or path.is_file() or not (stage == "head" and copied.steps()):
+            return  # there is nothing to go on from
+        write_json(path, record | {"complete": is_complete})
+
+    @contextmanager
+    def _leaving_out(self, names: Collection[str], what: str) -> Iterator[None]:
+        """Leave out files of which one turns out to be damaged or missing, with a warning.
+
+        Args:
+            what: they are.
+        """
+        try:
+            yield
+        except DamagedError as error:
+            self._left_out.update(names)
+            self.monitor.say(
+                f"warning: {what} at {self.remote.url} is not used: {error.what} ({error.where})"
+            )
 
     def _pull_file(self, copied: CopiedRun, name: str) -> None:
         with atomic_path(self.folder / name) as path:
@@ -223,25 +263,21 @@ class RunCopy:
     def _pull_checkpoint(self, copied: CopiedRun) -> None:
         """Copy the newest checkpoint that is newer than those of the run folder.
 
-        One that is damaged is left out with a warning.
+        One that is damaged is left out.
         """
         folder = self.folder / CHECKPOINTS
         newest = max(map(step_of, checkpoints(folder)), default=0)
         for step in reversed([step for step in copied.steps() if step > newest]):
             building, files = folder / f".step-{step:07d}.tmp", copied.checkpoint(step)
+            names = {f"{checkpoint_prefix(step)}{name}": name for name in files}
             shutil.rmtree(building, ignore_errors=True)
             (building / "best").mkdir(parents=True)
-            try:
-                for name, file in files.items():
-                    self._download(f"{checkpoint_prefix(step)}{name}", building / name, file)
-            except UnreachableError:
-                raise
-            except UserError as error:
+            if self._left_out.isdisjoint(names):
+                with self._leaving_out(names, f"the checkpoint of step {step}"):
+                    for full_name, name in names.items():
+                        self._download(full_name, building / name, files[name])
+            if not self._left_out.isdisjoint(names):
                 shutil.rmtree(building)
-                self.monitor.say(
-                    f"warning: the checkpoint of step {step} at {self.remote.url} is not used: "
-                    f"{error.what} ({error.where})"
-                )
                 continue
             train, best = folder.parent, folder.parent / "best"
             shutil.rmtree(best, ignore_errors=True)
@@ -255,9 +291,4 @@ class RunCopy:
             return
 
     def _download(self, name: str, path: Path, file: CopiedFile) -> None:
-        try:
-            self.remote.download(name, path, file.bytes, file.sha256)
-        except UnreachableError:
-            raise
-        except UserError as error:
-            raise UserError(error.what, where=error.where, do=_AGAIN) from None
+        self.remote.download(name, path, file.bytes, file.sha256)

@@ -160,12 +160,13 @@ class Run:
                     f"{key}: {in_run!r} in the run, {in_recipe!r} now"
                     for key, (in_run, in_recipe) in status.changes.items()
                 ]
+                url = self.settings.get("run.url")
                 raise UserError(
                     f"the stage {stage.name!r} of the run has other settings:\n  "
                     + "\n  ".join(lines),
-                    where=self.folder,
+                    where=f"{self.folder}, copied to {url}" if url else self.folder,
                     do=f"--force runs {stage.name} and all later stages again; name=other starts a "
-                    "new run beside this one",
+                    f"new run beside this one{', with another run.url' if url else ''}",
                 )
 
     def check_store(self, status: Status) -> None:

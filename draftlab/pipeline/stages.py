@@ -71,6 +71,8 @@ STAGES = {
     )
 }
 SETTINGS_WITHOUT_EFFECT = {
+    "target.path",  # its fingerprint and the prompts' SHA-256 are inputs
+    "prompts.source",
     "target.device",
     "target.gpus",
     "target.compile",

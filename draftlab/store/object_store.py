@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, create_file, sha256_file
 from draftlab.store.transfer_errors import (
+    DamagedError,
     damage_error,
     plain_error,
     repeat_transfer,
@@ -27,6 +28,7 @@ from draftlab.store.transfer_errors import (
 from draftlab.store.urls import local_folder
 
 T = TypeVar("T")
+A = TypeVar("A")
 PART_BYTES = 1 << 26
 """Size of the parts in which s3fs uploads large files; S3's ETag of such a file depends on it."""
 BLOCK = 1 << 24
@@ -106,29 +108,30 @@ class UrlFolder:
         if self.url.partition("://")[0].lower() in ("s3", "s3a", "gs", "gcs"):
             self._retry(look, "reading the bucket", self.url)
 
+    def names(self, folder: str) -> list[str]:
+        """Return the names of all files below a folder, from paged listings."""
+        file_system, root = self._opened
+
+        def listing() -> list[str]:
+            file_system.invalidate_cache()
+            paths = file_system.find(self._path(folder))
+            return [path.removeprefix(f"{root.rstrip('/')}/") for path in paths]
+
+        return self._retry(listing, "listing the folder", self.where(folder))
+
     def size(self, name: str) -> int:
         """Return the size of a file; −1: there is none."""
-
-        def size() -> int:
-            try:
-                return self._size(name)
-            except FileNotFoundError:
-                return -1
-
-        return self._retry(size, "reading", self.where(name))
+        return self._retry_or(lambda: self._size(name), "reading", name, -1)
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file; None if there is none."""
         file_system, path = self._opened[0], self._path(name)
 
-        def content() -> bytes | None:
+        def content() -> bytes:
             file_system.invalidate_cache()
-            try:
-                return bytes(file_system.cat_file(path))
-            except FileNotFoundError:
-                return None
+            return bytes(file_system.cat_file(path))
 
-        return self._retry(content, "reading", self.where(name))
+        return self._retry_or(content, "reading", name, None)
 
     def download(self, name: str, path: Path, size: int | None, sha256: str | None) -> None:
         """Download a file to `path` and compare its size and SHA-256.
@@ -137,7 +140,8 @@ class UrlFolder:
             size, sha256: those that the file must have; None: any.
 
         Raises:
-            UserError: there is no such file, or it has another size or hash; or see `sizes`.
+            DamagedError: there is no such file, or it has another size or hash.
+            UserError: see `sizes`.
         """
         damaged = 0
 
@@ -146,7 +150,7 @@ class UrlFolder:
             try:
                 self._opened[0].get_file(self._path(name), str(path))
             except FileNotFoundError:
-                raise UserError(
+                raise DamagedError(
                     "the file is missing", where=self.where(name), do=restore_hint(name)
                 ) from None
             actual = path.stat().st_size
@@ -234,35 +238,19 @@ class UrlFolder:
         """Upload a file unless the folder has its bytes already."""
 
         def is_same() -> bool:
-            try:
-                return self._difference(path, name) is None
-            except FileNotFoundError:
-                return False
+            return self._difference(path, name) is None
 
-        if not self._retry(is_same, "reading", self.where(name)):
+        if not self._retry_or(is_same, "reading", name, False):
             self.upload(path, name)
 
     def sha256(self, name: str) -> str | None:
         """Return the hex SHA-256 of a file as it is at the URL; None if there is none."""
-
-        def digest() -> str | None:
-            try:
-                return self._sha256_of_object(name)
-            except FileNotFoundError:
-                return None
-
-        return self._retry(digest, "reading", self.where(name))
+        return self._retry_or(lambda: self._sha256_of_object(name), "reading", name, None)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-
-        def attempt() -> None:
-            try:
-                self._opened[0].rm_file(self._path(name))
-            except FileNotFoundError:
-                return
-
-        self._retry(attempt, "removing", self.where(name))
+        path = self._path(name)
+        self._retry_or(lambda: self._opened[0].rm_file(path), "removing", name, None)
 
     def _size(self, name: str) -> int:
         file_system = self._opened[0]
@@ -278,6 +266,17 @@ class UrlFolder:
         if received != expected:
             raise OSError(f"received {received:,} of {expected:,} bytes")
         return digest.hexdigest()
+
+    def _retry_or(self, action: Callable[[], T], doing: str, name: str, absent: A) -> T | A:
+        """Return the result of an action on a file, or `absent` if there is no such file."""
+
+        def attempt() -> T | A:
+            try:
+                return action()
+            except FileNotFoundError:
+                return absent
+
+        return self._retry(attempt, doing, self.where(name))
 
     def _retry(self, action: Callable[[], T], doing: str, where: str) -> T:
         return repeat_transfer(action, doing, where, self.cancelled)

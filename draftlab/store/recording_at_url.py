@@ -72,8 +72,8 @@ def claim_url(files: ShardFiles, plan: str, adopt: Callable[[], bool], monitor: 
     """
     if former := files.claim(plan):
         monitor.say(
-            f"store: this recording was begun {former} and not completed; it is recorded here, and "
-            "the other process ends with an error if it still runs"
+            f"store: a process ({former}) began this recording and did not complete it; it is "
+            "recorded here, and that process ends with an error if it still runs"
         )
     try:
         adopt()

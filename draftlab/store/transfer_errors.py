@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from draftlab.errors import UserError
+from draftlab.store.urls import local_folder
 
 T = TypeVar("T")
 RETRY_S = 120.0
@@ -34,6 +35,10 @@ class UnreachableError(UserError):
     """A URL that does not answer. Nothing is known of the files there."""
 
 
+class DamagedError(UserError):
+    """A file at a URL that is missing, or has other bytes than it should."""
+
+
 def plain_error(error: BaseException) -> str:
     """Return an error's text without credentials that a URL in it may have."""
     return _SECRETS.sub("…", str(error)) or "no message"
@@ -52,7 +57,7 @@ def repeat_transfer(
     Raises:
         UserError: there is no such bucket, the server refuses, or the action raises one itself.
         UnreachableError: the last attempt failed, too.
-        OSError: this machine's disk is full or read-only.
+        OSError: this machine's disk is full or read-only, and `where` is not on it.
     """
     started, wait = time.monotonic(), FIRST_WAIT_S
     while True:
@@ -68,7 +73,13 @@ def repeat_transfer(
             ) from None
         except Exception as error:
             if isinstance(error, OSError) and error.errno in _NO_ROOM:
-                raise  # it is no fault of the server
+                if doing not in ("uploading", "writing") or not local_folder(where):
+                    raise  # it is no fault of the server
+                raise UserError(
+                    f"{doing} failed: {error.strerror}",
+                    where=where,
+                    do="free space there; the same command goes on where it stopped",
+                ) from None
             kind, passed = type(error).__name__, time.monotonic() - started
             if isinstance(error, _PERMANENT) or _NO_CREDENTIALS.search(kind):
                 raise UserError(
@@ -103,12 +114,14 @@ def restore_hint(name: str) -> str:
             "restore the object from a copy, or remove it and record again with the same recipe: "
             "only missing shards are computed"
         )
+    if "/" in name:
+        return "restore it from a copy; or let `draftlab run` make it again, where run.url is this"
     return "check the URL; a store's folder has manifest.json"
 
 
-def damage_error(expected: str, actual: str, where: str, name: str) -> UserError:
+def damage_error(expected: str, actual: str, where: str, name: str) -> DamagedError:
     """Return the error of an object that has other bytes than it should."""
-    return UserError(
+    return DamagedError(
         f"the object is damaged: expected {expected}, found {actual}",
         where=where,
         do=restore_hint(name),

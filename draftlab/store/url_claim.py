@@ -46,7 +46,7 @@ class UrlClaim:
             purpose: what is written there; a claim with another one is not replaced.
 
         Returns:
-            Whose claim has been replaced, and since when it was there; "": there was none, or it
+            Whose claim has been replaced, and when it was made; "": there was none, or it
             was of a process that had the same folder.
 
         Raises:
@@ -59,7 +59,7 @@ class UrlClaim:
             former = self._read()
             if former is not None and former.get("of") != purpose:
                 raise UserError(
-                    f"another run writes there, {_holder(former)}",
+                    f"another run writes there ({_holder(former)})",
                     where=self.remote.url,
                     do="name another folder; or, if that run has been given up, remove "
                     f"{self.remote.where(CLAIM)}",
@@ -93,9 +93,9 @@ class UrlClaim:
         claim = self._read()
         if not self._id or claim is None or claim.get("id") != self._id:
             raise LostClaimError(
-                "another process has begun to write there"
-                + (f", {_holder(claim)}" if claim else "")
-                + ", so this one ends",
+                f"another process has begun to write there ({_holder(claim)}), so this one ends"
+                if claim
+                else f"{CLAIM}, with which this process claimed the URL, has been removed",
                 where=self.remote.url,
                 do="let one process work; the same command goes on from what is at the URL",
             )
@@ -109,5 +109,5 @@ class UrlClaim:
 
 
 def _holder(claim: dict[str, Any]) -> str:
-    """Return who has a claim, and since when."""
-    return f"on {claim.get('host', 'an unknown machine')} since {claim.get('since', '?')}"
+    """Return on which machine the process with a claim is, and when it made the claim."""
+    return f"on {claim.get('host', 'an unknown machine')}, begun {claim.get('since', '?')}"

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from draftlab.evaluate.certificate import certify
 from draftlab.evaluate.evaluator import Evaluator
 from draftlab.evaluate.results import SCHEMA_VERSION, Report
 from draftlab.pipeline import pipeline
-from draftlab.signals import ENDING_SIGNALS, on_ending_signal
+from draftlab.signals import ENDING_SIGNALS, deliver_ending_signal, on_ending_signal
 from tests.helpers.small_run import copy_of_finished, draftlab, finished, half_written, snapshot
 
 # fmt: off
@@ -495,6 +496,27 @@ def test_a_signal_that_is_ignored_stays_ignored() -> None:
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_a_thread_gets_the_signals_of_another_process() -> None:
+    """As a rank of Ray Train, which is no main thread, gets the driver's."""
+    received: list[int] = []
+    in_block, may_end = threading.Event(), threading.Event()
+
+    def train() -> None:
+        with on_ending_signal(received.append):
+            in_block.set()
+            may_end.wait(60)
+
+    assert not deliver_ending_signal(signal.SIGTERM)
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert in_block.wait(60)
+    assert deliver_ending_signal(signal.SIGHUP)
+    may_end.set()
+    thread.join()
+    assert received == [signal.SIGHUP]
+    assert not deliver_ending_signal(signal.SIGTERM)
 
 
 def test_long_lines_are_not_wrapped_in_a_log() -> None:

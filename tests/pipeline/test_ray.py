@@ -168,6 +168,35 @@ def test_killed_in_a_stage_it_ends_with_the_same_bytes(
 
 
 @pytest.mark.slow
+def test_sigterm_at_the_driver_writes_a_checkpoint(cluster: Any, tmp_path: Path) -> None:
+    new_workshop(tmp_path)
+    run, ranks = tmp_path / "runs/small", ("--gpus", "2", "train.device=cpu")
+    settings = (
+        "train.steps=3000",
+        "train.checkpoint_every=3000",
+        f"run.url=file://{tmp_path}/copy",
+    )
+    command = ("train", "small.yaml", *settings, *ranks, "--ray", cluster.address)
+    driver = Driver(tmp_path, *command)
+    driver.wait(lambda: (run / "train/metrics.jsonl").exists())
+    driver.process.terminate()
+    assert driver.wait() == 128 + signal.SIGTERM, driver.text
+    written = re.search(r"SIGTERM: a checkpoint of step (\d+) is written", driver.text)
+    assert written, driver.text
+    step = int(written[1])
+    assert f"the checkpoint of step {step} is at file://{tmp_path}/copy" in driver.text
+    (checkpoint,) = (run / "train/checkpoints").iterdir()
+    assert checkpoint.name == f"step-{step:07d}"
+    assert not (run / "head").exists()
+    driver = Driver(tmp_path, *command, f"train.checkpoint_every={step + 1}")
+    driver.wait(lambda: f"resuming training after step {step}" in driver.text)
+    assert f"resuming training after step {step}" in driver.text
+    driver.wait(lambda: len(list((run / "train/checkpoints").iterdir())) > 1)
+    driver.process.kill()
+    driver.wait()
+
+
+@pytest.mark.slow
 def test_a_node_that_joins_late_works(tmp_path: Path) -> None:
     new_workshop(tmp_path)
     write_prompts(tmp_path / "prompts.jsonl", [f"def f{i}(x): use x" for i in range(300)])

@@ -174,7 +174,7 @@ def test_of_two_recordings_at_one_url_one_ends(
     monkeypatch.setattr(RemoteShardFiles, "write", write)
     result = draftlab(workshop, "record", "small.yaml", AT_URL)
     assert result.exit_code == 0, result.output
-    assert "this recording was begun" in result.output
+    assert "began this recording" in result.output
     store = contents(finished() / "runs/small/store")
     assert objects() == {name: data for name, data in store.items() if name != ".lock"}
     assert contents(workshop / "runs/small/store").keys() == {
