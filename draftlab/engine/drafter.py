@@ -181,11 +181,14 @@ class HeadDrafter(ABC):
         self._run_verified(verified, self._pass_layouts(verified, num_later=0)[0])
 
     @abstractmethod
-    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
+    def propose(
+        self, verified: VerifiedFeatures, k: int | None = None, *, confidence: bool = True
+    ) -> Proposal:
         """Extend the cache like `extend_cache`, and draft after each row's last pair.
 
         Args:
             k: draft tokens, 1 to `self.k`; None: `self.k`.
+            confidence: whether to state their confidence, if the drafter's settings do.
         """
 
     def _pass_layouts(self, verified: VerifiedFeatures, *, num_later: int) -> list[PassLayout]:
@@ -236,7 +239,9 @@ class ChainDrafter(HeadDrafter):
     drafting: Literal["chain"] = "chain"
 
     @torch.inference_mode()
-    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
+    def propose(
+        self, verified: VerifiedFeatures, k: int | None = None, *, confidence: bool = True
+    ) -> Proposal:
         k = k or self.k
         layouts = self._pass_layouts(verified, num_later=k - 1)
         keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
@@ -245,7 +250,8 @@ class ChainDrafter(HeadDrafter):
         if self.draft_probs:
             logits = output.new_empty(k, len(output), len(self.draft_ids))
         last = layouts[0].output_positions[:, 0]
-        sampler = DraftSampler(self.settings, k, last, keys, sampling, logits)
+        settings = self.settings.with_confidence(confidence)
+        sampler = DraftSampler(settings, k, last, keys, sampling, logits)
         for depth in range(k):
             if depth:
                 drafted = sampler.tokens[depth - 1][:, None]
