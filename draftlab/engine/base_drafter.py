@@ -114,9 +114,13 @@ class Drafter(ABC):
         """Keep what later drafts need of verified positions, without drafting."""
 
     @abstractmethod
-    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
+    def propose(
+        self, verified: VerifiedFeatures, k: int | None = None, *, confidence: bool = True
+    ) -> Proposal:
         """Extend the cache like `extend_cache`, and draft after each row's last pair.
 
         Args:
             k: draft tokens, 1 to `self.k`; None: `self.k`.
+            confidence: whether to state their confidence, if `self.confidence` is set. A drafter
+                that never does may leave this argument out.
         """

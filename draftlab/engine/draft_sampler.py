@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class DraftSettings:
     ids: Tensor
     index: Tensor
 
+    def with_confidence(self, confidence: bool) -> DraftSettings:
+        """Return settings that state confidence only if these do and `confidence` is true."""
+        return self if confidence else replace(self, confidence=False)
+
 
 class DraftSampler:
     """The drafts of one step, [K, B]: depth is the outer dimension, so that each one's rows are
@@ -73,11 +77,14 @@ class DraftSampler:
         logits: Tensor | None = None,
     ) -> None:
         self.settings, self.keys, self.sampling, self.logits = settings, keys, sampling, logits
-        self.positions = last * BLOCK_STRIDE if settings.fresh_noise else last
+        # Argmaxes read no noise.
+        fresh = settings.fresh_noise and settings.probabilities
+        self.positions = last * BLOCK_STRIDE if fresh else last
         self.tokens = keys.seed.new_empty(k, len(last))
         self.log_sum = keys.temperature.new_empty(k, len(last))
         self.confidence = torch.empty_like(self.log_sum) if settings.confidence else None
-        if not settings.probabilities:  # every draft is an argmax, with its confidence at T = 1
+        if settings.confidence and not settings.probabilities:
+            # Every draft is an argmax, with its confidence at T = 1.
             temperature, sampled = sampling
             self.sampling = torch.zeros_like(temperature), torch.zeros_like(sampled)
 

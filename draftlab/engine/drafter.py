@@ -179,7 +179,9 @@ class ChainDrafter(HeadDrafter):
     drafting: Literal["chain"] = "chain"
 
     @torch.inference_mode()
-    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
+    def propose(
+        self, verified: VerifiedFeatures, k: int | None = None, *, confidence: bool = True
+    ) -> Proposal:
         k = k or self.k
         layouts = self._pass_layouts(verified, num_later=k - 1)
         keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
@@ -188,7 +190,8 @@ class ChainDrafter(HeadDrafter):
         if self.draft_probs:
             logits = output.new_empty(k, len(output), len(self.draft_ids))
         last = layouts[0].output_positions[:, 0]
-        sampler = DraftSampler(self.settings, k, last, keys, sampling, logits)
+        settings = self.settings.with_confidence(confidence)
+        sampler = DraftSampler(settings, k, last, keys, sampling, logits)
         for depth in range(k):
             if depth:
                 drafted = sampler.tokens[depth - 1][:, None]

@@ -13,10 +13,11 @@ by request and position, so its drafts and tokens do not change.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from draftlab.engine.adaptive import AdaptiveVerification
 from draftlab.engine.adaptive_steps import AdaptiveSteps
 from draftlab.engine.base_drafter import Drafter
 from draftlab.engine.generation_state import Sequence, check_prompts
+from draftlab.engine.in_flight import InFlight, copy_to_host
 from draftlab.engine.input_batch import InputBatch
 from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
 from draftlab.engine.prefill import prefill
@@ -40,24 +42,10 @@ from draftlab.target_model.check_capabilities import can_capture
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
 
+Collect = Callable[[int], Iterator[Generation]]
 _LESS_MEMORY = (
     "lower regenerate.batch, eval.batch, eval.timing_batches or eval.concurrency, or the lengths"
 )
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A prefill or step whose results are being copied to the host.
-
-    Attributes:
-        sequences: the sequences of its rows, each with its epoch at launch.
-        result: of `pack_results`.
-        ready: event after the copy; None on a CPU.
-    """
-
-    sequences: tuple[tuple[Sequence, int], ...]
-    result: Tensor
-    ready: torch.cuda.Event | None
 
 
 class Engine:
@@ -154,7 +142,7 @@ class Engine:
         self.max_in_flight = 1 if on_gpu else 0
         self.adaptive = None
         if adaptive is not None and drafter is not None:
-            self.adaptive = AdaptiveSteps(self.step, adaptive, self._run_step, self.num_blocks)
+            self.adaptive = AdaptiveSteps(self.step, adaptive, self._run_measured, self.num_blocks)
 
     @torch.inference_mode()
     def generate(self, requests: Collection[Request]) -> Iterator[Generation]:
@@ -177,7 +165,7 @@ class Engine:
         """
         if self.small_prefill is None:
             return
-        ks = (self.k,) if self.drafter else ()
+        ks = [self.k]
         if self.adaptive is not None:
             ks = self.adaptive.numbers_of_drafts
         with (
@@ -191,13 +179,15 @@ class Engine:
     def _generate(self, requests: Collection[Request]) -> Iterator[Generation]:
         pool = BlockPool(self.num_blocks, self.block_size)
         scheduler = Scheduler(requests, pool, self.input_batch.num_slots, self.k, self.max_length)
-        in_flight: deque[_InFlight] = deque()
+        in_flight: deque[InFlight] = deque()
         collect = partial(self._collect, scheduler, in_flight)
         while scheduler.waiting or scheduler.running or in_flight:
             if admitted := scheduler.admit():
                 with use_device(self.target.device):
                     in_flight.append(self._prefill(admitted))
                 yield from collect(self.max_in_flight)
+            if self.adaptive is not None and (behind := self.adaptive.choose(scheduler.running)):
+                yield from self._catch_up(behind, in_flight, collect)
             while not self._reserve_blocks(scheduler, len(in_flight)):
                 if in_flight:
                     yield from collect(0)  # some sequences may have finished
@@ -218,32 +208,52 @@ class Engine:
                 self.input_batch.set_blocks(sequence.slot, sequence.blocks)
         return True
 
-    def _prefill(self, sequences: list[Sequence]) -> _InFlight:
+    def _catch_up(
+        self, sequences: list[Sequence], in_flight: deque[InFlight], collect: Collect
+    ) -> Iterator[Generation]:
+        """Compute running sequences again, so that the draft KV cache has all their positions."""
+        started = time.perf_counter()
+        yield from collect(0)  # the host knows all their tokens then, and which have finished
+        with use_device(self.target.device):
+            if sequences := [sequence for sequence in sequences if sequence.slot >= 0]:
+                in_flight.append(self._prefill(sequences))
+        yield from collect(0)
+        self.adaptive.caught_up(1e3 * (time.perf_counter() - started))
+
+    def _prefill(self, sequences: list[Sequence]) -> InFlight:
         """Launch the prefill of admitted sequences and propose their first drafts."""
         index = self.input_batch.index([sequence.slot for sequence in sequences])
         self.input_batch.set_requests(index, [sequence.request for sequence in sequences])
         for sequence in sequences:
             self.input_batch.set_blocks(sequence.slot, sequence.blocks)
-        k = self.adaptive.num_drafts if self.adaptive is not None else self.k
-        shape = self.small_prefill and self.small_prefill.shape(sequences)
+        k = self.k
+        if self.adaptive is not None:
+            k = self.adaptive.shape.k
+            self.adaptive.interrupt()
+        for sequence in sequences:
+            sequence.has_draft_cache = k > 0
+        shape = self.small_prefill and self.small_prefill.shape(sequences, drafts=k > 0)
         if shape:
-            launched = self._copy_to_host(sequences, self.small_prefill(sequences, shape))
-            if self.drafter is not None:
+            launched = copy_to_host(sequences, self.small_prefill(sequences, shape))
+            if k:
                 self.small_prefill.draft(sequences, shape, k)
             return launched
-        result, verified = prefill(self.step, sequences, index, self.prefill_tokens)
-        launched = self._copy_to_host(sequences, result)  # first tokens do not wait for drafts
+        result, verified = prefill(self.step, sequences, index, self.prefill_tokens, drafts=k > 0)
+        launched = copy_to_host(sequences, result)  # first tokens do not wait for drafts
         if verified is not None:
-            self.step.begin_drafting(index, verified, k)
+            self.step.draft(index, verified, k)
         return launched
 
-    def _decode(self, running: list[Sequence]) -> _InFlight:
+    def _decode(self, running: list[Sequence]) -> InFlight:
         """Launch a step of the running sequences."""
         sequences = sorted(running, key=lambda sequence: sequence.slot)
         limited = any(sequence.limited for sequence in sequences)
         slots = tuple(sequence.slot for sequence in sequences)
-        shape = None if self.adaptive is None else self.adaptive.next_shape(slots)
-        return self._copy_to_host(sequences, self._run_step(slots, shape, limited=limited))
+        shape, any_behind = None, False
+        if self.adaptive is not None:
+            shape, any_behind = self.adaptive.shape_of(len(slots)), self.adaptive.any_behind
+        result = self._run_step(slots, shape, limited=limited)
+        return copy_to_host(sequences, result, shape, any_behind=any_behind)
 
     def _run_step(
         self, slots: tuple[int, ...], shape: StepShape | None, *, limited: bool = False
@@ -253,31 +263,28 @@ class Engine:
             return self.graphs(slots, limited=limited, shape=shape)
         return self.step(self.input_batch.index(slots), limited=limited, shape=shape)
 
-    def _copy_to_host(self, sequences: list[Sequence], result: Tensor) -> _InFlight:
-        """Start the copy of a result to the host."""
-        launched = tuple((sequence, sequence.epoch) for sequence in sequences)
-        if self.target.device.type != "cuda":
-            return _InFlight(launched, result, None)
-        host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-        host.copy_(result, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return _InFlight(launched, host, ready)
+    def _run_measured(self, slots: tuple[int, ...], shape: StepShape) -> InFlight:
+        """Launch a step and the copy of its results, as its costs are measured."""
+        return copy_to_host([], self._run_step(slots, shape))
 
     def _collect(
-        self, scheduler: Scheduler, in_flight: deque[_InFlight], max_in_flight: int
+        self, scheduler: Scheduler, in_flight: deque[InFlight], max_in_flight: int
     ) -> Iterator[Generation]:
         """Read results until `max_in_flight` are left; yield the sequences that finish."""
         while len(in_flight) > max_in_flight:
             launch = in_flight.popleft()
-            if launch.ready is not None:
-                launch.ready.synchronize()
-            stated = self.input_batch.confidence is not None
-            unpacked = unpack_results(launch.result, confidence=stated)
-            if self.adaptive is not None:
-                current = [sequence.epoch == epoch for sequence, epoch in launch.sequences]
-                self.adaptive.observe(unpacked, current)
+            times = launch.wait()
+            if self.adaptive is not None and launch.ready is not None:
+                self.adaptive.waited(*times)
+            chosen = launch.shape
+            packed = chosen.confidence if chosen else self.input_batch.confidence is not None
+            *unpacked, confidences = unpack_results(launch.result, confidence=packed)
             results = [x.tolist() for x in unpacked]
+            # With chosen shapes confidence serves the choice alone.
+            stated = packed and self.adaptive is None
+            if chosen is not None and chosen.k:
+                self.adaptive.observe(launch, results, confidences)
+            results.append(confidences.tolist() if stated else repeat(None))
             rows = zip(launch.sequences, *results, strict=False)  # a graph's batch may be padded
             for (sequence, epoch), tokens, accepted, num_drafts, probability, confidence in rows:
                 if sequence.epoch != epoch:
@@ -288,7 +295,7 @@ class Engine:
                     num_drafts,
                     probability,
                     self.max_length,
-                    confidence if stated else None,
+                    confidence,
                 )
                 if sequence.finish:
                     scheduler.remove(sequence)

@@ -35,7 +35,9 @@ class ParallelDrafter(HeadDrafter):
         self.mask_state = self.runner.project_features(self.head.mask_hidden)[0]
 
     @torch.inference_mode()
-    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
+    def propose(
+        self, verified: VerifiedFeatures, k: int | None = None, *, confidence: bool = True
+    ) -> Proposal:
         k = k or self.k
         if not verified.tokens.is_cuda:  # no static shapes: drop columns of padding
             verified = verified.first_columns(int(verified.counts.max()))
@@ -65,6 +67,7 @@ class ParallelDrafter(HeadDrafter):
         logits = outputs.new_empty(k, len(outputs), len(self.draft_ids))
         self.runner.logits(outputs.transpose(0, 1).flatten(0, 1), out=logits.flatten(0, 1))
         last = layout.output_positions[:, 0].contiguous()
-        sampler = DraftSampler(self.settings, k, last, keys, sampling, logits)
+        settings = self.settings.with_confidence(confidence)
+        sampler = DraftSampler(settings, k, last, keys, sampling, logits)
         sampler.draw_all(logits)
         return sampler.proposal()

@@ -25,7 +25,7 @@ Tokens = tuple[int, ...]
 
 @torch.inference_mode()
 def prefill(
-    step: Step, sequences: list[Sequence], index: Tensor, chunk_tokens: int
+    step: Step, sequences: list[Sequence], index: Tensor, chunk_tokens: int, *, drafts: bool
 ) -> tuple[Tensor, VerifiedFeatures | None]:
     """Run the sequences' tokens and emit their first token.
 
@@ -34,11 +34,12 @@ def prefill(
         sequences: admitted sequences, with slots and blocks.
         index: their slots, int64 [B].
         chunk_tokens: tokens in a forward pass of all rows, including padding.
+        drafts: whether to extend the draft model's cache; if not, it is left as it is.
 
     Returns:
         The first tokens as packed results with num_drafts = −1, and the features to propose from,
-        so that the tokens are copied to the host before drafts are computed (None: there is no
-        drafter).
+        so that the tokens are copied to the host before drafts are computed (None: without
+        `drafts`).
     """
     batch = step.input_batch
     # After a preemption the newest token is known; as always, it has no cached key yet.
@@ -54,7 +55,10 @@ def prefill(
     if step.cache.states is not None:
         passes = _whole_prompts(prompts, chunk_tokens)
     states = HiddenStates.join(
-        [_run_prompts(step, prompt_index[rows], prompts[rows], chunk_tokens) for rows in passes]
+        [
+            _run_prompts(step, prompt_index[rows], prompts[rows], chunk_tokens, drafts=drafts)
+            for rows in passes
+        ]
     )
     _copy_blocks(step, sequences, sources, [len(tokens) for tokens in inputs])
 
@@ -64,7 +68,10 @@ def prefill(
     newest = batch.to_device([s.tokens[-1] for s in sequences], torch.int64)
     limited = any(s.limited for s in sequences)
     states = HiddenStates(states.features[gather], states.last[gather])
-    return emit_first_tokens(step, index, lengths, states, limited=limited, known=(resumed, newest))
+    known = resumed, newest
+    return emit_first_tokens(
+        step, index, lengths, states, limited=limited, drafts=drafts, known=known
+    )
 
 
 def emit_first_tokens(
@@ -74,6 +81,7 @@ def emit_first_tokens(
     states: HiddenStates,
     *,
     limited: bool,
+    drafts: bool,
     known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, VerifiedFeatures | None]:
     """Sample first tokens after prompts and write them to the input batch; see `prefill`.
@@ -82,6 +90,7 @@ def emit_first_tokens(
         index: slots, int64 [B].
         lengths: of the prompts, int64 [B]; 0 for the dummy, which stays empty.
         states: of their last positions, [B, …].
+        drafts: see `prefill`.
         known: rows whose token is known, bool [B], and their tokens, int64 [B].
     """
     batch = step.input_batch
@@ -90,15 +99,13 @@ def emit_first_tokens(
     if known is not None:
         is_known, tokens = known
         newest = tokens.where(is_known, newest)
-    if step.backlog is not None:
-        step.backlog.clear(index)
     batch.length[index] = (lengths + 1).where(lengths > 0, 0)
     zeros = torch.zeros_like(lengths)
     batch.newest[index], batch.stored[index] = newest, zeros  # a graph cannot copy a number
     no_probability = newest.new_empty(len(index), 0)
     no_confidence = None if batch.confidence is None else no_probability
     result = pack_results(newest[:, None], zeros, zeros - 1, no_probability, no_confidence)
-    if step.drafter is None:
+    if not drafts:
         return result, None
     # The last pair has the newest token, which differs between equal prompts.
     return result, VerifiedFeatures(
@@ -127,7 +134,7 @@ def _whole_prompts(prompts: list[Tokens], chunk_tokens: int) -> list[slice]:
 
 
 def _run_prompts(
-    step: Step, index: Tensor, prompts: list[Tokens], chunk_tokens: int
+    step: Step, index: Tensor, prompts: list[Tokens], chunk_tokens: int, *, drafts: bool
 ) -> HiddenStates:
     """Run prompts through the target, and all their pairs but the last through the drafter.
 
@@ -138,6 +145,7 @@ def _run_prompts(
         index: the prompts' slots, int64 [R].
         prompts: R prompts, the longest first.
         chunk_tokens: tokens in a forward pass of all rows, including padding.
+        drafts: whether to run the drafter.
 
     Returns:
         The states [R, …] of their last positions.
@@ -156,7 +164,7 @@ def _run_prompts(
         positions = columns.where(columns < lengths[rows], -1)
         states = step.decoder.states(
             _columns(batch.to_device, prompts, start, end),
-            step.boundaries,
+            step.boundaries if drafts else (),
             positions=positions,
             cache=cache.at(
                 table[rows],
@@ -166,7 +174,7 @@ def _run_prompts(
                 [len(prompt) for prompt in prompts],
             ),
         )
-        if drafter is not None and start < longest - 1:
+        if drafts and start < longest - 1:
             pair_positions = columns.where(columns < lengths[rows] - 1, -1)
             verified = VerifiedFeatures(
                 _columns(batch.to_device, prompts, start + 1, end + 1),

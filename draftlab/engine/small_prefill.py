@@ -24,11 +24,13 @@ from draftlab.target_model.model import HiddenStates
 
 
 class PrefillShape(NamedTuple):
-    """Rows and columns of padded prompts, and whether one of them samples with top-k or top-p."""
+    """Rows and columns of padded prompts, whether one of them samples with top-k or top-p, and
+    whether the draft model's cache is extended."""
 
     rows: int
     columns: int
     limited: bool
+    drafts: bool
 
 
 class SmallPrefill:
@@ -49,10 +51,13 @@ class SmallPrefill:
         self._drafts: dict[tuple[int, int], _Call] = {}
         self._verified: dict[int, VerifiedFeatures] = {}  # by rows: what first drafts begin from
 
-    def shape(self, sequences: list[Sequence]) -> PrefillShape | None:
+    def shape(self, sequences: list[Sequence], *, drafts: bool) -> PrefillShape | None:
         """Return the shape that newly admitted sequences fit; None: they need `prefill`.
 
         Equal prompts do, since they are computed once there, and so do preempted sequences.
+
+        Args:
+            drafts: whether to extend the draft model's cache.
         """
         prompts = [sequence.tokens for sequence in sequences]
         rows = _smallest(self.ROWS, len(prompts))
@@ -63,7 +68,7 @@ class SmallPrefill:
             return None
         if len(set(map(tuple, prompts))) < len(prompts):
             return None
-        return PrefillShape(rows, columns, any(s.limited for s in sequences))
+        return PrefillShape(rows, columns, any(s.limited for s in sequences), drafts)
 
     @torch.inference_mode()
     def __call__(self, sequences: list[Sequence], shape: PrefillShape) -> Tensor:
@@ -91,27 +96,33 @@ class SmallPrefill:
 
     @torch.inference_mode()
     def capture(self, lengths: Collection[int], ks: Collection[int], *, limited: bool) -> None:
-        """Capture whatever prompts of these lengths need, and first drafts of these numbers."""
+        """Capture whatever prompts of these lengths need, and first drafts of these numbers.
+
+        Args:
+            ks: 0 for prompts without drafts.
+        """
         columns = {_smallest(self.COLUMNS, length) for length in lengths} - {None}
         slots = self.step.input_batch.num_slots
         for rows in (size for size in self.ROWS if size < 2 * slots):
             fitting = [each for each in sorted(columns) if rows * each <= self.max_tokens]
             for each in fitting:
-                self._prefill(PrefillShape(rows, each, limited))
+                for drafts in sorted({k > 0 for k in ks}):
+                    self._prefill(PrefillShape(rows, each, limited, drafts))
             for k in ks if fitting else ():
-                self._first_drafts(rows, k)
+                if k:
+                    self._first_drafts(rows, k)
 
     def _prefill(self, shape: PrefillShape) -> _Call:
         if shape not in self._prefills:
             empty = self._empty_row(shape)
             self._prefills[shape] = self._capture(
-                lambda inputs: self._run(inputs, shape.limited), empty, shape.rows
+                lambda inputs: self._run(inputs, shape), empty, shape.rows
             )
         return self._prefills[shape]
 
     def _first_drafts(self, rows: int, k: int) -> _Call:
         def run(inputs: Tensor) -> Tensor:
-            self.step.begin_drafting(inputs[:, 0], self._verified[rows], k)
+            self.step.draft(inputs[:, 0], self._verified[rows], k)
             return inputs
 
         if (rows, k) not in self._drafts:
@@ -122,7 +133,7 @@ class SmallPrefill:
     def _empty_row(self, shape: PrefillShape) -> list[int]:
         return [self.step.input_batch.dummy] + [0] * (1 + shape.columns)
 
-    def _run(self, inputs: Tensor, limited: bool) -> Tensor:
+    def _run(self, inputs: Tensor, shape: PrefillShape) -> Tensor:
         """Prefill int64 [R, 2 + S]: slots, lengths and padded prompts; the dummy has length 0."""
         step, batch, drafter = self.step, self.step.input_batch, self.step.drafter
         index, lengths, tokens = inputs[:, 0], inputs[:, 1], inputs[:, 2:]
@@ -132,11 +143,11 @@ class SmallPrefill:
         slots = slot_mapping(table, positions, step.cache.block_size)
         states = step.decoder.states(
             tokens,
-            step.boundaries,
+            step.boundaries if shape.drafts else (),
             positions=positions,
             cache=step.cache.at(table, positions, slots, index),
         )
-        if drafter is not None:
+        if shape.drafts:
             pair_positions = columns.where(columns < lengths[:, None] - 1, -1)
             pairs = VerifiedFeatures(
                 tokens.roll(-1, 1),
@@ -149,7 +160,9 @@ class SmallPrefill:
             drafter.extend_cache(pairs.first_columns(tokens.shape[1] - 1))
         last = torch.arange(len(tokens), device=tokens.device), (lengths - 1).clamp(min=0)
         ends = HiddenStates(states.features[last], states.last[last])
-        result, verified = emit_first_tokens(step, index, lengths, ends, limited=limited)
+        result, verified = emit_first_tokens(
+            step, index, lengths, ends, limited=shape.limited, drafts=shape.drafts
+        )
         if verified is not None:
             _copy(verified, self._verified.setdefault(len(tokens), verified))
         return result

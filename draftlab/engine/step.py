@@ -14,7 +14,6 @@ from torch import Tensor
 
 from draftlab.engine.base_drafter import Drafter, VerifiedFeatures
 from draftlab.engine.draft_sampler import Proposal
-from draftlab.engine.feature_backlog import FeatureBacklog
 from draftlab.engine.input_batch import InputBatch
 from draftlab.kernels.draft_allocation import allocate_drafts, compact_tokens, row_index
 from draftlab.kernels.sampling_types import DraftDistribution, VerifyResult
@@ -34,14 +33,17 @@ class StepShape:
     """The numbers of drafts that a step verifies and proposes.
 
     Attributes:
-        k: most drafts that it verifies a row, and the number that it proposes; 0: the head does
-            not run, and the features of the verified positions are kept for later.
+        k: most drafts that it verifies a row, and the number that it proposes; 0: the step of
+            plain decoding, after which the draft KV cache lacks positions.
         budget: drafts that it verifies in the whole batch, those of the largest survival; None:
             all that are stored.
+        confidence: whether its results have the confidence of the stored drafts, and the drafts
+            that it proposes have one.
     """
 
     k: int
     budget: int | None = None
+    confidence: bool = False
 
 
 class Step:
@@ -52,7 +54,6 @@ class Step:
     Attributes:
         scale, bias: float32 [K], the calibration of the drafts' confidence by depth, which a budget
             is allocated by; written in place while graphs hold them.
-        backlog: features of verified positions that the draft model has not seen yet.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class Step:
         self.boundaries = drafter.boundaries if drafter else ()
         self.scale = torch.ones(self.k, device=target.device)
         self.bias = torch.zeros(self.k, device=target.device)
-        self.backlog: FeatureBacklog | None = None
+        states_confidence = drafter is not None and drafter.confidence
+        self.shape = StepShape(self.k, confidence=states_confidence)
 
     @torch.inference_mode()
     def __call__(self, index: Tensor, *, limited: bool, shape: StepShape | None = None) -> Tensor:
@@ -86,9 +88,9 @@ class Step:
         Args:
             index: slot numbers; results of the dummy are not read.
             limited: whether any of them samples with top-k or top-p.
-            shape: None: `StepShape(self.k)`.
+            shape: None: all drafts, with their confidence if the drafter states it.
         """
-        shape = shape or StepShape(self.k)
+        shape = shape or self.shape
         # Gather the batch: each row's newest token and its drafts.
         layout = gather_batch(
             self.input_batch,
@@ -113,13 +115,10 @@ class Step:
             **({} if query_start is None else {"query_start": query_start}),
         )
         # Commit the accepted drafts and the token after them.
-        output = commit(self.input_batch, layout, verified)
+        output = commit(self.input_batch, layout, verified, confidence=shape.confidence)
         if self.cache.states is not None:
             self.cache.states.keep(output.counts)
-        if self.drafter is None:
-            return output.packed_results
         if shape.k == 0:
-            self.backlog.append(index, output.tokens, features, output.positions)
             return output.packed_results
         # Extend the draft model's cache by the verified features, and propose new drafts.
         pairs = VerifiedFeatures(
@@ -131,7 +130,7 @@ class Step:
             layout.keys,
             layout.sampling,
         )
-        self.draft(index, pairs, shape.k)
+        self.draft(index, pairs, shape.k, confidence=shape.confidence)
         return output.packed_results
 
     def _allocate(self, index: Tensor, shape: StepShape) -> Tensor | None:
@@ -162,10 +161,11 @@ class Step:
         result says where each row's begin, int64 [B].
         """
         table, positions = layout.block_table, layout.positions
+        boundaries = self.boundaries if shape.k else ()
         if shape.budget is None or not self.compacts:
             states = self.decoder.states(
                 layout.tokens,
-                self.boundaries,
+                boundaries,
                 positions=positions,
                 cache=self.cache.at(table, positions, layout.slots, layout.index),
             )
@@ -174,7 +174,7 @@ class Step:
         compact = compact_tokens(layout, num_tokens)
         states = self.decoder.states(
             compact.tokens[None],
-            self.boundaries,
+            boundaries,
             positions=compact.positions[None],
             cache=self.cache.at(
                 table, positions, compact.slots, layout.index, query_start=compact.query_start
@@ -183,17 +183,20 @@ class Step:
         rows = row_index(compact.query_start, shape.k + 1, num_tokens)
         return states.features[0, rows], self.decoder.logits(states.last[0]), compact.query_start
 
-    def draft(self, index: Tensor, verified: VerifiedFeatures, k: int) -> None:
-        """Propose k drafts for the next step of the slots `index`, and store them."""
-        fewer = {} if k == self.k else {"k": k}  # own drafters may know no other number
-        self.store_drafts(index, self.drafter.propose(verified, **fewer))
+    def draft(
+        self, index: Tensor, verified: VerifiedFeatures, k: int, *, confidence: bool = True
+    ) -> None:
+        """Propose k drafts for the next step of the slots `index`, and store them.
 
-    def begin_drafting(self, index: Tensor, verified: VerifiedFeatures, k: int) -> None:
-        """Propose the first k drafts of prompts after their last pair; k = 0: only cache it."""
-        if k == 0:
-            self.drafter.extend_cache(verified)
-        else:
-            self.draft(index, verified, k)
+        Args:
+            confidence: whether to state their confidence, if the drafter does.
+        """
+        options = {}  # own drafters may take none
+        if k != self.k:
+            options["k"] = k
+        if not confidence and self.drafter.confidence:
+            options["confidence"] = False
+        self.store_drafts(index, self.drafter.propose(verified, **options))
 
     def store_drafts(self, index: Tensor, proposal: Proposal) -> None:
         """Store the drafts of the slots `index` for their next step."""
@@ -204,7 +207,7 @@ class Step:
     def _draft_distribution(self, layout: StepLayout, k: int) -> DraftDistribution | None:
         """Return what the first k drafts were drawn from; None: all are argmaxes."""
         logits, log_sum = self.input_batch.draft_logits, self.input_batch.draft_log_sum
-        if self.drafter is None or layout.sampling is None or logits is None or log_sum is None:
+        if k == 0 or layout.sampling is None or logits is None or log_sum is None:
             return None
         drafter = self.drafter
         return DraftDistribution(

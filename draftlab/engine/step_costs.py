@@ -1,8 +1,9 @@
-"""Measure what steps of different shapes cost, before an engine decodes."""
+"""Measure what steps of different shapes cost on the device, before an engine decodes."""
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
@@ -13,7 +14,8 @@ import torch
 from draftlab.engine.input_batch import InputBatch
 from draftlab.engine.step import StepShape
 
-REPEATS = 5
+REPEATS, STEPS = 4, 4
+"""Timings of a shape, and steps of each, launched one behind the other."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +25,22 @@ class ShapeFamily:
     Attributes:
         k: see `StepShape`.
         share: share of the batch's rows · k drafts that is verified; 1: all.
+        confidence: whether steps that verify all drafts state their confidence, too.
     """
 
     k: int
     share: float = 1.0
+    confidence: bool = False
+
+    @property
+    def states_confidence(self) -> bool:
+        """Whether the drafts of the steps have a confidence."""
+        return self.confidence or self.share < 1
 
     def shape(self, rows: int) -> StepShape:
         """Return the shape for a batch."""
-        return StepShape(self.k, None if self.share == 1 else int(self.share * rows * self.k))
+        budget = None if self.share == 1 else int(self.share * rows * self.k)
+        return StepShape(self.k, budget, self.states_confidence)
 
 
 @dataclass(frozen=True)
@@ -45,8 +55,16 @@ class StepCosts:
 
     def ms(self, family: ShapeFamily, rows: int) -> float:
         """Return the milliseconds of a step, interpolated between measured numbers of rows."""
-        points = sorted(self.measured[family].items())
-        return float(np.interp(rows, *zip(*points, strict=True)))
+        by_rows = self.measured[family]
+        if rows in by_rows:
+            return by_rows[rows]
+        sizes = sorted(by_rows)
+        after = bisect_left(sizes, rows)
+        if after in (0, len(sizes)):
+            return by_rows[sizes[min(after, len(sizes) - 1)]]
+        low, high = sizes[after - 1], sizes[after]
+        weight = (rows - low) / (high - low)
+        return (1 - weight) * by_rows[low] + weight * by_rows[high]
 
 
 def measure_step_costs(
@@ -64,7 +82,7 @@ def measure_step_costs(
     may be running.
 
     Args:
-        run: launches a step of slots.
+        run: launches a step of slots, and all that the engine launches with it.
         sizes: the numbers of rows to measure each family at; families without any are left out.
         tokens: what the rows are made up of, over and over. Different ones visit the experts of a
             mixture as real requests do.
@@ -79,11 +97,15 @@ def measure_step_costs(
     measured: dict[ShapeFamily, dict[int, float]] = {}
     for family, rows in ((family, rows) for family, each in sizes.items() for rows in each):
         slots, shape, times = tuple(range(rows)), family.shape(rows), []
-        for repeat in range(REPEATS + 2):  # the first ones compile and capture
-            batch.length[:rows], batch.stored[:rows] = length, family.k
+
+        def step(slots: tuple[int, ...] = slots, shape: StepShape = shape) -> None:
             batch.newest[:-1], batch.drafts[:-1] = made_up[:, 0], made_up[:, 1:]
-            elapsed = _elapsed(lambda: run(slots, shape), batch.device)  # noqa: B023
-            if repeat >= 2:
+            run(slots, shape)
+
+        for repeat in range(REPEATS + 1):  # the first one compiles and captures
+            batch.length[:rows], batch.stored[:rows] = length, shape.k
+            elapsed = _elapsed(step, batch.device)
+            if repeat:
                 times.append(elapsed)
         measured.setdefault(family, {})[rows] = float(np.median(times))
     for buffer in (batch.block_table, batch.length, batch.stored, batch.newest):
@@ -91,15 +113,17 @@ def measure_step_costs(
     return StepCosts(measured)
 
 
-def _elapsed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the milliseconds that a call's work takes on the device."""
+def _elapsed(step: Callable[[], None], device: torch.device) -> float:
+    """Return the milliseconds that a step takes on the device behind another one."""
     if device.type != "cuda":
         started = time.perf_counter()
-        run()
+        step()
         return 1e3 * (time.perf_counter() - started)
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    step()  # the host launches the others while it runs
     start.record()
-    run()
+    for _ in range(STEPS):
+        step()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return start.elapsed_time(end) / STEPS

@@ -81,11 +81,16 @@ def available_drafts(slots: SlotBuffers, index: Tensor, *, max_length: int, k: i
 
 
 @triton_operator("step_layout_triton", when=_on_cuda)
-def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> StepOutput:
+def commit(
+    slots: SlotBuffers, layout: StepLayout, result: VerifyResult, *, confidence: bool = True
+) -> StepOutput:
     """Write a verification's result to `slots.length` and `slots.newest` of the layout's rows.
 
-    No drafts are stored afterwards. The results have the confidence of those that were; NaN behind
-    them, and in rows without a request.
+    No drafts are stored afterwards.
+
+    Args:
+        confidence: whether the results have the confidence of the drafts that were stored, if the
+            slots do; NaN behind them, and in rows without a request.
     """
     length, accepted, drafts = layout.length, result.accepted, layout.tokens[:, 1:]
     active = length > 0
@@ -96,17 +101,17 @@ def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> Step
     is_verified = (depth <= accepted[:, None]) & active[:, None]
     slots.length[layout.index] = (length + accepted + 1).where(active, 0)
     slots.newest[layout.index] = result.emitted
-    confidence = slots.confidence
-    if confidence is not None:
+    stated = None
+    if confidence and slots.confidence is not None:
         # Dummies share a slot, which the first of them empties.
         stored = (depth[:-1] < slots.stored[layout.index, None]) & active[:, None]
-        confidence = confidence[layout.index, : drafts.shape[1]].where(stored, torch.nan)
+        stated = slots.confidence[layout.index, : drafts.shape[1]].where(stored, torch.nan)
     slots.stored[layout.index] = 0
     return StepOutput(
         tokens,
         layout.positions.where(is_verified, -1),
         accepted + 1,
-        pack_results(tokens, accepted, layout.num_drafts, result.probability, confidence),
+        pack_results(tokens, accepted, layout.num_drafts, result.probability, stated),
     )
 
 

@@ -209,12 +209,12 @@ def gather_batch(slots, index, *, max_length, block_size, k=None, num_drafts=Non
     return layout
 
 
-def commit(slots, layout, result) -> StepOutput:
+def commit(slots, layout, result, *, confidence=True) -> StepOutput:
     """Launch `step_layout.commit`."""
     tokens = layout.tokens
     rows, width = tokens.shape
-    confidence = slots.confidence
-    results = 2 * width + 1 + (0 if confidence is None else width - 1)
+    stated = slots.confidence if confidence else None
+    results = 2 * width + 1 + (0 if stated is None else width - 1)
     packed = tokens.new_empty(rows, results, dtype=torch.int32)
     outputs = *tokens.new_empty(2, rows, width), tokens.new_empty(rows), packed
     with torch.cuda.device_of(tokens):
@@ -225,8 +225,8 @@ def commit(slots, layout, result) -> StepOutput:
             layout.positions,
             layout.num_drafts,
             *(x.contiguous() for x in (result.accepted, result.emitted, result.probability)),
-            confidence,
-            0 if confidence is None else confidence.stride(0),
+            stated,
+            0 if stated is None else stated.stride(0),
             slots.length,
             slots.newest,
             slots.stored,

@@ -50,7 +50,7 @@ def test_prompts_that_fit_no_shape() -> None:
     for group in groups:
         requests = [Request(str(n), tuple(t)[:590], 4) for n, t in enumerate(group)]
         run(engine, requests)
-    assert engine.small_prefill.shapes == [PrefillShape(1, 32, False)]
+    assert engine.small_prefill.shapes == [PrefillShape(1, 32, limited=False, drafts=True)]
 
 
 @pytest.mark.parametrize("kind", ["chain", "parallel", "block"])
@@ -65,7 +65,8 @@ def test_captures_before_requests_change_nothing(kind: str) -> None:
     engine.capture_prefills(requests)
     assert {g.id: g.token_ids for g in run(engine, requests)} == plain
     engine.capture_prefills(requests)
-    assert {k for _, k in engine.small_prefill._drafts} == {0, 1, 2, 3}
+    assert {k for _, k in engine.small_prefill._drafts} == {1, 2, 3}
+    assert {shape.drafts for shape in engine.small_prefill._prefills} == {False, True}
     assert {g.id: g.token_ids for g in run(engine, requests)} == plain
 
 

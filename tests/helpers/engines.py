@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.engine.adaptive import AdaptiveVerification
+from draftlab.engine.adaptive import AdaptiveVerification, CyclePolicy, Decision
 from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.engine import Engine
@@ -95,7 +95,7 @@ def sampled_metadata(rows: int) -> SamplingMetadata:
     return sampling_metadata([Request(str(i), (1,), 1, hot) for i in range(rows)], CPU)
 
 
-class ScriptedPolicy:
+class ScriptedPolicy(CyclePolicy):
     """Chooses the shapes of a list in turn, over and over.
 
     Args:
@@ -103,16 +103,15 @@ class ScriptedPolicy:
         k: most drafts.
     """
 
+    steps_each = 1
+
     def __init__(self, script: list[tuple[int, float]], k: int) -> None:
-        self.families = [ShapeFamily(*entry) for entry in script]
-        self.scale, self.bias, self.steps, self.due = np.ones(k), np.zeros(k), 0, False
+        super().__init__([ShapeFamily(*entry) for entry in script], k)
+        self.steps = 0
 
-    def choose(self, rows: int) -> tuple[ShapeFamily, bool]:
+    def decide(self, rows: int) -> Decision:
         self.steps += 1
-        return self.families[(self.steps - 1) % len(self.families)], False
-
-    def observe(self, *results: Any) -> None:
-        pass
+        return super().decide(rows)
 
 
 class RaggedPairs:

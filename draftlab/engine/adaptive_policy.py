@@ -1,0 +1,232 @@
+"""The choice of adaptive verification: a shape, from rates of acceptance, confidence and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import ceil
+
+import numpy as np
+
+from draftlab.engine.acceptance_rates import AcceptanceRates
+from draftlab.engine.adaptive import AdaptiveVerification, Decision
+from draftlab.engine.step_costs import ShapeFamily, StepCosts
+from draftlab.engine.survival import SurvivalModel
+
+Array = np.ndarray
+FIRST_ROWS, FIRST_STEPS = 32, 8
+"""Rows that are seen before anything but all drafts is chosen, and least steps of a decision."""
+MOST_STEPS = 512
+"""Most steps between two decisions."""
+TRIAL_DRAFTS = 16
+"""Rows of a trial that verify drafts, in all its steps."""
+TRIAL_ROWS = 4
+"""Rows that draft in a trial while drafting is suspended."""
+SUSPENDED_ROWS = 256
+"""Rows that what was seen before weighs while drafting is suspended."""
+FIRST_CATCH_UP_MS = 20.0
+"""Milliseconds that catching up a few rows is supposed to take until it was measured."""
+KNOWN_ROWS = 128
+"""Rows that verified all K drafts, from which on no trial of all drafts is needed."""
+CONFIDENCE_EVERY = 16
+"""Decisions between two looks at confidence while all drafts are verified."""
+PLAIN = ShapeFamily(0)
+
+
+class AdaptivePolicy:
+    """Choose the shapes of steps; deterministic in the results and times that it is shown.
+
+    Args:
+        k: most drafts a step.
+        costs: of every family that may be chosen, on the device.
+        settings: see there.
+    """
+
+    def __init__(self, k: int, costs: StepCosts, settings: AdaptiveVerification) -> None:
+        self.k, self.costs, self.settings = k, costs, settings
+        self.host_ms, self.decision_ms, self.catch_up_ms = 0.0, 0.5, FIRST_CATCH_UP_MS
+        self.rates = AcceptanceRates(k, settings.memory)
+        self.survival = SurvivalModel(k, settings.window)
+        self._everything = self._current = ShapeFamily(k)
+        self._trial: ShapeFamily | None = None
+        self._expected: dict[ShapeFamily, float] = {}
+        self._kept: dict[tuple[int, float], float] = {}  # tokens of a share, of those of all drafts
+        self._most_steps, self._since_confidence = FIRST_STEPS, CONFIDENCE_EVERY
+        self._credit_ms = self._elapsed_ms = 0.0
+        self._has_new_confidence = False
+
+    @property
+    def families(self) -> list[ShapeFamily]:
+        """The families to choose from."""
+        return list(self.costs.measured)
+
+    @property
+    def scale(self) -> Array:
+        """Scale of the calibration of confidence."""
+        return self.survival.scale
+
+    @property
+    def bias(self) -> Array:
+        """Bias of the calibration of confidence."""
+        return self.survival.bias
+
+    def observe(self, accepted: Array, num_drafts: Array) -> None:
+        """Take in rows int [N] of steps that verified all their drafts."""
+        self.rates.add(accepted, num_drafts)
+
+    def observe_confidence(self, accepted: Array, num_drafts: Array, confidence: Array) -> None:
+        """Take in rows [N] of steps, with the confidence float [N, k] of their drafts."""
+        self.survival.add(accepted, num_drafts, confidence)
+        self._has_new_confidence, self._since_confidence = True, 0
+
+    def ms(self, family: ShapeFamily, rows: int) -> float:
+        """Return the milliseconds from one step to the next."""
+        return max(self.costs.ms(family, rows), self.host_ms)
+
+    def decide(self, rows: int) -> Decision:
+        """Decide the next steps of `rows` rows."""
+        self._credit_ms += self.settings.trial_share * self._elapsed_ms
+        self._expect()
+        current, self._trial = self._best(rows), None
+        if self._current.k and not current.k:
+            self.rates.forget(SUSPENDED_ROWS)
+        self._current = current
+        if self._seen < FIRST_ROWS:
+            missing = ceil((FIRST_ROWS - self._seen) / rows)
+            # The results of the last step are not there yet when the next one begins.
+            decision = Decision(self._everything, max(FIRST_STEPS, missing + 1))
+        else:
+            decision = self._next_trial(rows) or self._next_look(rows) or self._next_steps(rows)
+        self._elapsed_ms = decision.steps * self.ms(decision.family, rows)
+        return decision
+
+    def family(self, rows: int) -> ShapeFamily:
+        """Return the family where the number of rows has changed between decisions."""
+        if self._trial or not self._current.k or not self._expected:
+            return self._trial or self._current
+        self._current = self._best(rows)
+        return self._current
+
+    @property
+    def _seen(self) -> float:
+        return self.rates.drafted[0]
+
+    def _best(self, rows: int) -> ShapeFamily:
+        """Return the family with the most tokens a millisecond; all drafts until some were seen."""
+        if self._seen < FIRST_ROWS:
+            return self._everything
+        promised = {
+            family: expected / self.ms(family, rows)
+            for family, expected in self._expected.items()
+            if family.share == 1 or rows >= self.settings.least_rows
+        }
+        plain, current = promised.pop(PLAIN, 0.0), self._current
+        best = max(promised, key=lambda family: promised[family])
+        doubt = self.rates.standard_error(best.k)
+        if not current.k:
+            least = (1 + max(doubt, self.settings.resume)) * plain
+            return best if promised[best] > least else PLAIN
+        if plain > (1 + doubt) * promised[best]:
+            return PLAIN
+        if promised[best] < (1 + self.settings.margin) * promised.get(current, 0.0):
+            return current
+        return best
+
+    def _next_steps(self, rows: int) -> Decision:
+        """Return steps of the present family, so many that decisions take little of the time."""
+        family, settings = self._current, self.settings
+        steps = ceil(self.decision_ms / (settings.decision_share * self.ms(family, rows)))
+        self._most_steps = min(2 * self._most_steps, MOST_STEPS)
+        steps = min(max(steps, FIRST_STEPS), self._most_steps)
+        return Decision(family, steps)
+
+    def _next_look(self, rows: int) -> Decision | None:
+        """Return steps that state confidence, from which it is known what shares are worth."""
+        current, settings = self._current, self.settings
+        family = current if current.k > 1 else self._everything
+        confident = ShapeFamily(family.k, confidence=True)
+        self._since_confidence += 1
+        if (
+            not current.k
+            or current.share < 1
+            or rows < settings.least_rows
+            or confident not in self.costs.measured
+            or self._since_confidence < CONFIDENCE_EVERY
+        ):
+            return None
+        steps = ceil(settings.window / rows) + 1  # the first one's confidence is of no use
+        if not self._pay(steps * self._lost_ms(confident, rows)):
+            return None
+        self._trial = family
+        return Decision(family, steps, with_confidence=True)
+
+    def _lost_ms(self, family: ShapeFamily, rows: int) -> float:
+        """Return the milliseconds that a step loses against one of the present family."""
+        present = self._current
+        tokens = self._expected[replace(family, confidence=False)] / self._expected[present]
+        return max(self.ms(family, rows) - tokens * self.ms(present, rows), 0.0)
+
+    def _pay(self, ms: float) -> bool:
+        """Return whether a loss of so many milliseconds can be paid for; if so, it is."""
+        if self._credit_ms < ms:
+            return False
+        self._credit_ms -= ms
+        return True
+
+    def _next_trial(self, rows: int) -> Decision | None:
+        """Return a trial if one would tell something and may be paid for."""
+        if self._current.k:
+            if self.rates.drafted[-1] >= KNOWN_ROWS or self._current.share < 1:
+                return None
+            family, drafting = self._everything, rows
+        else:
+            drafting = min(rows, TRIAL_ROWS)
+            family = max(
+                (f for f in self._expected if f.k and f.share == 1),
+                key=lambda f: self._expected[f] / self.ms(f, rows),
+            )
+        steps = ceil(TRIAL_DRAFTS / drafting) + 1
+        lost_ms = steps * self._lost_ms(family, rows)
+        if not self._current.k:  # most rows' drafts are worth nothing
+            lost_ms = self.catch_up_ms + steps * (self.ms(family, rows) - self.ms(PLAIN, rows))
+        if not self._pay(lost_ms):
+            return None
+        self._trial = family
+        return Decision(family, steps, most_rows=None if self._current.k else drafting)
+
+    def _expect(self) -> None:
+        """Compute the expected tokens of a row by family."""
+        if self._has_new_confidence:
+            self._has_new_confidence = False
+            self.survival.fit()
+            self._kept = {}
+        levels = self.rates.expected_tokens()
+        shares = [family for family in self.families if family.share < 1]
+        if shares and self.survival.is_known and (self._current.share < 1 or not self._kept):
+            survival = self.survival.survival()
+            if self._current.share < 1:  # counts of chosen drafts tell nothing of the others
+                levels = [1.0, *(1 + survival.mean(0).cumsum()).tolist()]
+            self._kept = {
+                key: kept for k in {f.k for f in shares} for key, kept in _kept(survival, k, shares)
+            }
+        self._expected = {
+            family: levels[family.k] for family in self.families if not family.confidence
+        }
+        for family in shares:
+            kept = self._kept.get((family.k, family.share))
+            if kept is None:
+                del self._expected[family]
+            else:
+                self._expected[family] = 1 + kept * (levels[family.k] - 1)
+
+
+def _kept(
+    survival: Array, k: int, families: Sequence[ShapeFamily]
+) -> list[tuple[tuple[int, float], float]]:
+    """Return for each share of K = k which part of all surviving drafts its drafts are."""
+    largest = np.sort(survival[:, :k].astype(np.float32), axis=None)[::-1].cumsum(dtype=np.float64)
+    return [
+        ((k, family.share), float(largest[int(family.share * len(largest)) - 1] / largest[-1]))
+        for family in families
+        if family.k == k
+    ]
