@@ -8,7 +8,10 @@ tests/kernels/test_cpu_memory.py.
 from __future__ import annotations
 
 import ctypes
+import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -19,15 +22,23 @@ _KEPT = 512 * 2**20
 """Bytes of freed memory that the heap keeps at most at its end."""
 
 
-def keep_freed_memory() -> bool:
-    """Let tensors on a CPU reuse freed memory; return whether it was done.
+@contextmanager
+def reuse_freed_memory() -> Iterator[None]:
+    """Let tensors on a CPU reuse freed memory inside the block, and give it back at its end.
 
-    It is not done if there is a GPU, whose tensors have an allocator of their own, and on systems
-    with another C library.
+    Otherwise the heap would grow with each block: tensors of other shapes than before find few gaps
+    of their size in it. Nothing is done if there is a GPU, whose tensors have an allocator of their
+    own, and on systems with another C library.
     """
-    if torch.cuda.is_available() or not sys.platform.startswith("linux"):
-        return False
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None:
-        return False
-    return all([mallopt(_MMAP_THRESHOLD, _MAPPED_FROM), mallopt(_TRIM_THRESHOLD, _KEPT)])
+    library = ctypes.CDLL(None)
+    has_glibc = sys.platform.startswith("linux") and hasattr(library, "mallopt")
+    if torch.cuda.is_available() or not has_glibc:
+        yield
+        return
+    library.mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
+    library.mallopt(_TRIM_THRESHOLD, _KEPT)
+    try:
+        yield
+    finally:
+        gc.collect()
+        library.malloc_trim(0)  # also the gaps between tensors in use

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS
-from draftlab.kernels.cpu_memory import keep_freed_memory
+from draftlab.kernels.cpu_memory import reuse_freed_memory
 from draftlab.pipeline.check_recipe import check_before_run, missing_input
 from draftlab.pipeline.estimate_table import estimate_table
 from draftlab.pipeline.evaluate_and_export import evaluate_run, export_run
@@ -250,9 +250,8 @@ class Pipeline:
             "export": lambda path: export_run(self.recipe, self.folder, path, self.monitor),
         }
         write_provenance(self.recipe, self.run)
-        keep_freed_memory()
         start = time.perf_counter()
-        with self.run.recorded_stage(stage) as artefact:
+        with reuse_freed_memory(), self.run.recorded_stage(stage) as artefact:
             if stage.name == "head":
                 self._push()  # a checkpoint is of no use without the record of its inputs
             functions[stage.name](artefact)

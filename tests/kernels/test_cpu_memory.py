@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import subprocess
 import sys
@@ -9,36 +10,50 @@ import sys
 import pytest
 import torch
 
-from draftlab.kernels.cpu_memory import keep_freed_memory
+from draftlab.kernels.cpu_memory import reuse_freed_memory
 
 PROGRAM = """
-import resource, sys, torch
-from draftlab.kernels.cpu_memory import keep_freed_memory
-if sys.argv[1] == "keep":
-    assert keep_freed_memory()
+import re, resource, sys, torch
+from contextlib import nullcontext
+from pathlib import Path
+from draftlab.kernels.cpu_memory import reuse_freed_memory
+
+def megabytes():
+    return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10
+
 torch.set_num_threads(1)
 x = torch.ones(16 * 2**20)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(50):  # the heap grows by some tensors first
-    x + 1
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+start = megabytes()
+with reuse_freed_memory() if sys.argv[1] == "reuse" else nullcontext():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(50):  # the heap grows by some tensors first
+        x + 1
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    tensors = [torch.ones(2**21) for _ in range(40)]  # 8 MiB each
+    del tensors[:-1]
+    inside = megabytes()
+print(faults, inside - start, megabytes() - start)
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
-def test_tensors_take_fewer_page_faults() -> None:
+def test_freed_memory_is_reused_and_given_back() -> None:
     if torch.cuda.is_available():
         pytest.skip("the setting is for machines without a GPU")
 
-    def faults(mode: str) -> int:
-        run = subprocess.run(
-            [sys.executable, "-c", PROGRAM, mode], capture_output=True, text=True, check=True
-        )
-        return int(run.stdout)
+    def run(mode: str) -> list[int]:
+        command = [sys.executable, "-c", PROGRAM, mode]
+        run = subprocess.run(command, capture_output=True, text=True, check=True)
+        return [int(word) for word in run.stdout.split()]
 
-    assert faults("keep") < faults("leave") / 4
+    faults, inside, after = run("reuse")
+    assert faults < run("leave")[0] / 4
+    assert inside > 300
+    assert after < 50  # 39 tensors lay below one that is in use
 
 
 def test_a_gpu_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert not keep_freed_memory()
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: object())  # has no functions
+    with reuse_freed_memory():
+        pass
