@@ -12,9 +12,11 @@ import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from draftlab.engine.counters import Counters
 from tests.helpers.small_run import draftlab
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -71,6 +73,19 @@ def test_the_python_of_the_api_guide_runs(workshop: Path) -> None:
     exec(compile(text, "python_api.md", "exec"), {})
     assert (workshop / "exported/config.json").is_file()
     assert (workshop / "report/report.html").is_file()
+
+
+def test_the_drafter_of_its_guide_keeps_the_tokens() -> None:
+    names: dict[str, Any] = {}
+    (text,) = blocks(ROOT / "docs/guide/own_drafter.md", "python")
+    exec(compile(text, "own_drafter.md", "exec"), names)
+    requests = names["requests"][16:]
+    expected, drafted = (
+        {g.id: g for g in names[engine].generate(requests)} for engine in ("plain", "engine")
+    )
+    assert all(drafted[name].token_ids == expected[name].token_ids for name in expected)
+    counters = Counters.total(g.counters for g in drafted.values())
+    assert counters.accepted > counters.drafts / 10
 
 
 def test_readme_is_short_and_installs_early() -> None:

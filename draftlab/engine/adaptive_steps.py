@@ -37,7 +37,7 @@ class AdaptiveSteps:
         self, step: Step, settings: AdaptiveVerification, run: RunStep, num_blocks: int
     ) -> None:
         drafter = step.drafter
-        if not (drafter.settings.confidence and drafter.settings.fresh_noise):
+        if not (drafter.confidence and drafter.fresh_noise):
             raise ValueError("adaptive verification needs drafts with confidence and fresh noise")
         if "k" not in inspect.signature(drafter.propose).parameters:
             raise ValueError(

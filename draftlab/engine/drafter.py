@@ -1,62 +1,24 @@
-"""Drafters propose tokens, which the target verifies."""
+"""Drafters that run a draft head."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from draftlab.engine.base_drafter import Drafter, Pools, Verification, VerifiedFeatures
 from draftlab.engine.draft_sampler import DraftSampler, DraftSettings, Proposal
-from draftlab.engine.eager_head import EagerHead, PassLayout, Pools
+from draftlab.engine.eager_head import EagerHead, PassLayout
 from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import chain_layout
 from draftlab.kernels.sampling_types import SamplingMetadata, draft_index
 
-Verification = Literal["token", "block"]
-"""How sampled drafts are judged: each by itself, or all drafts of a step together."""
 
-
-@dataclass(frozen=True)
-class VerifiedFeatures:
-    """Tokens and features of the positions p that the target has just verified, for B rows.
-
-    Each position gives a pair (x_{p+1}, g_p).
-
-    Attributes:
-        tokens: int64 [B, M], x_{p+1}; the last one of a row before padding is its newest token.
-        features: [B, M, F], g_p.
-        positions: int64 [B, M], p, consecutive; −1 is padding, at the end.
-        counts: int64 [B], entries of each row before padding (1 if a row is padding only).
-        block_table: int32 [B, N], the cache blocks of the rows.
-        keys: sampling parameters and noise keys of the rows.
-        sampling: `HeadDrafter.sampling(keys)`, if it has been computed already.
-    """
-
-    tokens: Tensor
-    features: Tensor
-    positions: Tensor
-    counts: Tensor
-    block_table: Tensor
-    keys: SamplingMetadata
-    sampling: tuple[Tensor, Tensor] | None = None
-
-    def first_columns(self, width: int) -> VerifiedFeatures:
-        """Return a copy with only the first `width` columns."""
-        names = "tokens", "features", "positions"
-        return replace(self, **{name: getattr(self, name)[:, :width] for name in names})
-
-
-class HeadDrafter(ABC):
+class HeadDrafter(Drafter):
     """Proposer of up to K draft tokens for each row by a draft head.
-
-    The engine calls `start` once and `extend_cache` for each chunk of a prompt, without the
-    prompt's last pair. It calls `propose` with that pair, then after each decode step. All of them
-    launch work on the device and do not wait for it.
 
     Args:
         head: the draft head.
@@ -73,10 +35,7 @@ class HeadDrafter(ABC):
 
     Attributes:
         drafting: "chain": one token a pass; "parallel": all tokens in one pass.
-        boundaries: boundaries of the target whose states are the features.
         eager_pass, fused_pass: the head's decode pass in its own modules, and in fused kernels.
-        draft_ids: int64 [W], target ids of the draft vocabulary; draft_index: int32 [V], its
-            inverse.
     """
 
     drafting: Literal["chain", "parallel"]
@@ -102,12 +61,10 @@ class HeadDrafter(ABC):
         self.boundaries = head.config.boundaries
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
         self.draft_index = draft_index(self.draft_ids, len(head.t2d))
+        self.confidence = confidence
+        self.fresh_noise = fresh_noise or verification == "block"
         self.settings = DraftSettings(
-            draft_probs,
-            confidence,
-            fresh_noise or verification == "block",
-            self.draft_ids,
-            self.draft_index,
+            draft_probs, confidence, self.fresh_noise, self.draft_ids, self.draft_index
         )
         self.fused_runner: Any = None
         self.runner = self.eager_pass(head)
@@ -135,12 +92,7 @@ class HeadDrafter(ABC):
         max_length: int | None = None,
         cpu_prepacked: bool = False,
     ) -> None:
-        """Allocate the draft KV cache: `num_blocks` blocks, as in the target's block tables.
-
-        Args:
-            max_length: most positions of a row; None: as many as the blocks hold.
-            cpu_prepacked: on a CPU, run on weights prepacked for oneDNN.
-        """
+        """Allocate the draft KV cache, and choose the head's implementation."""
         config = self.head.config
         shape = (num_blocks, block_size, config.num_key_value_heads, config.head_dim)
         self.block_size, self.max_length = block_size, max_length or num_blocks * block_size
@@ -164,11 +116,10 @@ class HeadDrafter(ABC):
             return PrepackedHead(self.head)
         return self.eager_pass(self.head)
 
-    def prepare_runner(self) -> None:  # noqa: B027 (most need nothing)
+    def prepare_runner(self) -> None:
         """Compute what no pass changes."""
 
     def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        """Return the draft temperature, float32 [B], and which rows sample drafts, bool [B]."""
         sampled = (keys.temperature > 0) & (keys.temperature >= self.greedy_below)
         temperature = keys.temperature
         if self.draft_temperature is not None:
@@ -179,14 +130,6 @@ class HeadDrafter(ABC):
     def extend_cache(self, verified: VerifiedFeatures) -> None:
         """Write the keys and values of verified positions to the draft KV cache."""
         self._run_verified(verified, self._pass_layouts(verified, num_later=0)[0])
-
-    @abstractmethod
-    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
-        """Extend the cache like `extend_cache`, and draft after each row's last pair.
-
-        Args:
-            k: draft tokens, 1 to `self.k`; None: `self.k`.
-        """
 
     def _pass_layouts(self, verified: VerifiedFeatures, *, num_later: int) -> list[PassLayout]:
         """Return the layouts of the pass over verified positions and of the `num_later` after it.

@@ -7,20 +7,18 @@ their reference.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from draftlab.engine.base_drafter import Pools
 from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import Angles
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.paged_attention import attend_paged, write_paged
 from draftlab.kernels.rope_write import rope_angles
 from draftlab.kernels.step_types import MaskedColumns
-
-Pools = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values of each layer, [P, S, kv heads, head_dim], written in layout."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from draftlab.engine.adaptive import AdaptiveVerification
 from draftlab.engine.adaptive_steps import AdaptiveSteps
-from draftlab.engine.drafter import HeadDrafter
+from draftlab.engine.base_drafter import Drafter
 from draftlab.engine.generation_state import Sequence, check_prompts
 from draftlab.engine.input_batch import InputBatch
 from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
@@ -92,7 +92,7 @@ class Engine:
     def __init__(
         self,
         target: Target,
-        drafter: HeadDrafter | None = None,
+        drafter: Drafter | None = None,
         *,
         batch: int,
         max_length: int,
@@ -133,7 +133,7 @@ class Engine:
             target.device,
             draft_vocab=drafter.draft_vocab if drafter else None,
             sampling=drafter.sampling if drafter else None,
-            confidence=bool(drafter and drafter.settings.confidence),
+            confidence=bool(drafter and drafter.confidence),
         )
         self.step = Step(
             target,

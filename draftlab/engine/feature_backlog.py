@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
+from draftlab.engine.base_drafter import Drafter, VerifiedFeatures
 from draftlab.engine.input_batch import InputBatch
 
 
@@ -53,7 +53,7 @@ class FeatureBacklog:
         self.count.index_fill_(0, index, 0)
 
     @torch.inference_mode()
-    def flush(self, drafter: HeadDrafter, index: Tensor) -> None:
+    def flush(self, drafter: Drafter, index: Tensor) -> None:
         """Let the drafter extend its cache by the pairs of slots int64 [B]."""
         counts = self.count[index]
         real = torch.arange(self.capacity, device=index.device) < counts[:, None]

@@ -27,7 +27,7 @@ class InputBatch(SlotBuffers):
         k: drafts a step.
         table_width: blocks of a request.
         draft_vocab: size and dtype of the draft distributions; None: all drafts are argmaxes.
-        sampling: `HeadDrafter.sampling`, called once a request; with `draft_vocab`.
+        sampling: `Drafter.sampling`, called once a request; with `draft_vocab`.
         confidence: whether drafts have one.
     """
 

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import VerifiedFeatures
+from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.generation_state import Sequence
 from draftlab.engine.step import Step
 from draftlab.kernels.paged_attention import slot_mapping

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.engine.eager_head import PassLayout, Pools, ProductRunner
+from draftlab.engine.base_drafter import Pools
+from draftlab.engine.eager_head import PassLayout, ProductRunner
 from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import RMSNorm
 from draftlab.kernels.chain_layout import last_rows

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
+from draftlab.engine.base_drafter import Drafter, VerifiedFeatures
 from draftlab.engine.generation_state import GenerationState, check_prompts
 from draftlab.engine.sampling import Generation, Request, sampling_metadata
 from draftlab.kernels.sampling import sample_token
@@ -42,7 +42,7 @@ class ReferenceEngine:
     """
 
     def __init__(
-        self, target: Target, drafter: HeadDrafter | None = None, *, batch: int, max_length: int
+        self, target: Target, drafter: Drafter | None = None, *, batch: int, max_length: int
     ) -> None:
         self.target, self.drafter = target, drafter
         self.batch, self.max_length = batch, max_length

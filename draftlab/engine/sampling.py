@@ -52,7 +52,7 @@ class Generation:
         started_s: `time.perf_counter()` at the start of its prefill; 0 where an engine does not
             tell.
         confidence: the logits of the verified drafts' confidence, for each step; empty unless the
-            drafter states them (`HeadDrafter`).
+            drafter states them (`Drafter.confidence`).
     """
 
     id: str

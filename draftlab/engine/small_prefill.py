@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from draftlab.engine.drafter import VerifiedFeatures
+from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.generation_state import Sequence
 from draftlab.engine.prefill import emit_first_tokens
 from draftlab.engine.step import GraphedStep, Step

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftlab.engine.base_drafter import Drafter, VerifiedFeatures
 from draftlab.engine.draft_sampler import Proposal
-from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
 from draftlab.engine.feature_backlog import FeatureBacklog
 from draftlab.engine.input_batch import InputBatch
 from draftlab.kernels.draft_allocation import allocate_drafts, compact_tokens, row_index
@@ -60,7 +60,7 @@ class Step:
         target: Target,
         cache: PagedCache,
         input_batch: InputBatch,
-        drafter: HeadDrafter | None,
+        drafter: Drafter | None,
         *,
         max_length: int,
         verifier: Verifier = verify,

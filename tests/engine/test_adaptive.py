@@ -9,8 +9,9 @@ import pytest
 from torch import Tensor
 
 from draftlab.engine.adaptive import AdaptiveVerification
+from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.draft_sampler import DraftSampler, Proposal
-from draftlab.engine.drafter import ChainDrafter, VerifiedFeatures, new_drafter
+from draftlab.engine.drafter import ChainDrafter, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.feature_backlog import FeatureBacklog
 from draftlab.engine.sampling import Request, Sampling

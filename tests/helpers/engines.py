@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.adaptive import AdaptiveVerification
-from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
+from draftlab.engine.base_drafter import VerifiedFeatures
+from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling, sampling_metadata
 from draftlab.engine.step import Verifier

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.draft_sampler import Proposal
-from draftlab.engine.drafter import ChainDrafter, VerifiedFeatures
+from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.eager_head import PassLayout
 from draftlab.evaluate.certificate.gtest import g_test, samples_for
 from draftlab.kernels import sampling as sampling_module
