@@ -78,7 +78,7 @@ class Cliff:
         ratio = self.step_ms / self.expected_ms
         return (
             f"{text}, {ratio:.2f} × the {self.expected_ms:.2f} ms that the other steps' costs of a "
-            "row and of a draft suggest"
+            "row and of a draft suggest: a kernel is slow at this shape, or the machine was busy"
         )
 
 

@@ -1,13 +1,14 @@
 """Measure what each option of a head does to AL, with one option changed at a time.
 
-    python eval/lab/options.py --out runs/options --seeds 0 1 2 --write PAGE
+    python eval/lab/options.py --out runs/options --seeds 0 1 2
     python eval/lab/options.py --recipe recipes/quickstart_peagle.yaml --out runs/options_peagle
-    --write PAGE
 
-Every variant is a run of the recipe with settings changed, once for each seed of training. All have
-the same answers, and the same store where it would be equal; they are copied from the base's first
-run. A finished run is not repeated, so `--only` may do the work in parts; the page has the variants
-that are finished for all seeds.
+Every variant is a run of the recipe with settings changed, once for each seed of training. All
+have the same answers, and the same store where it would be equal; they are copied from the base's
+first run. A finished run is not repeated, so `--only` may do the work in parts; the table has the
+variants that are finished for all seeds. AL is a mean over the seeds, at T = 0. Differences are
+paired over prompts (bootstrap, 95 %); bold ones exclude 0. The intervals cover chance over prompts,
+not over seeds. An option that learns faster leads early and need not lead later.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.evaluate.statistics import bootstrap_interval
-from draftlab.files import write_json, write_text
+from draftlab.files import write_json
 from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
 from draftlab.pipeline.pipeline import Pipeline
@@ -75,17 +77,8 @@ CHAIN = {
     "eagle, no noise": f"{EAGLE} train.noise=0",
     "eagle, no regression": f"{EAGLE} train.regression=0 train.distillation=1",
 }
-SHARED = (
-    "base",
-    "norm_before_residual",
-    "norm_before_fc",
-    "fc_norm",
-    "qk_norm",
-    "lk",
-    "wsd",
-    "replay",
-)
-PARALLEL = {name: CHAIN[name] for name in SHARED} | {
+NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")
+PARALLEL = {name: CHAIN[name] for name in ("base", *NORMS, "lk", "wsd", "replay")} | {
     "norm_before_residual, lk": "head.norm_before_residual=true train.loss=lk",
     "gamma 0.8": "train.acceptance_weighting=0 train.gamma=0.8",
     "gamma 0.6": "train.acceptance_weighting=0 train.gamma=0.6",
@@ -134,7 +127,7 @@ def folder_name(name: str, seed: int) -> str:
     return "-".join([*words, *([f"seed{seed}"] if seed else [])])
 
 
-def share(base: Path, folder: Path, *, store: bool, seed: int) -> None:
+def share_stages(base: Path, folder: Path, *, store: bool, seed: int) -> None:
     """Copy the base run's answers into a new run, and its store where it would be equal.
 
     The stage records get the new run's seed, which is to change its training only.
@@ -155,14 +148,14 @@ def share(base: Path, folder: Path, *, store: bool, seed: int) -> None:
 
 def measure(
     name: str, seed: int, options: argparse.Namespace, target: Target, tokenizer: Any
-) -> Result:
-    """Train a variant and decode with it at T = 0."""
+) -> dict[str, Any]:
+    """Train a variant and decode with it at T = 0; return the fields of its `Result`."""
     settings, runs = [*options.settings, *VARIANTS[name].split()], options.out
     own = [f"name={folder_name(name, seed)}", f"seed={seed}"]
     recipe = load_recipe(options.recipe, [*settings, *own])
     folder, base = runs / recipe.name, runs / folder_name("base", options.seeds[0])
     if folder != base:
-        share(base, folder, store="record." not in VARIANTS[name], seed=seed)
+        share_stages(base, folder, store="record." not in VARIANTS[name], seed=seed)
     pipeline = Pipeline(recipe, PrintMonitor(), runs)
     pipeline.make("store")
     started = time.perf_counter()
@@ -182,7 +175,7 @@ def measure(
         provenance["validation"]["alpha"],
         np.array([[c.drafts, c.accepted] for c in counters]),
         np.sum([c.accepted_at for c in counters], 0).tolist(),
-    )
+    ).fields
 
 
 def decode(
@@ -198,12 +191,8 @@ def decode(
 
     Above T = 0 drafts are sampled from the head.
     """
-    head = load_head(
-        folder,
-        target_tensors=target.parts.shared_tensors,
-        dtype=target.dtype,
-        device=target.device,
-    )
+    shared = target.parts.shared_tensors
+    head = load_head(folder, target_tensors=shared, dtype=target.dtype, device=target.device)
     longest = target.max_length - recipe.eval.max_new_tokens
     suite = load_suite(recipe.eval.suite, tokenizer, Monitor(), max_prompt_tokens=longest)
     stops = stop_ids(tokenizer, target.folder)
@@ -269,40 +258,6 @@ def table(variants: Sequence[Sequence[Result]]) -> str:
     return "\n".join([*lines, *(row(results, variants[0]) for results in variants)]) + "\n"
 
 
-PAGE = """\
-# What a head's options do
-
-Written by `python {command}`:
-{recipe} with one setting changed at a time; answers, store, seeds ({seeds}), order of data and
-number of steps are the same. AL is a mean over the seeds, at T = 0, on the first {prompts} held-out
-prompts, K = {k}, {dtype}, {device}. Differences are paired over prompts (bootstrap, 95 %); **bold**
-ones exclude 0. The intervals cover chance over prompts, not over seeds. Training ended after
-{tokens:,} tokens; an option that learns faster leads early and need not lead later.
-
-{table}
-"""
-
-
-def page(variants: Sequence[Sequence[Result]], options: argparse.Namespace) -> str:
-    """Return the page of results: conditions, then the table."""
-    first, seeds = variants[0][0], " ".join(map(str, options.seeds))
-    settings = "".join(f" {setting}" for setting in options.settings)
-    if options.recipe != RECIPE:
-        settings = f" --recipe recipes/{options.recipe.name}{settings}"
-    return PAGE.format(
-        command=f"eval/lab/options.py --seeds {seeds} --prompts {options.prompts} "
-        f"--k {options.k}{settings}",
-        seeds=seeds,
-        recipe=f"`recipes/{options.recipe.name}`",
-        prompts=options.prompts,
-        k=options.k,
-        dtype=first.dtype,
-        device=first.device,
-        tokens=first.tokens_seen,
-        table=table(variants).strip(),
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -312,7 +267,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, nargs="*", default=[0], help="of training")
     parser.add_argument("--prompts", type=int, default=128, help="first held-out prompts")
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
-    parser.add_argument("--write", type=Path, help="Markdown page for the results")
     parser.add_argument("settings", nargs="*", help="changed in every variant: train.steps=100 …")
     add_options(parser)
     options = parser.parse_args(arguments)
@@ -323,30 +277,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parts = Measurements(options, conditions, target.device)
     parallel = recipe.head.family == "peagle"
     names = options.only or (PARALLEL if parallel else CHAIN)
-
     results: dict[str, list[Result]] = {}
-    for name, seed in product([n for n in VARIANTS if n in names], options.seeds):
-
-        def part(name: str = name, seed: int = seed) -> dict[str, Any]:
-            return measure(name, seed, options, target, tokenizer).fields
-
-        fields = parts.measure(folder_name(name, seed), part)
-        if fields is not None:
-            results.setdefault(name, []).append(Result.of(fields))
+    for name, seed in product(VARIANTS, options.seeds):
+        part = folder_name(name, seed)
+        if name in names:
+            parts.measure(part, partial(measure, name, seed, options, target, tokenizer))
+        if part in parts.parts:  # measured now or by an earlier run of this program
+            results.setdefault(name, []).append(Result.of(parts.parts[part]))
             print(f"{name}, seed {seed}: AL {results[name][-1].al():.3f}", flush=True)
-    for name, seed in product(VARIANTS, options.seeds):  # of earlier runs of this program
-        fields = parts.parts.get(folder_name(name, seed))
-        if name not in names and fields is not None:
-            results.setdefault(name, []).append(Result.of(fields))
     variants = [
         results[name] for name in VARIANTS if len(results.get(name, ())) == len(options.seeds)
     ]
     if not variants or variants[0][0].name != "base":
         raise SystemExit("the base must be measured first: --only base")
-    text = table(variants)
-    print(text)
-    if options.write:
-        write_text(options.write, page(variants, options))
+    first = variants[0][0]
+    print(f"{first.dtype}, {first.device}; training saw {first.tokens_seen:,} tokens")
+    print(table(variants))
 
 
 if __name__ == "__main__":

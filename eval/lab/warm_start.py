@@ -1,6 +1,6 @@
 """Measure how many steps a head saves that starts from one of an older target (`head.init`).
 
-    python eval/lab/warm_start.py --out runs/warm_start --write PAGE
+    python eval/lab/warm_start.py --out runs/warm_start
 
 The newer target is the embedded one, tuned for some hundred steps on functions of Python's standard
 library, as answers to the prompts that the embedded target knows. A head is trained for the older
@@ -23,13 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from options import decode
+from options import decode, share_stages
 from transformers import AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.engine.counters import Counters
 from draftlab.evaluate.statistics import acceptance_interval
-from draftlab.files import write_text
 from draftlab.pipeline.pipeline import Pipeline
 from draftlab.pipeline.recipe import Recipe, load_recipe
 from draftlab.pipeline.resolve import find_head
@@ -110,7 +109,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--older", default=None, help="a head of the older target; without it the recipe trains one"
     )
     parser.add_argument("--prompts", type=int, default=128, help="first held-out prompts")
-    parser.add_argument("--write", type=Path, help="Markdown page for the results")
     parser.add_argument("settings", nargs="*", help="changed in every run: train.steps=100 …")
     options = parser.parse_args(arguments)
     runs, newer = options.out.absolute(), options.out.absolute() / "target"
@@ -119,13 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def train(name: str, *settings: str) -> tuple[Recipe, Path, float]:
         recipe = load_recipe(RECIPE, [f"name={name}", *options.settings, *settings])
-        if name.startswith("warm") and not (runs / name).exists():
-            (runs / name).mkdir(parents=True)
-            for part in ("answers.json", "answers.jsonl", "store", "stages"):
-                copy = shutil.copytree if (runs / "scratch" / part).is_dir() else shutil.copy
-                copy(runs / "scratch" / part, runs / name / part)
-            for stage in ("head", "eval", "export"):
-                (runs / name / "stages" / f"{stage}.json").unlink(missing_ok=True)
+        if name.startswith("warm"):
+            share_stages(runs / "scratch", runs / name, store=True, seed=recipe.seed)
         pipeline, started = Pipeline(recipe, PrintMonitor(), runs), time.perf_counter()
         pipeline.make("head")
         return recipe, runs / name / "head", time.perf_counter() - started
@@ -151,8 +144,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         cells = al_of(head, recipe, target, tokenizer, options.prompts)
         lines.append(f"| {name} | {steps} | {took} | {cells} |")
     print("\n".join(lines))
-    if options.write:
-        write_text(options.write, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared by the parity programs: environments, the head under test, the page of results."""
+"""Shared by the parity programs: environments, the head under test, its answers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # also for `eval` in the programs
 from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.engine import Engine
-from draftlab.engine.sampling import Generation, Request
+from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
 from draftlab.export.settings import ExportSettings
-from draftlab.files import write_json, write_text
+from draftlab.files import write_json
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import load_head
 from draftlab.pipeline.api import export_head
@@ -34,8 +35,8 @@ from draftlab.text.chat_template import stop_ids
 from draftlab.text.suites import load_suite
 
 HERE = Path(__file__).resolve().parent
+GREEDY = Sampling()
 EQUAL, DIFFERENT, UNUSABLE, SKIPPED = 0, 1, 2, 77
-TITLE = "# Parity with other programs"
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,10 @@ class Subject:
     prompts: tuple[tuple[str, tuple[int, ...]], ...]
     stops: frozenset[int]
 
+    def requests(self, max_new_tokens: int, sampling: Sampling = GREEDY) -> list[Request]:
+        """Return a request for each prompt."""
+        return [Request(i, ids, max_new_tokens, sampling, self.stops) for i, ids in self.prompts]
+
     def export(self, place: Path, k: int | None = None, layout: str = "speculators") -> None:
         """Export the head in another program's layout, in float32."""
         export_head(
@@ -70,21 +75,26 @@ class Subject:
 
 
 def subject_options(
-    parser: ArgumentParser, prompts: int, *, random: bool = True, new_tokens: int | None = None
+    parser: ArgumentParser,
+    prompts: int,
+    *,
+    random: bool = True,
+    new_tokens: int | None = None,
+    k: int = 4,
 ) -> None:
-    """Add the options that choose a subject and a page of results.
+    """Add the options that choose a subject.
 
     Args:
         prompts: the default of --prompts.
         random: whether random heads can be chosen.
-        new_tokens: the default of --max-new-tokens, an option of programs that decode with drafts.
+        new_tokens, k: the defaults of --max-new-tokens and --k, options of programs that decode
+            with drafts.
     """
     parser.add_argument("--head", help="head folder or 'reference'; default: the latest run's")
     parser.add_argument("--target", help="its target; default: the run's, or the embedded one")
     parser.add_argument("--prompts", type=int, default=prompts, help="first held-out prompts")
-    parser.add_argument("--write", type=Path, help="Markdown page that gets the result's rows")
     if new_tokens is not None:
-        parser.add_argument("--k", type=int, default=4, help="drafts a step")
+        parser.add_argument("--k", type=int, default=k, help="drafts a step")
         parser.add_argument("--max-new-tokens", type=int, default=new_tokens)
     if random:
         parser.add_argument(
@@ -190,40 +200,11 @@ def client(python: Path, program: str, requests: Mapping[Path, dict[str, Any]]) 
 
 def run_program(run: Callable[[Namespace], int], parser: ArgumentParser) -> int:
     """Parse the command line and run a program; print a UserError and return UNUSABLE."""
+    options = parser.parse_args()
+    packages = ("draftlab", "torch", "transformers")
+    print(", ".join(f"{name} {metadata.version(name)}" for name in packages), flush=True)
     try:
-        return run(parser.parse_args())
+        return run(options)
     except UserError as error:
         print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
         return UNUSABLE
-
-
-def versions() -> str:
-    """Return the versions of draftlab, torch and transformers."""
-    return ", ".join(f"{p} {metadata.version(p)}" for p in ("draftlab", "torch", "transformers"))
-
-
-def add_row(page: Path, table: tuple[str, tuple[str, ...]], cells: Sequence[str]) -> None:
-    """Add a row to a table of a Markdown page; create the page and the table if missing.
-
-    Raises:
-        UserError: the page has that table with other columns.
-    """
-    title, columns = table
-    lines = page.read_text().splitlines() if page.exists() else [TITLE]
-    heading, row = f"## {title}", "| " + " | ".join(cells) + " |"
-    head = "| " + " | ".join(columns) + " |"
-    if heading not in lines:
-        lines += ["", heading, "", head, "|" + "---|" * len(columns)]
-    at = lines.index(heading)
-    while at < len(lines) and not lines[at].startswith("|"):
-        at += 1
-    if at == len(lines) or lines[at] != head:
-        raise UserError(
-            f"expected a table with the columns {', '.join(columns)}",
-            where=f"{page}, {heading}",
-            do="remove the old table from the page, or name another page",
-        )
-    while at < len(lines) and lines[at].startswith("|"):
-        at += 1
-    lines.insert(at, row)
-    write_text(page, "\n".join(lines) + "\n")

@@ -21,7 +21,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 
 from common import (
@@ -29,27 +28,20 @@ from common import (
     EQUAL,
     SKIPPED,
     Subject,
-    add_row,
     decoded,
     figures,
     prepare,
     run_program,
     subject_options,
-    versions,
 )
 from llamacpp_server import Answer, LlamaCpp, Server, serving
 from random_heads import chosen_subjects
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
-from draftlab.engine.sampling import Generation, Request
+from draftlab.engine.sampling import Generation
 from draftlab.errors import UserError
 from draftlab.vllm.engine import required_positions
-
-PAGE = ("llama.cpp, T = 0: equal tokens and counters", (
-    "date", "head", "weights", "versions", "K", "prompts", "tokens",
-    "drafts / accepted / accepted_at: draftlab, clipped", "the same: llama.cpp", "equal",
-))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,10 +56,7 @@ class Work:
 
     def ours(self) -> list[Generation]:
         """Decode with draftlab's engine."""
-        requests = [
-            Request(i, ids, self.max_new_tokens, stop_ids=self.subject.stops)
-            for i, ids in self.subject.prompts
-        ]
+        requests = self.subject.requests(self.max_new_tokens)
         longest = required_positions(requests, self.k, self.subject.target.max_length)
         drafter = new_drafter(self.subject.head, self.k)
         return decoded(self.subject.target, requests, drafter, batch=8, max_length=longest)
@@ -145,8 +134,8 @@ def _without_stop(tokens: Sequence[int], stops: frozenset[int]) -> tuple[int, ..
     return tuple(tokens[:-1] if tokens and tokens[-1] in stops else tokens)
 
 
-def compare(work: Work, quantized: str | None = None) -> tuple[list[str], bool]:
-    """Return a row of the page, and whether all is equal (quantised: whether drafts pass)."""
+def compare(work: Work, quantized: str | None = None) -> bool:
+    """Print a comparison; return whether all is equal (quantised: whether drafts pass)."""
     ours = work.ours()
     with work.served(quantized) as server:
         theirs = work.theirs(server)
@@ -163,20 +152,16 @@ def compare(work: Work, quantized: str | None = None) -> tuple[list[str], bool]:
         fault = first_difference(ours, theirs, expected, work.subject.stops)
         if fault is None and list(total.accepted_at) != accepted_at:
             fault = f"accepted_at: draftlab {list(total.accepted_at)}, llama.cpp {accepted_at}"
-        verdict = "yes" if fault is None else f"no: {fault}"
+        verdict = "EQUAL"
     weights = quantized or "float32"
     tokens = sum(len(g.token_ids) for g in ours)
     print(
-        f"K={work.k} {work.subject.name}, {weights}, {len(ours)} prompts, {tokens:,} tokens; "
-        f"drafts / accepted / accepted_at\n  draftlab  {mine}\n  llama.cpp {other}\n  "
-        f"{verdict if fault is None else 'DIFFERENT: ' + fault}",
+        f"{work.llama.version()}, K={work.k} {work.subject.name}, {weights}, {len(ours)} prompts, "
+        f"{tokens:,} tokens; drafts / accepted / accepted_at\n  draftlab  {mine}\n"
+        f"  llama.cpp {other}\n  {verdict if fault is None else 'DIFFERENT: ' + fault}",
         flush=True,
     )
-    made = f"{versions()}; {work.llama.version()}"
-    return [
-        *(date.today().isoformat(), work.subject.name, weights, made, str(work.k)),
-        *(str(len(ours)), f"{tokens:,}", mine, other, verdict),
-    ], fault is None
+    return fault is None
 
 
 def exportable(subjects: Iterator[Subject], place: Path, k: int) -> Iterator[Subject]:
@@ -205,10 +190,7 @@ def run(options: argparse.Namespace) -> int:
                 place = Path(folder) / f"work-{number}-{kind}"
                 place.mkdir()
                 work = Work(subject, llama, options.k, options.max_new_tokens, place)
-                row, equal = compare(work, kind)
-                status = status if equal else DIFFERENT
-                if options.write:
-                    add_row(options.write, PAGE, row)
+                status = status if compare(work, kind) else DIFFERENT
     return status
 
 

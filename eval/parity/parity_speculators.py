@@ -24,7 +24,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import date
 from pathlib import Path
 
 import torch
@@ -34,12 +33,10 @@ from common import (
     EQUAL,
     SKIPPED,
     Subject,
-    add_row,
     client,
     prepare,
     run_program,
     subject_options,
-    versions,
 )
 from random_heads import chosen_subjects
 from speculators_library import answer, library_rows, loading_fault, request
@@ -55,10 +52,6 @@ from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import Batch, pack
 
 TOLERANCE = 1e-12
-PAGE = ("speculators, equal outputs of training's forward", (
-    "date", "head", "mask", "versions", "steps", "rows of step 0 … last", "max abs(logits)",
-    "largest difference / largest value: fc, fed back, logits", "argmax equal", "equal",
-))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -257,8 +250,8 @@ def unnoticed(case: Case, head: BlockHead, library: dict[str, Tensor]) -> str | 
     return None
 
 
-def compare_case(case: Case) -> tuple[list[str], bool]:
-    """Return a row of the page, after the library has answered, and whether all is equal."""
+def compare_case(case: Case) -> bool:
+    """Print the comparison after the library has answered; return whether all is equal."""
     head, name = case.subject.head, case.subject.name
     head.double()
     library, report = answer(case.answer, case.subject, case.num_steps)
@@ -278,28 +271,16 @@ def compare_case(case: Case) -> tuple[list[str], bool]:
     fault = loading_fault(report) or fault
     counts = [len(step.rows) for step in steps]
     figures = ", ".join(f"{d.relative:.1e}" for d in worst.values())
-    library_version = f"speculators {report['engine_version']} ({case.attention})"
+    versions = f"speculators {report['engine_version']}, torch {report['torch_version']}"
     print(
         f"{name}, mask {case.mask}: {len(case.records)} conversations, {case.num_steps} steps with "
-        f"{counts} rows; {library_version}\n"
+        f"{counts} rows; {versions} ({case.attention})\n"
         f"  largest difference / largest value: {figures} ({', '.join(worst)}); "
         f"largest logit {worst['logits'].scale:.2f}; argmax equal {same:.4%}\n"
         f"  {'EQUAL within ' + str(TOLERANCE) if fault is None else 'DIFFERENT: ' + fault}",
         flush=True,
     )
-    row = [
-        date.today().isoformat(),
-        name,
-        case.mask,
-        f"{versions()}; {library_version}, torch {report['torch_version']}",
-        str(case.num_steps),
-        f"{counts[0]:,} … {counts[-1]:,}",
-        f"{worst['logits'].scale:.2f}",
-        figures,
-        f"{same:.2%}",
-        f"no: {fault}" if fault else f"yes (within {TOLERANCE})",
-    ]
-    return row, fault is None
+    return fault is None
 
 
 def cases(options: argparse.Namespace, place: Path) -> Iterator[Case]:
@@ -334,10 +315,7 @@ def run(options: argparse.Namespace) -> int:
         }
         client(python, "speculators_client.py", requests)
         for case in requested:
-            row, equal = compare_case(case)
-            status = status if equal else DIFFERENT
-            if options.write:
-                add_row(options.write, PAGE, row)
+            status = status if compare_case(case) else DIFFERENT
     return status
 
 

@@ -4,7 +4,7 @@
 
 transformers decodes one prompt at a time with its eager attention and experts. draftlab decodes
 eight at once, without drafts and with the head's. All three must give the same tokens. For a target
-with windows or chunks, the row says how many answers reach beyond the first border.
+with windows or chunks, a line says how many answers reach beyond the first border.
 
 Exit status: 0 all is equal; 1 something differs (the first difference is printed); 2 the request
 cannot be run.
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -24,27 +23,21 @@ from common import (
     DIFFERENT,
     EQUAL,
     Subject,
-    add_row,
     decoded,
     figures,
     load_subject,
     run_program,
     subject_options,
-    versions,
 )
-from parity_vllm import total
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
-from draftlab.engine.sampling import Generation, Request
+from draftlab.engine.sampling import Generation
 from draftlab.vllm.engine import required_positions
 from tests.helpers.zoo import eager_model
 
 BATCH = 8
-TABLE = ("transformers' generate, T = 0: equal tokens", (
-    "date", "head", "target", "versions", "K", "prompts", "tokens", "beyond the first border",
-    "drafts / accepted / accepted_at", "undrafted equal", "drafted equal",
-))  # fmt: skip
 
 
 @torch.inference_mode()
@@ -84,8 +77,7 @@ def first_difference(
 def run(options: argparse.Namespace) -> int:
     """Compare; return the exit status."""
     subject = load_subject(options.head, options.target, options.prompts)
-    new_tokens, stops = options.max_new_tokens, subject.stops
-    requests = [Request(i, ids, new_tokens, stop_ids=stops) for i, ids in subject.prompts]
+    requests = subject.requests(options.max_new_tokens)
     plain, drafted = (
         decoded(
             subject.target,
@@ -96,12 +88,12 @@ def run(options: argparse.Namespace) -> int:
         )
         for k in (0, options.k)
     )
-    expected = generated(subject, new_tokens)
+    expected = generated(subject, options.max_new_tokens)
     faults = {
         name: first_difference(expected, found, name)
         for name, found in (("undrafted", plain), ("drafted", drafted))
     }
-    counted, beyond = total(drafted), "no border"
+    counted, beyond = Counters.total(g.counters for g in drafted), "no border"
     if size := border(subject.target.config):
         lengths = [len(r.prompt_ids) + len(ids) for r, ids in zip(requests, expected, strict=True)]
         beyond = f"{sum(length > size for length in lengths)} of {len(lengths)} ({size} positions)"
@@ -112,20 +104,13 @@ def run(options: argparse.Namespace) -> int:
     )
     for way, fault in faults.items():
         print(f"  {way}: {'EQUAL' if fault is None else 'DIFFERENT at ' + fault}", flush=True)
-    if options.write:
-        row = [date.today().isoformat(), subject.name, name, versions(), str(options.k)]
-        row += [str(len(expected)), tokens, beyond, figures(counted)]
-        row += ["yes" if fault is None else f"no: {fault}" for fault in faults.values()]
-        add_row(options.write, TABLE, row)
     return DIFFERENT if any(faults.values()) else EQUAL
 
 
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    subject_options(parser, prompts=16, random=False)
-    parser.add_argument("--k", type=int, default=3, help="drafts a step")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    subject_options(parser, prompts=16, random=False, new_tokens=128, k=3)
     return run_program(run, parser)
 
 

@@ -13,22 +13,19 @@ import argparse
 import json
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 
 from common import (
     DIFFERENT,
     EQUAL,
     SKIPPED,
-    add_row,
     client,
     load_subject,
     prepare,
     run_program,
     subject_options,
-    versions,
 )
-from parity_vllm import EXACT, Bench, total
+from parity_vllm import Bench, total
 
 from draftlab.files import read_json
 from draftlab.vllm.engine import drafting_method
@@ -66,24 +63,19 @@ def run(options: argparse.Namespace) -> int:
         theirs = [found["drafts"], found["accepted"], found["accepted_at"]]
         equal = found["tokens"] == [list(g.token_ids) for g in ours] and theirs == ours_counted
         figures = [f"{n:,} / {a:,} / {at}" for n, a, at in (ours_counted, theirs)]
-        print(f"load {number}: draftlab {figures[0]}, vLLM {figures[1]}: ", end="")
-        print("EQUAL" if equal else "DIFFERENT", flush=True)
+        print(
+            f"load {number}, vLLM {found['version']}: draftlab {figures[0]}, vLLM {figures[1]}: "
+            f"{'EQUAL' if equal else 'DIFFERENT'}",
+            flush=True,
+        )
         status = status if equal else DIFFERENT
-        if options.write:
-            made = f"{versions()}; vLLM {found['version']}"
-            tokens = sum(len(g.token_ids) for g in ours)
-            row = [subject.name, f"vllm, load {number} of a process", made, "V1", str(bench.k)]
-            row += [str(len(ours)), f"{tokens:,}", "1", *figures, "yes" if equal else "no"]
-            add_row(options.write, EXACT, [date.today().isoformat(), *row])
     return status
 
 
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    subject_options(parser, prompts=8, random=False)
-    parser.add_argument("--k", type=int, default=3, help="drafts a step")
-    parser.add_argument("--max-new-tokens", type=int, default=64)
+    subject_options(parser, prompts=8, random=False, new_tokens=64, k=3)
     return run_program(run, parser)
 
 

@@ -27,9 +27,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import date
-from functools import reduce
-from operator import add
 from pathlib import Path
 
 import numpy as np
@@ -38,13 +35,11 @@ from common import (
     EQUAL,
     SKIPPED,
     Subject,
-    add_row,
     decoded,
     figures,
     prepare,
     run_program,
     subject_options,
-    versions,
 )
 from random_heads import chosen_subjects
 
@@ -54,24 +49,15 @@ from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.statistics import acceptance_interval, bootstrap_interval
 from draftlab.export.layout import Layout
 from draftlab.heads.family import get_family
-from draftlab.progress import Monitor
 from draftlab.vllm.engine import COUNTERS, VllmEngine, VllmSettings, required_positions
+from eval.measurements import PrintMonitor
 
 BATCHES = (1, 8)
-Table = tuple[str, tuple[str, ...]]
-EXACT = ("vLLM, T = 0: equal tokens and counters", (
-    "date", "head", "vLLM reads", "versions", "runner", "K", "prompts", "tokens", "draftlab batch",
-    "drafts / accepted / accepted_at: draftlab", "the same: vLLM", "equal",
-))  # fmt: skip
-SAMPLED = ("vLLM, T > 0: equal acceptance lengths", (
-    "date", "head", "drafts", "T", "versions", "runner", "K", "prompts", "AL draftlab [95 %]",
-    "AL vLLM [95 %]", "difference [level]", "holds 0",
-))  # fmt: skip
 
 
 def total(decoded: Sequence[Generation]) -> Counters:
     """Return the counters of all prompts."""
-    return reduce(add, (g.counters for g in decoded))
+    return Counters.total(g.counters for g in decoded)
 
 
 def accepted_steps(generation: Generation) -> tuple[int, ...]:
@@ -131,10 +117,7 @@ class Bench:
 
     def requests(self, temperature: float) -> list[Request]:
         """Return a request for every prompt."""
-        sampling, stops = Sampling(temperature, seed=self.seed), self.subject.stops
-        return [
-            Request(i, ids, self.max_new_tokens, sampling, stops) for i, ids in self.subject.prompts
-        ]
+        return self.subject.requests(self.max_new_tokens, Sampling(temperature, seed=self.seed))
 
     @property
     def max_length(self) -> int:
@@ -162,47 +145,30 @@ class Bench:
         )
 
 
-class PrintMonitor(Monitor):
-    """A monitor that prints lines."""
-
-    def say(self, line: str) -> None:
-        print(line, flush=True)
-
-
-def _common(bench: Bench, engine: VllmEngine, *between: str) -> list[str]:
-    """Return the first cells of a row."""
-    made = f"{versions()}; vLLM {engine.version}"
-    name, prompts = bench.subject.name, str(len(bench.subject.prompts))
-    return [date.today().isoformat(), name, *between, made, engine.runner, str(bench.k), prompts]
-
-
 def compare_greedy(
     bench: Bench, engine: VllmEngine, layout: str, mine: dict[int, list[Generation]]
-) -> list[list[str]]:
-    """Compare one layout with every batch size at T = 0; return rows of the table EXACT."""
+) -> Iterator[bool]:
+    """Compare one layout with every batch size at T = 0; yield whether all is equal."""
     theirs = list(engine.generate(bench.requests(0.0)))
-    rows = []
     for batch, ours in mine.items():
         fault = first_difference(ours, theirs)
         tokens = sum(len(g.token_ids) for g in ours)
         print(
-            f"T=0 K={bench.k} {bench.subject.name}, vLLM reads {layout}, draftlab batch {batch}, "
-            f"{len(ours)} prompts, {tokens:,} tokens; drafts / accepted / accepted_at\n"
+            f"T=0 K={bench.k} {bench.subject.name}, vLLM {engine.version} ({engine.runner}) reads "
+            f"{layout}, draftlab batch {batch}, {len(ours)} prompts, {tokens:,} tokens; "
+            "drafts / accepted / accepted_at\n"
             f"  draftlab {figures(total(ours))}  AL {total(ours).acceptance_length:.4f}\n"
             f"  vLLM     {figures(total(theirs))}  AL {total(theirs).acceptance_length:.4f}\n"
             f"  {'EQUAL' if fault is None else 'DIFFERENT at ' + fault}",
             flush=True,
         )
-        cells = [f"{tokens:,}", str(batch), figures(total(ours)), figures(total(theirs))]
-        verdict = "yes" if fault is None else f"no: {fault}"
-        rows.append([*_common(bench, engine, layout), *cells, verdict])
-    return rows
+        yield fault is None
 
 
 def compare_sampled(
     bench: Bench, engine: VllmEngine, temperature: float, probabilities: bool, level: float
-) -> list[str]:
-    """Compare one kind of drafts at a temperature; return a row of the table SAMPLED."""
+) -> bool:
+    """Compare one kind of drafts at a temperature; return whether the interval holds 0."""
     ours = bench.ours(temperature, BATCHES[-1], probabilities=probabilities)
     theirs = list(engine.generate(bench.requests(temperature)))
     shown = []
@@ -212,30 +178,30 @@ def compare_sampled(
     difference, (low, high) = acceptance_difference(ours, theirs, level)
     shown.append(f"{difference:+.3f} [{low:+.3f}, {high:+.3f}] at {level:.2%}")
     drafts = "sampled, with probabilities" if probabilities else "argmax, without probabilities"
-    holds = "yes" if low <= 0 <= high else "no"
+    holds = low <= 0 <= high
     print(
         f"T={temperature:g} K={bench.k} {bench.subject.name}, drafts {drafts}, {len(ours)} prompts"
-        f"\n  AL draftlab {shown[0]}, vLLM {shown[1]}, difference {shown[2]}: holds 0: {holds}",
+        f"\n  AL draftlab {shown[0]}, vLLM {shown[1]}, difference {shown[2]}: "
+        f"holds 0: {'yes' if holds else 'no'}",
         flush=True,
     )
-    return [*_common(bench, engine, drafts, f"{temperature:g}"), *shown, holds]
+    return holds
 
 
-def compare_one(bench: Bench) -> Iterator[tuple[Table, list[str]]]:
-    """Compare a head in vLLM's own layout at T = 0; yield tables and their rows."""
+def compare_one(bench: Bench) -> Iterator[bool]:
+    """Compare a head in vLLM's own layout at T = 0; yield whether all is equal."""
     mine = {batch: bench.ours(0.0, batch) for batch in BATCHES[-1:]}
     with tempfile.TemporaryDirectory() as place:
         bench.subject.export(Path(place) / "vllm", bench.k, "vllm")
         with bench.theirs(Path(place) / "vllm") as engine:
-            for row in compare_greedy(bench, engine, "vllm", mine):
-                yield EXACT, row
+            yield from compare_greedy(bench, engine, "vllm", mine)
 
 
-def compare(bench: Bench, temperatures: Sequence[float]) -> Iterator[tuple[Table, list[str]]]:
+def compare(bench: Bench, temperatures: Sequence[float]) -> Iterator[bool]:
     """Compare everything, with one start of vLLM per layout and kind of drafts.
 
     Yields:
-        A table and its row, as soon as the row is known.
+        Whether each comparison has passed.
     """
     family = bench.subject.head.config.family
     program = (
@@ -251,17 +217,15 @@ def compare(bench: Bench, temperatures: Sequence[float]) -> Iterator[tuple[Table
         layout = Path(place) / program
         bench.subject.export(layout, bench.k, program)
         with bench.theirs(layout) as engine:
-            for row in compare_greedy(bench, engine, program, mine):
-                yield EXACT, row
+            yield from compare_greedy(bench, engine, program, mine)
             for t in temperatures:
-                yield SAMPLED, compare_sampled(bench, engine, t, False, level)
+                yield compare_sampled(bench, engine, t, False, level)
         with bench.theirs(bench.subject.folder) as engine:
-            for row in compare_greedy(bench, engine, "native", mine):
-                yield EXACT, row
+            yield from compare_greedy(bench, engine, "native", mine)
         if temperatures:
             with bench.theirs(layout, probabilities=True) as engine:
                 for t in temperatures:
-                    yield SAMPLED, compare_sampled(bench, engine, t, True, level)
+                    yield compare_sampled(bench, engine, t, True, level)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -276,12 +240,9 @@ def run(options: argparse.Namespace) -> int:
             if options.random is not None and subject.head.family.freezes_lm_head:
                 k = min(k, subject.head.config.k_trained)  # the slots of a block
             bench = Bench(subject, python, k, options.max_new_tokens, options.seed)
-            rows = compare(bench, options.temps) if options.random is None else compare_one(bench)
-            for table, row in rows:
-                if options.write:
-                    add_row(options.write, table, row)
-                if row[-1] != "yes":
-                    status = DIFFERENT
+            one_layout = options.random is not None
+            results = compare_one(bench) if one_layout else compare(bench, options.temps)
+            status = status if all(list(results)) else DIFFERENT
     return status
 
 

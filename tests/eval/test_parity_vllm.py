@@ -93,19 +93,6 @@ def test_temperatures_are_above_0() -> None:
             vllm.temperatures(wrong)
 
 
-def test_rows_join_their_own_table_and_leave_the_rest_of_the_page(tmp_path: Path) -> None:
-    page = tmp_path / "parity.md"
-    first, second = ("one", ("a", "b")), ("two", ("c",))
-    for table, cells in ((first, ["1", "2"]), (second, ["3"]), (first, ["4", "5"])):
-        common.add_row(page, table, cells)
-    text = page.read_text()
-    assert "| a | b |\n|---|---|\n| 1 | 2 |\n| 4 | 5 |\n\n## two" in text
-    assert text.endswith("| c |\n|---|\n| 3 |\n")
-    with pytest.raises(UserError, match="a table with the columns a, b, more"):
-        common.add_row(page, ("one", ("a", "b", "more")), ["6", "7", "8"])
-    assert page.read_text() == text
-
-
 def test_a_failed_installation_is_said_and_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

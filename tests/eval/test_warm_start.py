@@ -23,16 +23,17 @@ def test_conversations_are_functions_with_their_docstrings() -> None:
 
 
 @pytest.mark.slow
-def test_heads_start_from_the_older_targets_head(tmp_path: Path) -> None:
+def test_heads_start_from_the_older_targets_head(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = (
         "prompts.max_prompts=16 regenerate.max_new_tokens=16 train.steps=20 train.row_tokens=512"
     )
     small += " train.batch_rows=1 train.micro_rows=null train.validation_share=0"
-    arguments = ["--out", "runs", "--tuning-steps", "2", "--prompts", "2", "--write", "page.md"]
+    arguments = ["--out", "runs", "--tuning-steps", "2", "--prompts", "2"]
     with contextlib.chdir(tmp_path):
         warm_start.main([*arguments, *small.split(), "eval.max_new_tokens=8"])
-        page = Path("page.md").read_text()
-    assert page.count("| from the older target's head | ") == 3
+    assert capsys.readouterr().out.count("| from the older target's head | ") == 3
     names = ("older", "scratch", "warm-5", "warm-20", "warm-100")
     files = [tmp_path / "runs" / name / "head/draftlab.json" for name in names]
     older, scratch, *warm = (json.loads(file.read_text()) for file in files)
