@@ -52,7 +52,7 @@ def plan_ttt_attention(query: Tensor, group: int) -> Plan:
         )
     else:
         plan = Plan(
-            Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)
+            Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)
         )
     least = triton.next_power_of_2(group)
     return Plan(*(tiles._replace(rows=max(tiles.rows, least)) for tiles in plan))
