@@ -176,3 +176,17 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     for row in (header, *rows):
         cells = (one(text, width) for one, text, width in zip(align, row, widths, strict=True))
         print("  ".join(cells), flush=True)
+
+
+def report(what: str, started: tuple[float, float]) -> None:
+    """Print the seconds since `started` (`now()`) and the memory peak of this process."""
+    status = Path("/proc/self/status").read_text()  # getrusage would count the parent's memory
+    peak = int(status.partition("VmHWM:")[2].split()[0]) / 2**20
+    cpu = time.process_time() - started[1]
+    seconds = time.perf_counter() - started[0]
+    print(f"{what}: {seconds:.1f} s, {cpu:.1f} s of CPU, peak {peak:.2f} GiB", flush=True)
+
+
+def now() -> tuple[float, float]:
+    """Return the time, and the CPU time of this process, in seconds."""
+    return time.perf_counter(), time.process_time()

@@ -15,12 +15,12 @@ import argparse
 import subprocess
 import sys
 import tempfile
-import time
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.progress import Monitor
 from draftlab.store.columns import Texts
 from draftlab.store.manifest import MANIFEST, Counts, Dropped, Manifest
@@ -31,23 +31,10 @@ from draftlab.store.store import Store, StoreIdentity
 from draftlab.train.batch.order import batches, epoch_rows
 from draftlab.train.settings import TrainSettings
 from draftlab.train.validation import split_records
+from eval.measurements import now, report
 
 CHUNK = 1_000_000
 LONGEST = 4096
-
-
-def report(what: str, started: tuple[float, float]) -> None:
-    """Print the seconds since `started` (`now()`) and the memory peak of this process."""
-    status = Path("/proc/self/status").read_text()  # getrusage would count the parent's memory
-    peak = int(status.partition("VmHWM:")[2].split()[0]) / 2**20
-    cpu = time.process_time() - started[1]
-    seconds = time.perf_counter() - started[0]
-    print(f"{what}: {seconds:.1f} s, {cpu:.1f} s of CPU, peak {peak:.2f} GiB", flush=True)
-
-
-def now() -> tuple[float, float]:
-    """Return the time, and the CPU time of this process, in seconds."""
-    return time.perf_counter(), time.process_time()
 
 
 def synthetic_ids(records: int, answers: int) -> Texts:

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.files import sha256_file, write_json
-from draftlab.progress import Monitor
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.receipts import Receipts
 from draftlab.store.recording_plan import plan_recording
@@ -34,13 +32,9 @@ from draftlab.store.settings import RecordSettings
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.samples import index_key, open_samples
+from eval.measurements import PrintMonitor, now, report
 
 VOCAB = 150_000
-
-
-class _Printer(Monitor):
-    def say(self, line: str) -> None:
-        print(" ", line)
 
 
 def write_answers(path: Path, conversations: int, tokens: int) -> None:
@@ -78,20 +72,12 @@ def write_compact(path: Path, conversations: int, tokens: int) -> None:
     write_index(samples, path.with_suffix(".index"), key, [])
 
 
-def report(what: str, started: float) -> None:
-    """Print the seconds since `started`, the CPU seconds and the memory peak of this process."""
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    seconds, cpu = time.perf_counter() - started, usage.ru_utime + usage.ru_stime
-    peak = usage.ru_maxrss / 2**20
-    print(f"{what}: {seconds:.1f} s ({cpu:.1f} s of CPU in all), peak {peak:.2f} GiB", flush=True)
-
-
 def open_and_plan(path: Path) -> None:
     """Do what a recording process does before its first forward pass."""
     tokenizer = load_tokenizer(TargetSettings())
-    started = time.perf_counter()
+    started = now()
     report("imports and tokenizer, not counted below", started)
-    samples = open_samples(path, tokenizer, _Printer())
+    samples = open_samples(path, tokenizer, PrintMonitor())
     report(f"opened {len(samples):,} samples", started)
     target: Any = SimpleNamespace(
         name="bench",
@@ -106,7 +92,7 @@ def open_and_plan(path: Path) -> None:
     )
     settings, hashes = RecordSettings(), {"tokenizer_sha256": "", "template_sha256": ""}
     identity = StoreIdentity.of(target, **hashes, boundaries=(2, 16, 29), dtype=settings.dtype)
-    plan, recorded = plan_recording(target, samples, settings, identity, monitor=_Printer())
+    plan, recorded = plan_recording(target, samples, settings, identity, monitor=PrintMonitor())
     report(f"planned {len(plan.shards):,} shards", started)
     Receipts(path.parent, plan).publish()
     report("wrote the manifest", started)
@@ -126,7 +112,7 @@ def main() -> None:
         open_and_plan(arguments.open)
         return
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        path, started = Path(folder) / "answers.jsonl", time.perf_counter()
+        path, started = Path(folder) / "answers.jsonl", now()
         write = write_compact if arguments.compact else write_answers
         write(path, arguments.conversations, arguments.tokens)
         report(f"wrote {path.stat().st_size / 1e9:.2f} GB of answers", started)

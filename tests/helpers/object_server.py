@@ -7,9 +7,9 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -147,41 +147,42 @@ def _changed(data: bytes) -> bytes:
     return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :] if data else data
 
 
-@contextmanager
-def object_server(
-    monkeypatch: pytest.MonkeyPatch, cache: Path, *, retry_s: float
-) -> Iterator[FaultyServer]:
-    """Run the server, with an empty bucket, and set the environment for it.
+def object_server(*, retry_s: float) -> Any:
+    """Return a fixture that runs the server, with an empty bucket and the environment for it.
 
     Args:
-        cache: the folder of draftlab's cache.
         retry_s: seconds in which draftlab repeats a transfer that fails.
     """
-    pytest.importorskip("s3fs")
-    from moto.server import ThreadedMotoServer
-    from s3fs import S3FileSystem
 
-    moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    moto.start()
-    port = moto.get_host_and_port()[1]
-    server = FaultyServer(port)
-    environment = {"AWS_ENDPOINT_URL": server.url, "DRAFTLAB_CACHE": str(cache)}
-    for name, value in (ENVIRONMENT | environment).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(transfer_errors, "RETRY_S", retry_s)
-    _forget()
-    try:
-        S3FileSystem().mkdir(BUCKET)
-        server.requests.clear()
-        yield server
-    finally:
-        connection = http.client.HTTPConnection("127.0.0.1", port)
-        connection.request("POST", "/moto-api/reset")  # moto keeps buckets in this process
-        connection.getresponse().read()
-        connection.close()
+    @pytest.fixture
+    def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
+        pytest.importorskip("s3fs")
+        from moto.server import ThreadedMotoServer
+        from s3fs import S3FileSystem
+
+        moto = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+        moto.start()
+        port = moto.get_host_and_port()[1]
+        server = FaultyServer(port)
+        environment = {"AWS_ENDPOINT_URL": server.url, "DRAFTLAB_CACHE": str(tmp_path / "cache")}
+        for name, value in (ENVIRONMENT | environment).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr(transfer_errors, "RETRY_S", retry_s)
         _forget()
-        server.close()
-        moto.stop()
+        try:
+            S3FileSystem().mkdir(BUCKET)
+            server.requests.clear()
+            yield server
+        finally:
+            connection = http.client.HTTPConnection("127.0.0.1", port)
+            connection.request("POST", "/moto-api/reset")  # moto keeps buckets in this process
+            connection.getresponse().read()
+            connection.close()
+            _forget()
+            server.close()
+            moto.stop()
+
+    return server
 
 
 def _forget() -> None:

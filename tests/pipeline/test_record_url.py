@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,7 @@ URL = f"s3://{BUCKET}/small"
 AT_URL = f"record.url={URL}"
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
-    with object_server(monkeypatch, tmp_path / "cache", retry_s=10.0) as server:
-        yield server
+server = object_server(retry_s=10.0)
 
 
 @pytest.fixture

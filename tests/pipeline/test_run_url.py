@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,10 +43,7 @@ AT_URL = f"run.url={URL}"
 CHECKPOINT = (STATE, WEIGHTS, MOMENTS)
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
-    with object_server(monkeypatch, tmp_path / "cache", retry_s=0.6) as server:
-        yield server
+server = object_server(retry_s=0.6)
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,10 +23,7 @@ from tests.helpers.object_server import BUCKET, FaultyServer, object_server
 NAME = "shard-00000.safetensors"
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
-    with object_server(monkeypatch, tmp_path / "cache", retry_s=8.0) as server:
-        yield server
+server = object_server(retry_s=8.0)
 
 
 @pytest.fixture

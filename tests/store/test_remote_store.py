@@ -7,7 +7,6 @@ import pickle
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -32,10 +31,7 @@ from tests.helpers.recordings import exit_codes, fork_recorder, make_samples, re
 URL = f"s3://{BUCKET}/store"
 
 
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
-    with object_server(monkeypatch, tmp_path / "cache", retry_s=10.0) as server:
-        yield server
+server = object_server(retry_s=10.0)
 
 
 def objects(url: str = URL) -> dict[str, bytes]:

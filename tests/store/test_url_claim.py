@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,7 @@ from draftlab.store.object_store import UrlFolder
 from draftlab.store.url_claim import CLAIM, LostClaimError, UrlClaim
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
 
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
-    with object_server(monkeypatch, tmp_path / "cache", retry_s=8.0) as server:
-        yield server
+server = object_server(retry_s=8.0)
 
 
 @pytest.fixture(params=["s3", "file"])
