@@ -211,7 +211,7 @@ def _text(best: Prediction, predictions: Sequence[Prediction], batch: int) -> st
     if refuted:
         worst = max(refuted, key=lambda p: abs(p.error or 0.0))
         text += (
-            f"; the prediction of K = {worst.k} from the other timed K's is WRONG by "
+            f"; the prediction of K = {worst.k} from the other timed K's is off by "
             f"{100 * (worst.error or 0.0):+.0f} %"
         )
     if best.speedup <= 1:
