@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
 from acceptance_peers import MODULES, PEERS, WARMUP_STEPS, Task, Trained
-from options import decode, share
+from options import decode, share_stages
 
 from draftlab.engine.sampling import Sampling
 from draftlab.errors import UserError
@@ -141,7 +141,7 @@ class Bench:
         """Train a head of ours on the base's store, if that is not done yet."""
         folder = self.out / "runs" / recipe.name
         if folder != self.base:
-            share(self.base, folder, store=True, seed=recipe.seed)
+            share_stages(self.base, folder, store=True, seed=recipe.seed)
         Pipeline(recipe, PrintMonitor(), self.out / "runs").make("head")
 
     def peer(self, peer: str, family: str, seed: int, *, our_rate: bool) -> Result:
