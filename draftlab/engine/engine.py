@@ -165,9 +165,7 @@ class Engine:
         """
         if self.small_prefill is None:
             return
-        ks = [self.k]
-        if self.adaptive is not None:
-            ks = self.adaptive.numbers_of_drafts
+        ks = [self.k] if self.adaptive is None else self.adaptive.numbers_of_drafts
         with (
             out_of_memory_error("capturing prefills", _LESS_MEMORY),
             use_device(self.target.device),
