@@ -153,7 +153,7 @@ class TrialPolicy(ScriptedPolicy):
 
 def test_suspended_steps_are_those_of_plain_decoding(target: Target) -> None:
     """They take no features; a trial computes one row again, and its results alone are shown."""
-    plain = decode(Engine(target, batch=4, max_length=64), requests())
+    plain = decode(Engine(target, batch=4, max_length=64), requests(4))
     engine = adaptive_engine(target, drafter_of(target, "chain", **OPTIONS), compact=False)
     policy = engine.adaptive.policy = TrialPolicy()
     behind, catch_up = [], engine._catch_up
@@ -170,12 +170,11 @@ def test_suspended_steps_are_those_of_plain_decoding(target: Target) -> None:
 
     engine._catch_up = recorded_catch_up
     engine.step.decoder = SimpleNamespace(states=recorded_states, logits=engine.step.decoder.logits)
-    assert decode(engine, requests()) == plain
+    assert decode(engine, requests(4)) == plain
     assert set(boundaries) == {()}
     assert set(behind) == {1}
-    assert sum(policy.drafted) > 0
-    # New requests have a draft KV cache without catching up, beside the one row.
-    assert sum(policy.drafted) < 2 * len(policy.drafted) + 2 * len(plain)
+    assert set(policy.drafted) >= {1}
+    assert max(policy.drafted) <= 2  # one row, in one or two steps
 
 
 JOINT_SCRIPT = [(2, 0.5), (2, 0.25), (0, 1), (2, 0.5), (2, 0.75), (1, 1)]
