@@ -133,12 +133,10 @@ class AdaptiveSteps:
             return rows
         return min(GraphedStep.padded_size(rows), self.batch.num_slots)
 
-    @property
-    def numbers_of_drafts(self) -> list[int]:
-        """Numbers of drafts that steps may propose; all drafts until costs are measured."""
-        if self.policy is None:
-            return [self.drafter.k]
-        return sorted({family.k for family in self.policy.families})
+    def numbers_of_drafts(self, requests: Collection[Request]) -> list[int]:
+        """Return the numbers of drafts that steps may propose, after `measure`."""
+        self.measure(requests)
+        return sorted({family.k for family in self.policy.families}) if self.policy else []
 
     def shape_of(self, rows: int) -> StepShape:
         """Return the shape of the next step, if `rows` sequences are left for it."""

@@ -158,20 +158,16 @@ class Engine:
                     self.adaptive.measure(requests)
             yield from self._generate(requests)
 
+    @torch.inference_mode()
     def capture_prefills(self, requests: Collection[Request]) -> None:
-        """Capture the graphs of prefills that such requests may need when they come one by one.
-
-        Else each is captured when it is first needed, while other requests wait.
-        """
+        """Capture prefills that such requests may need, which would else make other ones wait."""
         if self.small_prefill is None:
             return
-        ks = [self.k]
-        if self.adaptive is not None:
-            ks = self.adaptive.numbers_of_drafts
         with (
             out_of_memory_error("capturing prefills", _LESS_MEMORY),
             use_device(self.target.device),
         ):
+            ks = [self.k] if self.adaptive is None else self.adaptive.numbers_of_drafts(requests)
             lengths = {len(request.prompt_ids) for request in requests}
             for limited in {Sequence(request, self.k).limited for request in requests}:
                 self.small_prefill.capture(lengths, ks, limited=limited)

@@ -122,7 +122,7 @@ def decode_under_load(
     """
     runs = {config: LoadRun() for config in engines}
     for engine in engines.values():
-        _warm_up(engine, streams[0])
+        _warm_up(engine, streams)
     order, done = list(engines), 0
     for stream in streams:
         for config in order:
@@ -133,18 +133,24 @@ def decode_under_load(
     return runs
 
 
-def _warm_up(engine: Decoder, stream: Stream) -> None:
+def _warm_up(engine: Decoder, streams: Sequence[Stream]) -> None:
     """Compile and capture what a full batch needs; no other size of batch is measured.
 
-    The answers of the stream end after different numbers of tokens, so that prompts are admitted
-    alone and together, as they will be: a prompt of another shape compiles kernels of its own.
-    draftlab's engine also captures what any of the prompts may need.
+    draftlab's engine first captures what a prompt of any stream may need. The answers of the first
+    stream end after different numbers of tokens, so that prompts are admitted alone and together,
+    as they will be: a prompt of another shape compiles kernels of its own. A capture gives unused
+    memory back to the device, so the longest prompt, which may be too long for a graph, is the
+    last.
     """
+    everything = [request for stream in streams for request in stream.requests]
+    if isinstance(engine, Engine):
+        engine.capture_prefills(everything)
+    stream = streams[0]
     requests = [
         replace(request, max_new_tokens=2 + i % WARM_UP_TOKENS, stop_ids=frozenset())
         for i, request in enumerate(stream.starting + stream.measured)
     ]
-    for _ in engine.generate(requests):
-        pass
-    if isinstance(engine, Engine):
-        engine.capture_prefills(stream.requests)
+    longest = max(everything, key=lambda request: len(request.prompt_ids))
+    for batch in (requests, [replace(longest, max_new_tokens=2)]):
+        for _ in engine.generate(batch):
+            pass

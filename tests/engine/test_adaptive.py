@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from torch import Tensor
 
-from draftlab.engine.adaptive import AdaptiveVerification
+from draftlab.engine.adaptive import AdaptiveVerification, Decision
 from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.draft_sampler import DraftSampler, Proposal
 from draftlab.engine.drafter import ChainDrafter, new_drafter
@@ -131,6 +134,47 @@ def test_drafts_after_steps_without_the_head(
     assert len(common) > 20
     equal = all(recorder.drafts[key] == expected.drafts[key] for key in common)
     assert equal == (fault is None)
+
+
+class TrialPolicy(ScriptedPolicy):
+    """Suspends drafting, and tries it with one row."""
+
+    def __init__(self) -> None:
+        super().__init__([(0, 1), (0, 1), (0, 1), (3, 1), (3, 1)], 3)
+        self.drafted: list[int] = []
+
+    def decide(self, rows: int) -> Decision:
+        decision = super().decide(rows)
+        return replace(decision, most_rows=1 if decision.family.k else None)
+
+    def observe(self, accepted: np.ndarray, num_drafts: np.ndarray) -> None:
+        self.drafted.append(int((num_drafts > 0).sum()))
+
+
+def test_suspended_steps_are_those_of_plain_decoding(target: Target) -> None:
+    """They take no features; a trial computes one row again, and its results alone are shown."""
+    plain = decode(Engine(target, batch=4, max_length=64), requests(4))
+    engine = adaptive_engine(target, drafter_of(target, "chain", **OPTIONS), compact=False)
+    policy = engine.adaptive.policy = TrialPolicy()
+    behind, catch_up = [], engine._catch_up
+    boundaries, states = [], engine.step.decoder.states
+
+    def recorded_catch_up(sequences: list[Any], *rest: Any) -> Any:
+        behind.append(len(sequences))
+        yield from catch_up(sequences, *rest)
+
+    def recorded_states(tokens: Tensor, names: Any = (), **options: Any) -> Any:
+        if engine.adaptive.shape.k == 0:
+            boundaries.append(tuple(names))
+        return states(tokens, names, **options)
+
+    engine._catch_up = recorded_catch_up
+    engine.step.decoder = SimpleNamespace(states=recorded_states, logits=engine.step.decoder.logits)
+    assert decode(engine, requests(4)) == plain
+    assert set(boundaries) == {()}
+    assert set(behind) == {1}
+    assert set(policy.drafted) >= {1}
+    assert max(policy.drafted) <= 2  # one row, in one or two steps
 
 
 JOINT_SCRIPT = [(2, 0.5), (2, 0.25), (0, 1), (2, 0.5), (2, 0.75), (1, 1)]

@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
+from draftlab.engine.adaptive import AdaptiveVerification
 from draftlab.engine.counters import Counters
+from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
+from draftlab.engine.small_prefill import SmallPrefill
 from draftlab.evaluate import measure
 from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig, NamedHead
 from draftlab.evaluate.load import (
@@ -150,7 +153,8 @@ def test_configurations_take_turns_there_and_back() -> None:
     streams = streams_of(varied_requests(20), 20, 2)
     calls: list[tuple[int, int]] = []
     runs = decode_under_load(engines, streams, lambda *call: calls.append(call))
-    assert order == [1, 2, 3, *(1, 2, 3), *(3, 2, 1)]  # the first three warm up
+    warm_up = [1, 1, 2, 2, 3, 3]  # a stream, and the longest prompt
+    assert order == [*warm_up, *(1, 2, 3), *(3, 2, 1)]
     assert calls[-1] == (6, 6)
     assert {len(run.measured) for run in runs.values()} == {20}
 
@@ -293,6 +297,39 @@ def test_tokens_do_not_depend_on_the_load(target: Target) -> None:
             assert generation.token_ids == alone[generation.id.partition(" ")[0]].token_ids
         assert run.mean_running == pytest.approx(concurrency, rel=0.05)
         assert min(g.started_s for g in run.measured) > 0
+
+
+@pytest.mark.parametrize("adaptive", [None, AdaptiveVerification()])
+def test_nothing_is_captured_in_a_window(
+    adaptive: AdaptiveVerification | None, target: Target, head: Eagle3Head
+) -> None:
+    """Prompts of the second stream are longer than all those of the first one."""
+    drafter = new_drafter(head, 2, confidence=True, fresh_noise=True)
+    engine = Engine(target, drafter, batch=2, max_length=160, adaptive=adaptive)
+    prefill = engine.small_prefill = SmallPrefill(engine.step, None, max_tokens=2048)
+
+    def stream(length: int) -> Stream:
+        made = [Request(f"{length}-{i}", (*(5, 6) * length, 2 + i), 6) for i in range(10)]
+        return Stream(made[:2], made[2:6], made[6:])
+
+    captured: list[Any] = []
+    capture, generate = prefill._capture, engine.generate
+    measured = 0
+
+    def counted(requests: Sequence[Request]) -> Any:
+        nonlocal measured
+        measured += len(requests) == 10  # a whole stream
+        yield from generate(requests)
+
+    def recorded(*arguments: Any) -> Any:
+        captured.append(measured)
+        return capture(*arguments)
+
+    prefill._capture, engine.generate = recorded, counted
+    decode_under_load({PLAIN_DECODING: engine}, [stream(3), stream(60)], lambda *_: None)
+    assert measured == 2
+    assert captured
+    assert set(captured) == {0}
 
 
 def test_an_evaluation_under_load(target: Target, head: Eagle3Head, tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ class SimulatedEngine:
     def __init__(self, machine: Machine, k: int, *, budgets: bool = False, **settings: Any) -> None:
         self.machine, self.k, rows = machine, k, machine.rows
         drafter = SimpleNamespace(
-            settings=SimpleNamespace(confidence=True, fresh_noise=True),
+            confidence=True,
+            fresh_noise=True,
             propose=lambda verified, k, confidence: None,
             k=k,
         )
