@@ -28,7 +28,7 @@ from draftlab.signals import on_ending_signal
 
 if TYPE_CHECKING:
     from draftlab.evaluate.results import Report
-    from draftlab.pipeline.run_folder import Status
+    from draftlab.pipeline.stage_status import Status
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print report.json on stdout instead of the table.")

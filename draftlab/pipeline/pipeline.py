@@ -32,7 +32,8 @@ from draftlab.pipeline.recipe import Recipe, flatten, to_yaml
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.resolve import find_head
 from draftlab.pipeline.run_copy import RunCopy
-from draftlab.pipeline.run_folder import RUNS, Run, Status, lock
+from draftlab.pipeline.run_folder import RUNS, Run, lock
+from draftlab.pipeline.stage_status import Status
 from draftlab.pipeline.stages import STAGES, Stage
 from draftlab.pipeline.training import train_and_save
 from draftlab.pipeline.window_training import local_window_pool, num_recorders
@@ -137,7 +138,7 @@ class Pipeline:
         Raises:
             UserError: as `check_before_run`.
         """
-        names = [s.stage.name for s in statuses if s.state not in ("done", "unneeded")]
+        names = [status.stage.name for status in statuses if status.runs]
         self.recording.trains = "head" in names
         here = self.cluster is None and not self.on_cluster
         for warning in check_before_run(self.recipe, names, plan=plan, here=here):
@@ -196,7 +197,7 @@ class Pipeline:
             statuses = run.plan(*last)
             if not force:
                 run.refuse_changes(statuses)
-            if copy is not None and any(s.state not in ("done", "unneeded") for s in statuses):
+            if copy is not None and any(status.runs for status in statuses):
                 copy.begin()
                 statuses = run.plan(*last)
             for status in statuses:
@@ -206,18 +207,11 @@ class Pipeline:
                 self.monitor.say(note)
             for status in statuses:
                 stage = status.stage
-                if status.state in ("done", "unneeded"):
-                    state = "damaged" if status.damage else "not there"
-                    state = "elsewhere" if status.elsewhere else state
-                    state = "there" if status.state == "done" else f"{state}, and not needed"
-                    detail = status.elsewhere or status.damage or run.folder / stage.artefact
-                    self.monitor.say(f"{stage.name}: {state} ({detail})")
+                for line in status.lines(run.folder):
+                    self.monitor.say(line)
+                if not status.runs:
                     continue
-                if status.damage:
-                    self.monitor.say(f"{stage.name}: damaged, made again ({status.damage})")
                 if status.state == "changed":
-                    for key, (in_run, in_recipe) in status.changes.items():
-                        self.monitor.say(f"{stage.name}: {key} was {in_run!r}, is {in_recipe!r}")
                     run.remove(stage)
                     self._push()
                 if pool is not None and stage.name not in ("answers", "store"):

@@ -6,9 +6,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.files import (
@@ -28,34 +28,12 @@ from draftlab.pipeline.stage_records import (
     shards_elsewhere,
     with_current_names,
 )
+from draftlab.pipeline.stage_status import Status
 from draftlab.pipeline.stages import STAGES, Stage, settings_with_effect
 from draftlab.store.completeness import check_store
 from draftlab.store.transfer_errors import UnreachableError
 
 RUNS = Path("runs")
-State = Literal["done", "unfinished", "missing", "changed", "unneeded"]
-
-
-@dataclass(frozen=True)
-class Status:
-    """The state of a stage of a run under a recipe.
-
-    Attributes:
-        state: "done"; "unfinished": started with the same inputs, or its files are damaged;
-            "missing"; "changed": it has other inputs; "unneeded": not complete, but all that
-            reads it is.
-        changes: setting → (value in the run, value in the recipe), if the state is "changed".
-        missing_input: a file that the stage reads and that does not exist, or "".
-        damage: which file of a complete stage has changed since, and how, or "".
-        elsewhere: where the shards of a complete store are, if that is not `record.url`, or "".
-    """
-
-    stage: Stage
-    state: State
-    changes: dict[str, tuple[Any, Any]]
-    missing_input: str = ""
-    damage: str = ""
-    elsewhere: str = ""
 
 
 class Run:
