@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,8 @@ from draftlab.pipeline.copied_run import RUN
 from draftlab.store.object_store import UrlFolder
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
 from tests.helpers.small_run import contents, draftlab, finished, new_workshop
+
+server = object_server(retry_s=0.6)
 
 
 @pytest.fixture(scope="module")
@@ -84,24 +85,23 @@ def test_a_damaged_recipe_is_left_out(there: Path, workshop: Path) -> None:
 
 
 def test_what_a_server_refuses_is_not_made_again(
-    workshop: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: FaultyServer, workshop: Path, tmp_path: Path
 ) -> None:
-    with object_server(monkeypatch, tmp_path / "cache", retry_s=0.6) as server:
-        url = f"run.url=s3://{BUCKET}/small"
-        assert draftlab(workshop, "train", "small.yaml", url).exit_code == 0
-        for part in ("/head/", "/train/checkpoints/"):
+    url = f"run.url=s3://{BUCKET}/small"
+    assert draftlab(workshop, "train", "small.yaml", url).exit_code == 0
+    for part in ("/head/", "/train/checkpoints/"):
 
-            def denied(method: str, path: str, number: int, part: str = part) -> str | None:
-                return "denied" if method == "GET" and part in path else None
+        def denied(method: str, path: str, number: int, part: str = part) -> str | None:
+            return "denied" if method == "GET" and part in path else None
 
-            server.faults = denied
-            if part != "/head/":
-                UrlFolder(url.partition("=")[2]).remove("head/model.safetensors")
-            other = new_workshop(tmp_path / part.replace("/", "-"))
-            result = draftlab(other, "train", "small.yaml", url)
-            assert result.exit_code == 2, result.output
-            assert "was refused: PermissionError" in " ".join(result.output.split())
-            assert not (other / "runs/small/head/model.safetensors").exists()
+        server.faults = denied
+        if part != "/head/":
+            UrlFolder(url.partition("=")[2]).remove("head/model.safetensors")
+        other = new_workshop(tmp_path / part.replace("/", "-"))
+        result = draftlab(other, "train", "small.yaml", url)
+        assert result.exit_code == 2, result.output
+        assert "was refused: PermissionError" in " ".join(result.output.split())
+        assert not (other / "runs/small/head/model.safetensors").exists()
 
 
 def test_no_room_at_the_url_stops_no_training_and_is_named(
@@ -123,12 +123,6 @@ def test_no_room_at_the_url_stops_no_training_and_is_named(
     assert f"where: file://{there}/" in output.replace(" ", "").replace("where:", "where: ")
     assert "free space there" in output
     assert result_of(workshop / "runs/small") == result_of(finished() / "runs/small")
-
-
-@pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[FaultyServer]:
-    with object_server(monkeypatch, tmp_path / "cache", retry_s=0.6) as server:
-        yield server
 
 
 @pytest.mark.parametrize("scheme", ["file", "s3"])
