@@ -178,7 +178,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         print("  ".join(cells), flush=True)
 
 
-def report(what: str, started: tuple[float, float]) -> None:
+def print_usage(what: str, started: tuple[float, float]) -> None:
     """Print the seconds since `started` (`now()`) and the memory peak of this process."""
     status = Path("/proc/self/status").read_text()  # getrusage would count the parent's memory
     peak = int(status.partition("VmHWM:")[2].split()[0]) / 2**20

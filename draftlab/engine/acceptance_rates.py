@@ -1,4 +1,4 @@
-"""How often drafts are accepted, by depth, from counts of steps that verified all their drafts."""
+"""Estimate how often drafts are accepted at each depth, from steps that verified all of them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import numpy as np
 Array = np.ndarray
 FIRST_RATE, PRIOR = 0.5, 2.0
 """Rate of the first draft before anything was seen, and how many drafts it weighs."""
-SUDDEN = 4.0
-"""Standard deviations from which on new counts replace the old ones."""
-KEPT = 16.0
-"""Rows that the old counts weigh after a sudden change."""
+CHANGE_DEVIATIONS = 4.0
+"""Standard deviations from which on new counts contradict the old ones."""
+ROWS_AFTER_CHANGE = 16.0
+"""Rows that the old counts weigh once new ones contradict them."""
 
 
 class AcceptanceRates:
@@ -47,8 +47,8 @@ class AcceptanceRates:
         tested = (by_drafts[:, :-1] * has_draft).sum(0)
         hit = (by_drafts[:, 1:] * has_draft).sum(0)
         old = math.exp(-len(accepted) / self.memory)
-        if self._is_sudden(tested, hit):
-            old = min(old, KEPT / self.tested[0])
+        if self._contradict(tested, hit):
+            old = min(old, ROWS_AFTER_CHANGE / self.tested[0])
         self.drafted = old * self.drafted + drafted
         self.tested = old * self.tested + tested
         self.hit = old * self.hit + hit
@@ -60,12 +60,14 @@ class AcceptanceRates:
             factor * counts for counts in (self.drafted, self.tested, self.hit)
         )
 
-    def _is_sudden(self, tested: Array, hit: Array) -> bool:
+    def _contradict(self, tested: Array, hit: Array) -> bool:
         """Return whether new counts contradict the old ones."""
         known = self.tested > 0
         rates, old, new = np.array(self.rates())[known], self.tested[known], tested[known]
         variance = (new * rates * (1 - rates) * (1 + new / old)).sum()
-        return bool(abs((hit[known] - new * rates).sum()) > SUDDEN * math.sqrt(variance + 1))
+        return bool(
+            abs((hit[known] - new * rates).sum()) > CHANGE_DEVIATIONS * math.sqrt(variance + 1)
+        )
 
     def rates(self) -> list[float]:
         """Return the rate of each depth; where little is known it is close to the one before."""

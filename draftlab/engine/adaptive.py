@@ -77,7 +77,7 @@ class Decision:
 
 
 class Policy(Protocol):
-    """What `AdaptiveSteps` decides by.
+    """The interface of a policy, which decides the shapes of steps for `AdaptiveSteps`.
 
     Attributes:
         families: the families to choose from.

@@ -50,7 +50,8 @@ class AdaptivePolicy:
         self._everything = self._current = ShapeFamily(k)
         self._trial: ShapeFamily | None = None
         self._expected: dict[ShapeFamily, float] = {}
-        self._kept: dict[tuple[int, float], float] = {}  # tokens of a share, of those of all drafts
+        # By K and share: which part of all accepted drafts those of the share are.
+        self._accepted_parts: dict[tuple[int, float], float] = {}
         self._most_steps, self._since_confidence = FIRST_STEPS, CONFIDENCE_EVERY
         self._credit_ms = self._elapsed_ms = 0.0
         self._has_new_confidence = False
@@ -199,31 +200,37 @@ class AdaptivePolicy:
         if self._has_new_confidence:
             self._has_new_confidence = False
             self.survival.fit()
-            self._kept = {}
+            self._accepted_parts = {}
         levels = self.rates.expected_tokens()
         shares = [family for family in self.families if family.share < 1]
-        if shares and self.survival.is_known and (self._current.share < 1 or not self._kept):
+        if (
+            shares
+            and self.survival.is_known
+            and (self._current.share < 1 or not self._accepted_parts)
+        ):
             survival = self.survival.survival()
             if self._current.share < 1:  # counts of chosen drafts tell nothing of the others
                 levels = [1.0, *(1 + survival.mean(0).cumsum()).tolist()]
-            self._kept = {
-                key: kept for k in {f.k for f in shares} for key, kept in _kept(survival, k, shares)
+            self._accepted_parts = {
+                key: part
+                for k in {family.k for family in shares}
+                for key, part in _accepted_parts(survival, k, shares)
             }
         self._expected = {
             family: levels[family.k] for family in self.families if not family.confidence
         }
         for family in shares:
-            kept = self._kept.get((family.k, family.share))
-            if kept is None:
+            part = self._accepted_parts.get((family.k, family.share))
+            if part is None:
                 del self._expected[family]
             else:
-                self._expected[family] = 1 + kept * (levels[family.k] - 1)
+                self._expected[family] = 1 + part * (levels[family.k] - 1)
 
 
-def _kept(
+def _accepted_parts(
     survival: Array, k: int, families: Sequence[ShapeFamily]
 ) -> list[tuple[tuple[int, float], float]]:
-    """Return for each share of K = k which part of all surviving drafts its drafts are."""
+    """Return for each share of K = k which part of all accepted drafts its drafts are."""
     largest = np.sort(survival[:, :k].astype(np.float32), axis=None)[::-1].cumsum(dtype=np.float64)
     return [
         ((k, family.share), float(largest[int(family.share * len(largest)) - 1] / largest[-1]))

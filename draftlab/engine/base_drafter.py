@@ -1,4 +1,4 @@
-"""What the engine asks of a drafter; docs/guide/own_drafter.md shows a small one."""
+"""The interface of a drafter, which the engine calls; docs/guide/own_drafter.md has a small one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from draftlab.engine.draft_sampler import Proposal
 from draftlab.kernels.sampling_types import SamplingMetadata
 
 Verification = Literal["token", "block"]
-"""How sampled drafts are judged: each by itself, or all drafts of a step together."""
+"""Rejection sampling of each draft by itself, or of all drafts of a step together."""
 Pools = Sequence[tuple[Tensor, Tensor]]
 """Keys and values of each layer, [P, S, kv heads, head_dim]."""
 

@@ -34,7 +34,7 @@ class ShapeFamily:
 
     @property
     def states_confidence(self) -> bool:
-        """Whether the drafts of the steps have a confidence."""
+        """Return whether the steps state the confidence of their drafts."""
         return self.confidence or self.share < 1
 
     def shape(self, rows: int) -> StepShape:

@@ -32,7 +32,7 @@ class SurvivalModel:
 
     @property
     def is_known(self) -> bool:
-        """Whether the whole window has been seen."""
+        """Return whether the window is full."""
         return self._rows_seen >= self.window
 
     def add(self, accepted: Array, num_drafts: Array, confidence: Array) -> None:

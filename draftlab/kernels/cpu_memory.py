@@ -30,9 +30,8 @@ def reuse_freed_memory() -> Iterator[None]:
     of their size in it. Nothing is done if there is a GPU, whose tensors have an allocator of their
     own, and on systems with another C library.
     """
-    library = ctypes.CDLL(None)
-    has_glibc = sys.platform.startswith("linux") and hasattr(library, "mallopt")
-    if torch.cuda.is_available() or not has_glibc:
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    if torch.cuda.is_available() or not hasattr(library, "mallopt"):
         yield
         return
     library.mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)

@@ -1,4 +1,4 @@
-"""What a process of a Ray cluster gets for a stage, and how its lines reach the console."""
+"""The arguments of a stage on a Ray cluster, and the relay of its lines to the console."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PROGRESS_S = 0.5
 
 @dataclass(frozen=True)
 class StageTask:
-    """What a process on a node needs for a stage.
+    """The arguments of a stage for a process on a node.
 
     Attributes:
         recipe: with the devices on the cluster.

@@ -34,7 +34,7 @@ class Status:
 
     @property
     def runs(self) -> bool:
-        """Whether the stage has to run."""
+        """Return whether the stage has to run."""
         return self.state not in ("done", "unneeded")
 
     def lines(self, folder: Path) -> list[str]:

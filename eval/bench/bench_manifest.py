@@ -31,7 +31,7 @@ from draftlab.store.store import Store, StoreIdentity
 from draftlab.train.batch.order import batches, epoch_rows
 from draftlab.train.settings import TrainSettings
 from draftlab.train.validation import split_records
-from eval.measurements import now, report
+from eval.measurements import now, print_usage
 
 CHUNK = 1_000_000
 LONGEST = 4096
@@ -82,24 +82,24 @@ def write_store(folder: Path, shards: int, records: int, answers: int) -> None:
 def measure(folder: Path) -> None:
     """Open a store, and make the order of a training."""
     settings = TrainSettings(row_tokens=LONGEST)
-    report("imports, whose time is not counted", now())
+    print_usage("imports, whose time is not counted", now())
     started = now()
     store = Store.open(folder)
-    report(f"opened {len(store.manifest.shards):,} shards, {len(store):,} records", started)
+    print_usage(f"opened {len(store.manifest.shards):,} shards, {len(store):,} records", started)
     started = split_started = now()
     training, held_out = split_records(store, settings, 0, Monitor())
-    report(f"held out {len(store) - len(training):,} records, read {len(held_out):,}", started)
+    print_usage(f"held out {len(store) - len(training):,} records, read {len(held_out):,}", started)
     started = now()
     lengths = np.asarray(store.lengths)[training]
     rows = epoch_rows(lengths, settings.row_tokens, seed=0, epoch=0)
-    report(f"made the {len(rows):,} rows of an epoch", started)
+    print_usage(f"made the {len(rows):,} rows of an epoch", started)
     full = int(lengths.sum(dtype=np.int64)) / (len(rows) * settings.row_tokens)
-    report(f"both, with rows {full:.1%} full", split_started)
+    print_usage(f"both, with rows {full:.1%} full", split_started)
     del rows
     started, step = now(), len(store) // 1000
     order = batches(lengths, settings.row_tokens, settings.batch_rows, seed=0, first=step)
     drawn = sum(len(row) for batch in islice(order, 100) for row in batch)
-    report(f"resumed at step {step:,} and drew {drawn:,} records of 100 steps", started)
+    print_usage(f"resumed at step {step:,} and drew {drawn:,} records of 100 steps", started)
 
 
 def main() -> None:
@@ -116,7 +116,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder, started = Path(name), now()
         write_store(folder, arguments.shards, arguments.records, arguments.answers)
-        report("wrote the store", started)
+        print_usage("wrote the store", started)
         print(f"manifest.json has {(folder / MANIFEST).stat().st_size:,} bytes")
         for file in ("records.safetensors", "shards.safetensors"):
             print(f"{file} has {(folder / file).stat().st_size / 1e9:.2f} GB")

@@ -32,7 +32,7 @@ from draftlab.store.settings import RecordSettings
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.samples import index_key, open_samples
-from eval.measurements import PrintMonitor, now, report
+from eval.measurements import PrintMonitor, now, print_usage
 
 VOCAB = 150_000
 
@@ -76,9 +76,9 @@ def open_and_plan(path: Path) -> None:
     """Do what a recording process does before its first forward pass."""
     tokenizer = load_tokenizer(TargetSettings())
     started = now()
-    report("imports and tokenizer, not counted below", started)
+    print_usage("imports and tokenizer, not counted below", started)
     samples = open_samples(path, tokenizer, PrintMonitor())
-    report(f"opened {len(samples):,} samples", started)
+    print_usage(f"opened {len(samples):,} samples", started)
     target: Any = SimpleNamespace(
         name="bench",
         folder=Path("bench"),
@@ -93,11 +93,11 @@ def open_and_plan(path: Path) -> None:
     settings, hashes = RecordSettings(), {"tokenizer_sha256": "", "template_sha256": ""}
     identity = StoreIdentity.of(target, **hashes, boundaries=(2, 16, 29), dtype=settings.dtype)
     plan, recorded = plan_recording(target, samples, settings, identity, monitor=PrintMonitor())
-    report(f"planned {len(plan.shards):,} shards", started)
+    print_usage(f"planned {len(plan.shards):,} shards", started)
     Receipts(path.parent, plan).publish()
-    report("wrote the manifest", started)
+    print_usage("wrote the manifest", started)
     tokens = sum(len(sample.token_ids) for sample in recorded[: len(plan.shards[0].ids)])
-    report(f"read the first shard's {tokens:,} tokens", started)
+    print_usage(f"read the first shard's {tokens:,} tokens", started)
 
 
 def main() -> None:
@@ -115,7 +115,7 @@ def main() -> None:
         path, started = Path(folder) / "answers.jsonl", now()
         write = write_compact if arguments.compact else write_answers
         write(path, arguments.conversations, arguments.tokens)
-        report(f"wrote {path.stat().st_size / 1e9:.2f} GB of answers", started)
+        print_usage(f"wrote {path.stat().st_size / 1e9:.2f} GB of answers", started)
         for number in (1, 2, 3):
             print(f"process {number}", flush=True)
             subprocess.run([sys.executable, __file__, "--open", str(path)], check=True)

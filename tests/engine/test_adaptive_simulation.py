@@ -89,8 +89,7 @@ def test_the_best_fixed_k_is_reached(
 def test_plain_decoding_is_reached_where_it_is_best(
     device: Any, rates: list[float], rows: int, host_ms: float
 ) -> None:
-    lost, engine = regret(device, rates, rows, host_ms=host_ms)
-    print("LOST", lost, engine.decisions, len(engine.shapes), engine.catch_ups)
+    lost, _ = regret(device, rates, rows, host_ms=host_ms)
     assert lost <= 0.01
 
 
@@ -103,7 +102,6 @@ def test_a_change_of_acceptance(
 ) -> None:
     middle = STEPS * device(StepShape(0), rows) / 2
     lost, _ = regret(device, lambda t: [before if t < middle else after] * K, rows, host_ms=host_ms)
-    print("LOST", lost)
     assert lost <= 0.02
 
 

@@ -309,8 +309,8 @@ def test_nothing_is_captured_in_a_window(
     prefill = engine.small_prefill = SmallPrefill(engine.step, None, max_tokens=2048)
 
     def stream(length: int) -> Stream:
-        made = [Request(f"{length}-{i}", (*(5, 6) * length, 2 + i), 6) for i in range(10)]
-        return Stream(made[:2], made[2:6], made[6:])
+        requests = [Request(f"{length}-{i}", (*(5, 6) * length, 2 + i), 6) for i in range(10)]
+        return Stream(requests[:2], requests[2:6], requests[6:])
 
     captured: list[Any] = []
     capture, generate = prefill._capture, engine.generate

@@ -19,7 +19,7 @@ from draftlab.engine.step_costs import StepCosts
 
 @dataclass
 class Machine:
-    """What steps take, and what becomes of drafts.
+    """A machine whose steps take known times, and whose drafts are accepted at known rates.
 
     Attributes:
         device_ms: of a step, from its shape and its number of rows.
