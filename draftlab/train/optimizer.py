@@ -55,6 +55,9 @@ def new_optimizer(
     kind: type[torch.optim.AdamW] = torch.optim.AdamW
     if settings.optimizer == "muon":
         kind, config = Muon, head.config
+        rate = settings.adamw_learning_rate or settings.learning_rate
+        for group in groups:
+            group["rate_factor"] = rate / settings.learning_rate
         by_token = {config.vocab_size, config.draft_vocab_size}
         groups[0]["params"] = [p for p in matrices if len(p) in by_token]
         hidden = [p for p in matrices if len(p) not in by_token]

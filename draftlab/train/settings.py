@@ -34,6 +34,7 @@ LATER_SETTINGS: dict[str, Any] = {
     "anchor_share": 0.25,
     "dpace": None,
     "optimizer": "adamw",
+    "adamw_learning_rate": None,
     "early_stopping": None,
     "replay": None,
 }
@@ -196,6 +197,9 @@ class TrainSettings(Settings):
     fewer steps. It takes whole matrices, so that `parallel` must be ddp or fsdp2."""
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate of the schedule."""
+    adamw_learning_rate: float | None = Field(default=None, gt=0)
+    """muon: peak learning rate of what AdamW steps (lm_head, embeddings and vectors), with the same
+    schedule; None: learning_rate."""
     warmup: float = Field(default=0.04, ge=0, lt=1)
     """Share of the steps in which the learning rate rises."""
     schedule: Literal["cosine", "wsd"] = "cosine"

@@ -101,7 +101,7 @@ class TrainBackend:
 
     def _set_learning_rate(self, learning_rate: float) -> None:
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("rate_factor", 1.0)
 
     def unwrap(self) -> DraftHead:
         """Return the current head with whole tensors and no wrapper; every rank calls this."""
