@@ -78,6 +78,24 @@ def test_matrices_with_a_row_for_each_token_and_vectors_have_adamw(family: str) 
     }
 
 
+def test_adamw_has_its_own_learning_rate(tmp_path: Path) -> None:
+    """A vector moves by the rate in AdamW's first step, whatever its gradient's size is."""
+    settings = {**MUON, "steps": 1, "warmup": 0.0}
+    rates = {"same": {}, "quarter": {"adamw_learning_rate": MUON["learning_rate"] / 4}}
+    moved = {}
+    for name, rate in rates.items():
+        trainer, _ = train(tmp_path / name, **settings, **rate)
+        moved[name] = trainer.head
+    start = torch.ones(())
+    for name, weight in trainable(moved["same"]).items():
+        other = trainable(moved["quarter"])[name]
+        if name.endswith("norm.weight"):
+            ratio = float((other - start).norm() / (weight - start).norm())
+            assert ratio == pytest.approx(0.25, rel=0.01), name
+        elif name.startswith("layers.") and name.endswith("proj.weight"):
+            assert torch.equal(other, weight), name
+
+
 def test_a_resumed_training_goes_on_to_the_bit(tmp_path: Path) -> None:
     whole, _ = train(tmp_path / "whole", **MUON)
     shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
