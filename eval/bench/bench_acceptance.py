@@ -53,13 +53,25 @@ from draftlab.progress import Monitor
 from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
+from draftlab.train.batch.order import epoch_rows
 from draftlab.train.validation import split_records
 from eval.measurements import Measurements, PrintMonitor, add_options, import_error, option_values
 
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = {"eagle3": "quickstart", "peagle": "quickstart_peagle", "dspark": "quickstart_dspark"}
-SETTINGS = {"eagle3": ("train.ttt_steps=6", "head.intermediate_size=768")}
-"""Beside the recipes: as many unrolled steps as K asks for, and the target's feed-forward."""
+SETTINGS = {
+    "eagle3": (
+        "train.ttt_steps=4",
+        "train.loss=lk",
+        "head.intermediate_size=768",
+        "head.fc_norm=true",
+        "head.qk_norm=true",
+    ),
+    "peagle": ("head.num_layers=4",),
+    "dspark": ("head.num_layers=5", "train.anchor_share=1"),
+}
+"""Beside the recipes, which are made for a CPU: as many unrolled steps as drafts, larger heads, and
+what raised validation's AL at this number of tokens."""
 OURS, REPLAY, SAME_SECONDS = "ours", "ours, replay", "ours, replay for the same seconds"
 OUR_RATES = {"specforge": 4e-3}
 """Our learning rate for a peer's optimizer, where it is not the recipe's: AdamW on all weights."""
@@ -92,9 +104,15 @@ class Bench:
         self.options, self.out = options, options.out.absolute()
         self.left_out: list[str] = []
         self.peers = [peer for peer in options.peers if self.is_installed(peer)]
+        self.filled = 1.0  # share of our rows' positions that are tokens
         recipe = self.recipe("eagle3", 0)
         self.base = self.out / "runs" / recipe.name
         Pipeline(recipe, PrintMonitor(), self.out / "runs").make("store")
+        store = Store.open(self.base / STAGES["store"].artefact)
+        indices, _ = split_records(store, recipe.train, 0, Monitor())
+        lengths = np.asarray(store.lengths)[indices]
+        rows = epoch_rows(lengths, options.row_tokens, seed=0, epoch=0)
+        self.filled = float(lengths.sum() / (len(rows) * options.row_tokens))
         self.target: Target = load_target(recipe.target)
         self.tokenizer = load_tokenizer(recipe.target)
         names = "tokens step_tokens max_prompts row_tokens prompts k replay_share settings"
@@ -114,7 +132,7 @@ class Bench:
     def recipe(self, family: str, seed: int, name: str = OURS, *settings: str) -> Recipe:
         """Return our recipe of a family."""
         options = self.options
-        steps = max(1, round(options.tokens / options.step_tokens))
+        steps = max(1, round(options.tokens / (options.step_tokens * self.filled)))
         rows = [
             f"prompts.max_prompts={options.max_prompts}",
             f"train.row_tokens={options.row_tokens}",
@@ -329,7 +347,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     parser.add_argument("--families", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of training")
-    parser.add_argument("--tokens", type=float, default=4e6, help="positions of a training")
+    parser.add_argument("--tokens", type=float, default=4e6, help="tokens of a training")
     parser.add_argument("--step-tokens", type=int, default=8192, help="positions of a step")
     parser.add_argument("--max-prompts", type=int, default=3000, help="prompts to answer")
     parser.add_argument("--row-tokens", type=int, default=512, help="positions of our rows")
