@@ -10,13 +10,17 @@ import pytest
 from draftlab.engine.acceptance_rates import AcceptanceRates
 from draftlab.engine.adaptive import AdaptiveVerification, shape_families
 from draftlab.engine.adaptive_policy import PLAIN, AdaptivePolicy
+from draftlab.engine.admission_costs import AdmissionCosts
 from draftlab.engine.step_costs import ShapeFamily, StepCosts
 from draftlab.engine.survival import SurvivalModel
 
 
 def make_policy(costs: dict[ShapeFamily, float], k: int = 3, **settings: Any) -> AdaptivePolicy:
     measured = {family: {1: ms, 8: ms} for family, ms in costs.items()}
-    return AdaptivePolicy(k, StepCosts(measured), AdaptiveVerification(**settings))
+    admissions = AdmissionCosts({k: {1: 0.0} for k in {family.k for family in costs}})
+    return AdaptivePolicy(
+        k, StepCosts(measured), admissions, 10**6, AdaptiveVerification(**settings)
+    )
 
 
 def accepted_drafts(rates: list[float], rows: int, seed: int = 0) -> np.ndarray:
