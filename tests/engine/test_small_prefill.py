@@ -65,7 +65,7 @@ def test_captures_before_requests_change_nothing(kind: str) -> None:
     engine.capture_prefills(requests)
     assert {g.id: g.token_ids for g in run(engine, requests)} == plain
     engine.capture_prefills(requests)
-    assert {k for _, k in engine.small_prefill._drafts} == {1, 2, 3}
+    assert {k for _, k, _ in engine.small_prefill._drafts} == {1, 2, 3}
     assert {shape.drafts for shape in engine.small_prefill._prefills} == {False, True}
     assert {g.id: g.token_ids for g in run(engine, requests)} == plain
 
