@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from draftlab.evaluate.results import LoadPoint
@@ -44,7 +45,8 @@ def test_goodput_is_measured_with_synthetic_acceptance(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = workload(folder, concurrency=(2,), k=(1, 3))
-    points = bench_load.measure(lambda: made, (2,), parts(), synthetic=True)
+    options = {"synthetic": True, "rounds": 2, "seconds": 0.0}
+    points, rounds = bench_load.measure(lambda: made, (2,), parts(), **options)
     assert [(p.k, p.concurrency, p.requests) for p in points] == [
         (0, 2, 10),
         (1, 2, 10),
@@ -53,7 +55,10 @@ def test_goodput_is_measured_with_synthetic_acceptance(
     assert points[1].acceptance_at == pytest.approx([0.6], abs=0.12)
     assert points[2].acceptance_at == pytest.approx([0.6, 0.36, 0.216], abs=0.12)
     assert {p.output_tokens for p in points} == {400}
-    bench_load.show(points)
+    assert {name: len(sums) for name, sums in rounds[2].items()} == {
+        point.configuration: 2 for point in points
+    }
+    bench_load.show(points, rounds)
     text = capsys.readouterr().out
     assert "chain, K=3, argmax drafts" in text
     assert text.count("*") == 1
@@ -68,10 +73,32 @@ def test_an_adaptive_configuration_is_compared_with_the_best_fixed_k() -> None:
         *(at(1, 0, 100.0), at(1, 3, 200.0), at(1, 7, 196.0, **adaptive)),
         *(at(64, 0, 900.0), at(64, 3, 600.0), at(64, 7, 945.0, **adaptive)),
     ]
-    assert bench_load.ratios(points, "adaptive") == {
-        "of the best fixed K": ["0.980", "1.050"],
-        "of plain decoding": ["1.960", "1.050"],
+    rounds = {
+        p.concurrency: {
+            q.configuration: [[q.goodput_tok_s * s, s, s, s] for s in (1.0, 2.0, 3.0)]
+            for q in points
+            if q.concurrency == p.concurrency
+        }
+        for p in points
     }
+    assert bench_load.ratios(points, rounds, "adaptive") == {
+        "of the best fixed K": ["0.980", "1.050"],
+        "95 % interval": ["0.980-0.980", "1.050-1.050"],
+        "the best fixed K": ["3", "0"],
+        "of plain decoding": ["1.960", "1.050"],
+        "95 % interval ": ["1.960-1.960", "1.050-1.050"],
+    }
+
+
+def test_rounds_are_resampled_in_pairs() -> None:
+    """A drift of the machine meets both configurations of a round; noise meets one."""
+    random = np.random.default_rng(0)
+    drift, noise = random.uniform(0.5, 1.5, 40), random.normal(1, 0.02, 40)
+    base = [[100 * d, 1.0, 2.0, 1.0] for d in drift]
+    better = [[110 * d * n, 1.0, 2.0, 1.0] for d, n in zip(drift, noise, strict=True)]
+    low, high = bench_load.goodput_ratio_interval(better, base)
+    assert 1.08 < low < 1.1 < high < 1.12
+    assert bench_load.goodput_ratio_interval(base, base) == (1.0, 1.0)
 
 
 def test_every_inner_k_is_predicted_from_the_others(
