@@ -3,12 +3,12 @@
 A fixed K drafts too much on a busy GPU and too little on an idle one. Here each step has a shape
 (`StepShape`) that promises the most tokens a second:
 
-    steps  = (tokens of an answer after its first) / (1 + drafts of a row that survive)
-    tokens / s = tokens of an answer · rows / (steps · cost of a step + rows · cost of an admission)
+    steps      = (tokens of an answer after its first) / (1 + drafts of a row that survive)
+    tokens / s = rows · tokens of an answer / (steps · (a step's time + its share of admissions))
 
-Costs are milliseconds on the device or on the host, whichever are longer. An admission is a
-request's prefill and first drafts, with the K in force; where steps and answers are short, it
-counts. `AdaptivePolicy.token_ms` also has the tokens and steps behind an answer's end.
+Times are those on the device or on the host, whichever are longer. An admission is a request's
+prefill and first drafts, with the K in force; where steps and answers are short, it counts.
+`AdaptivePolicy.token_ms` also has the tokens and steps behind an answer's end.
 
 How many survive is known from results that the host has read, a step or more ago. So the shape
 depends on nothing that the drafts of the step itself decide, and within a budget drafts are chosen

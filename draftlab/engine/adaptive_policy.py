@@ -106,15 +106,19 @@ class AdaptivePolicy:
     def token_ms(self, family: ShapeFamily, rows: int) -> float:
         """Return in how many milliseconds each row emits a token, if requests always wait.
 
-        An answer takes its steps, and the admissions of all rows: its own, and those that it waits
-        for. Its first token comes from the prefill.
+        An answer's first token comes from the prefill. Between its steps lie the admissions of all
+        rows.
         """
         expected = self._expected[replace(family, confidence=False)]
         overshoot = self._overshoot[family.k] * (expected - 1)
         steps = (self.answer_tokens - 1 + overshoot) / expected + self.late_steps
         steps = max(steps, 1.0)
-        admissions_ms = rows * self.admissions.ms(family.k, rows / steps)
-        return (steps * self.ms(family, rows) + admissions_ms) / self.answer_tokens
+        admitted = rows / steps  # after each step
+        extra_ms = self.admissions.extra_ms(
+            family.k, max(admitted, 1.0), self.costs.ms(family, rows), self.host_ms
+        )
+        step_ms = self.ms(family, rows) + min(admitted, 1.0) * extra_ms
+        return steps * step_ms / self.answer_tokens
 
     def decide(self, rows: int) -> Decision:
         """Decide the next steps of `rows` rows."""

@@ -23,7 +23,13 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.settings import LOAD_ROUNDS
-from draftlab.evaluate.timing import WARM_UP_TOKENS, Decoder, collected_garbage, repeated_request
+from draftlab.evaluate.timing import (
+    WARM_UP_TOKENS,
+    Decoder,
+    collected_garbage,
+    have_graphs,
+    repeated_request,
+)
 
 OTHERS = 10**6
 """Place in the repeated suite from which on starting and following requests are taken."""
@@ -151,8 +157,9 @@ def decode_under_load(
     """
     runs = {config: LoadRun() for config in engines}
     first = next(streams)
-    for engine in engines.values():
-        _warm_up(engine, suite, first)
+    for _ in range(2 if have_graphs(engines.values()) else 1):
+        for engine in engines.values():
+            _warm_up(engine, suite, first)
     with collected_garbage():
         for engine in engines.values():
             if isinstance(engine, Engine) and engine.adaptive is not None:
@@ -177,8 +184,8 @@ def _warm_up(engine: Decoder, suite: Sequence[Request], stream: Stream) -> None:
 
     draftlab's engine first captures what a prompt of the suite may need. The answers of the stream
     end after different numbers of tokens, so that prompts are admitted alone and together, as they
-    will be: a prompt of another shape compiles kernels of its own. A capture gives unused memory
-    back to the device, so the longest prompt, which may be too long for a graph, is the last.
+    will be: a prompt of another shape compiles kernels of its own. The longest prompt may be too
+    long for a graph.
     """
     if isinstance(engine, Engine):
         engine.capture_prefills(suite)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -77,9 +77,13 @@ def time_in_turn(
         progress: called with the number of finished batches and of all batches.
     """
     runs = {config: TimedRun([], 0.0) for config in engines}
+    warm_up = warm_up_batches(batches[0])
     for engine in engines.values():
-        for requests in warm_up_batches(batches[0]):
+        for requests in warm_up:
             list(engine.generate(requests))
+    if have_graphs(engines.values()):
+        for engine in engines.values():
+            list(engine.generate(warm_up[0]))
     with collected_garbage():
         for number, batch in enumerate(batches, 1):
             for config, engine in engines.items():
@@ -89,6 +93,15 @@ def time_in_turn(
                 runs[config].generations += [by_id[r.id] for r in batch]
             progress(number, len(batches))
     return runs
+
+
+def have_graphs(engines: Iterable[Decoder]) -> bool:
+    """Return whether any engine has CUDA graphs.
+
+    Each capture gives unused memory back to device and host, that of other engines, too. So every
+    engine is warmed up again after the last capture.
+    """
+    return any(getattr(engine, "graphs", None) is not None for engine in engines)
 
 
 @contextmanager

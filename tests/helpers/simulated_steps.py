@@ -109,8 +109,9 @@ class SimulatedEngine:
             k: {1: machine.admission_ms(k) * (1 + machine.noise * machine.random.uniform(-1, 1))}
             for k in {family.k for family in families}
         }
+        no_time = {k: {1: 0.0} for k in admissions}
         self.steps.use_costs(
-            StepCosts(measured), AdmissionCosts(admissions), 2.0 * machine.answer_tokens
+            StepCosts(measured), AdmissionCosts(admissions, no_time), 2.0 * machine.answer_tokens
         )
         self.steps.policy.late_steps = 1
         self.decisions, decide = 0, self.steps.policy.decide
