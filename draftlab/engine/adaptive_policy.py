@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, exp
 
 import numpy as np
 
@@ -113,11 +113,12 @@ class AdaptivePolicy:
         overshoot = self._overshoot[family.k] * (expected - 1)
         steps = (self.answer_tokens - 1 + overshoot) / expected + self.late_steps
         steps = max(steps, 1.0)
-        admitted = rows / steps  # after each step
+        admitted = rows / steps  # after each step, and none after exp(−admitted) of them
+        share = 1 - exp(-admitted)
         extra_ms = self.admissions.extra_ms(
-            family.k, max(admitted, 1.0), self.costs.ms(family, rows), self.host_ms
+            family.k, admitted / share, self.costs.ms(family, rows), self.host_ms
         )
-        step_ms = self.ms(family, rows) + min(admitted, 1.0) * extra_ms
+        step_ms = self.ms(family, rows) + share * extra_ms
         return steps * step_ms / self.answer_tokens
 
     def decide(self, rows: int) -> Decision:

@@ -103,13 +103,27 @@ def test_plain_decoding_is_reached_where_it_is_best(
 
 @pytest.mark.parametrize("told", [True, False])
 @pytest.mark.parametrize(
-    ("device", "rates", "rows", "answer_tokens", "admission"),
+    ("device", "rates", "rows", "answer_tokens", "admission", "bound"),
     [
-        (SHORT, [0.8] * K, 1, 32, admission_ms(0.3, 0.15)),  # K = 3, and by steps alone 5
-        (SHORT, RISING, 1, 24, admission_ms(0.5, 0.1)),
-        (device_ms(0.3, 0.003, 0.03), [0.75] * K, 16, 64, admission_ms(0.25, 0.06)),  # 2, and 3
-        (device_ms(0.5, 0.002, 0.04), [0.6] * K, 64, 32, admission_ms(0.05, 0.03)),  # 0, and 1
-        (SHORT, [0.45] * K, 8, 8, admission_ms(0.2, 0.15)),
+        (SHORT, [0.8] * K, 1, 32, admission_ms(0.3, 0.15), 0.02),  # K = 3, and by steps alone 5
+        (SHORT, RISING, 1, 24, admission_ms(0.5, 0.1), 0.02),
+        (
+            device_ms(0.3, 0.003, 0.03),
+            [0.75] * K,
+            16,
+            64,
+            admission_ms(0.25, 0.06),
+            0.02,
+        ),  # 2, and 3
+        (
+            device_ms(0.5, 0.002, 0.04),
+            [0.6] * K,
+            64,
+            32,
+            admission_ms(0.05, 0.03),
+            0.01,
+        ),  # 0, and 1
+        (SHORT, [0.45] * K, 8, 8, admission_ms(0.2, 0.15), 0.01),
     ],
 )
 def test_admissions_enter_the_choice(
@@ -118,12 +132,13 @@ def test_admissions_enter_the_choice(
     rows: int,
     answer_tokens: int,
     admission: Callable[[int], float],
+    bound: float,
     told: bool,
 ) -> None:
     """A policy that weighs steps alone, as if answers had no end, chooses too many drafts."""
     work = {"answer_tokens": answer_tokens, "admission_ms": admission, "told": told}
     lost, _ = regret(device, rates, rows, host_ms=0.1, **work)
-    assert lost <= 0.02 if told else lost > 0.03
+    assert lost <= bound if told else lost > 0.03
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import comb
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,7 @@ class Machine:
         noise: of costs as they are measured, and of each step.
         own_ms: what adaptive steps add to the host's time of every step.
         answer_tokens: of every answer, after which another request takes its row.
-        admission_ms: of a request, from the number of its first drafts.
+        admission_ms: of a request on the device, from the number of its first drafts.
     """
 
     device_ms: Callable[[StepShape, int], float]
@@ -65,8 +66,16 @@ class Machine:
             tokens = [self.rows * (1 + np.cumprod(self.rates(t)[:k]).sum()) for t in times]
             return float(np.mean(tokens)) / step
         steps = self._expected_steps(k) + 1  # the host reads the end one step later
-        answer_ms = steps * step + self.rows * self.admission_ms(k)
-        return self.rows * self.answer_tokens / answer_ms
+        for count in range(1, self.rows + 1):  # that end in the same step
+            chance = comb(self.rows, count) * steps**-count * (1 - 1 / steps) ** (self.rows - count)
+            step += chance * self.admissions_ms(k, count)
+        return self.rows * self.answer_tokens / (steps * step)
+
+    def admissions_ms(self, k: int, count: int) -> float:
+        """Return what admissions add to the time between two steps; they take the host no time."""
+        step = self.device_ms(StepShape(k), self.rows)
+        longer = max(count * self.admission_ms(k), self.host_ms)  # the host launches a step
+        return longer + step - max(step, self.host_ms)
 
     def _expected_steps(self, k: int) -> float:
         """Return the expected steps of an answer; its first token comes from the prefill."""
@@ -132,7 +141,7 @@ class SimulatedEngine:
         """
         machine, steps = self.machine, self.steps
         sequences = [self._admitted() for _ in range(machine.rows)]
-        left = np.full(machine.rows, machine.answer_tokens - 1)
+        left = machine.random.integers(1, machine.answer_tokens, machine.rows)
         time_ms, tokens, in_flight, ended = 0.0, 0.0, None, []
         while time_ms < until_ms:
             decisions = self.decisions
@@ -170,10 +179,10 @@ class SimulatedEngine:
             for row in ended:  # as the host read while this step ran
                 sequences[row].epoch += 1
                 sequences[row] = self._admitted()
-                left[row] = machine.answer_tokens - 1
-                time_ms, tokens = time_ms + machine.admission_ms(steps.shape.k), tokens + 1
+                left[row], tokens = machine.answer_tokens - 1, tokens + 1
                 steps.policy.observe_answer(machine.answer_tokens)
                 steps.interrupt()
+            time_ms += machine.admissions_ms(shape.k, len(ended)) if ended else 0.0
             left -= emitted
             ended = np.flatnonzero(left == 0).tolist()
         return tokens / time_ms
