@@ -29,10 +29,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from adaptive_choices import choices
 from random_models import HEADS, SMALL_HEAD, random_head, random_target
 from synthetic_workload import synthetic_engine, synthetic_workload
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from draftlab.engine.engine import Engine
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.decoding_config import PLAIN_DECODING
 from draftlab.evaluate.load import LoadRun
@@ -120,6 +122,9 @@ def measure(
                 f"them measured in {len(runs[PLAIN_DECODING].rounds)} rounds",
                 flush=True,
             )
+            for config, engine in engines.items():
+                for text in choices(engine, runs[config]) if isinstance(engine, Engine) else ():
+                    print(f"    {text}", flush=True)
             measured = workload.load_points(runs, t, number, "draftlab")
             warnings = pool_warnings(workload, pool, number)
             return {

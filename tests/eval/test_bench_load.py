@@ -93,6 +93,20 @@ def test_an_adaptive_configuration_is_compared_with_the_best_fixed_k() -> None:
     }
 
 
+def test_what_adaptive_steps_measured_and_chose_is_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = workload(folder, concurrency=(2,), k=(3,), adaptive=True)
+    options = {"synthetic": True, "rounds": 2, "seconds": 0.0}
+    points, _ = bench_load.measure(lambda: made, (2,), parts(), **options)
+    assert [point.fixed_k for point in points] == [True, True, False]
+    steps, ms, admissions = capsys.readouterr().out.splitlines()[-4:-1]
+    assert "answers of" in steps
+    assert [text.partition(":")[0] for text in ms.partition("K: ")[2].split(", ")][:4] == [*"0123"]
+    assert "1: " in admissions
+    assert " / 0.00" in admissions  # a CPU is the device
+
+
 def test_rounds_are_resampled_in_pairs() -> None:
     """A drift of the machine meets both configurations of a round; noise meets one."""
     random = np.random.default_rng(0)
