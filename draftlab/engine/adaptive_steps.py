@@ -27,7 +27,7 @@ from draftlab.engine.adaptive import (
 from draftlab.engine.adaptive_costs import Prefill, RunStep, measure_costs, padded_size
 from draftlab.engine.adaptive_policy import AdaptivePolicy
 from draftlab.engine.admission_costs import AdmissionCosts
-from draftlab.engine.generation_state import Sequence
+from draftlab.engine.generation_state import Sequence, check_prompts
 from draftlab.engine.in_flight import InFlight
 from draftlab.engine.sampling import Request
 from draftlab.engine.step import Step, StepShape
@@ -83,9 +83,14 @@ class AdaptiveSteps:
         self._host_s: deque[float] = deque(maxlen=TIMED_STEPS)
 
     def measure(self, requests: Collection[Request]) -> None:
-        """Measure the costs of all shapes before the first requests; later calls do nothing."""
+        """Measure the costs of all shapes before the first requests; later calls do nothing.
+
+        Raises:
+            UserError: a prompt is empty or leaves no room for an answer.
+        """
         if self.policy is not None or not requests:
             return
+        check_prompts(requests, self.step.max_length)
         cycle = self.settings.cycle
         budgets = self.step.compacts or cycle
         families = shape_families(self.step.k, self.settings.shares, budgets=budgets)
