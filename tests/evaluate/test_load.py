@@ -141,7 +141,9 @@ def test_a_round_ends_with_its_measured_requests() -> None:
     assert run.mean_running == pytest.approx(4)
 
 
-def test_configurations_take_turns_there_and_back() -> None:
+@pytest.mark.parametrize("graphs", [None, "graphs"])
+def test_configurations_take_turns_there_and_back(graphs: str | None) -> None:
+    """Where graphs were captured, all are warmed up again after the last capture."""
     order: list[int] = []
 
     class Logged(Simulation):
@@ -151,12 +153,14 @@ def test_configurations_take_turns_there_and_back() -> None:
 
     configs = [PLAIN_DECODING, DecodingConfig(k=1), DecodingConfig(k=2)]
     engines = {c: Logged(2, tokens_a_step=c.k + 1) for c in configs}
+    for engine in engines.values():
+        engine.graphs = graphs
     suite = varied_requests(20)
     streams = load_streams(suite, 10, 2)
     calls: list[tuple[int, int]] = []
     runs = decode_under_load(engines, suite, streams, lambda *call: calls.append(call))
     warm_up = [1, 1, 2, 2, 3, 3]  # a stream, and the longest prompt
-    assert order == [*warm_up, *(1, 2, 3), *(3, 2, 1)]
+    assert order == [*warm_up * (2 if graphs else 1), *(1, 2, 3), *(3, 2, 1)]
     assert calls[-1] == (6, 6)
     assert {len(run.measured) for run in runs.values()} == {20}
 
