@@ -79,19 +79,28 @@ class AcceptanceRates:
 
     def expected_tokens(self) -> list[float]:
         """Return the expected tokens of a row of a step that verifies 0, 1, … K drafts."""
-        survival, total, expected = 1.0, 1.0, [1.0]
-        for rate in self.rates():
-            survival *= rate
-            total += survival
-            expected.append(total)
-        return expected
+        return [1 + mean for mean, _ in self._moments()]
+
+    def overshoot(self) -> list[float]:
+        """Return the expected tokens of an answer's last step behind the answer's end, by K.
+
+        An answer ends anywhere in its steps, so most often in one that emits many tokens X. This is
+        (E[X²] / E[X] − 1) / 2.
+        """
+        return [((1 + 2 * mean + square) / (1 + mean) - 1) / 2 for mean, square in self._moments()]
 
     def standard_error(self, k: int) -> float:
         """Return the standard error of the expected tokens of K = k, relative to them."""
-        survival, mean, square = 1.0, 0.0, 0.0
-        for depth, rate in enumerate(self.rates()[:k]):
+        mean, square = self._moments()[k]
+        variance = max(square - mean * mean, 0.0)
+        return math.sqrt(variance / (self.tested[0] + PRIOR)) / (1 + mean)
+
+    def _moments(self) -> list[tuple[float, float]]:
+        """Return the means of the accepted drafts, and of their squares, for K = 0, 1, …"""
+        survival, mean, square, moments = 1.0, 0.0, 0.0, [(0.0, 0.0)]
+        for depth, rate in enumerate(self.rates()):
             survival *= rate
             mean += survival
             square += (2 * depth + 1) * survival
-        variance = max(square - mean * mean, 0.0)
-        return math.sqrt(variance / (self.tested[0] + PRIOR)) / (1 + mean)
+            moments.append((mean, square))
+        return moments

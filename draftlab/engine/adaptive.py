@@ -3,8 +3,12 @@
 A fixed K drafts too much on a busy GPU and too little on an idle one. Here each step has a shape
 (`StepShape`) that promises the most tokens a second:
 
-    expected tokens = rows + drafts that survive, of those that are verified
-    cost            = the longer one of a step's milliseconds on the device and on the host
+    steps      = (tokens of an answer after its first) / (1 + drafts of a row that survive)
+    tokens / s = rows · tokens of an answer / (steps · (a step's time + its share of admissions))
+
+Times are those on the device or on the host, whichever are longer. An admission is a request's
+prefill and first drafts, with the K in force; where steps and answers are short, it counts.
+`AdaptivePolicy.token_ms` also has the tokens and steps behind an answer's end.
 
 How many survive is known from results that the host has read, a step or more ago. So the shape
 depends on nothing that the drafts of the step itself decide, and within a budget drafts are chosen
@@ -84,6 +88,7 @@ class Policy(Protocol):
         scale, bias: float64 [K], calibration of the drafts' confidence.
         host_ms, decision_ms, catch_up_ms: milliseconds that the host takes for a step, for a
             decision, and that catching up a few rows takes; written by `AdaptiveSteps`.
+        late_steps: steps of a row after its request's end, before the host has read it.
     """
 
     families: Sequence[ShapeFamily]
@@ -92,12 +97,16 @@ class Policy(Protocol):
     host_ms: float
     decision_ms: float
     catch_up_ms: float
+    late_steps: int
 
     def observe(self, accepted: Array, num_drafts: Array) -> None:
         """Take in rows int [N] of steps that verified all their drafts."""
 
     def observe_confidence(self, accepted: Array, num_drafts: Array, confidence: Array) -> None:
         """Take in rows [N] of steps, with the confidence float [N, k] of their drafts."""
+
+    def observe_answer(self, tokens: int) -> None:
+        """Take in the number of tokens of an answer that has ended."""
 
     def decide(self, rows: int) -> Decision:
         """Decide the next steps of `rows` rows."""
@@ -129,12 +138,13 @@ class CyclePolicy:
     def __init__(self, families: Sequence[ShapeFamily], k: int) -> None:
         self.families, self.scale, self.bias = families, np.ones(k), np.zeros(k)
         self.host_ms, self.decision_ms, self.catch_up_ms = 0.0, 0.0, 0.0
+        self.late_steps = 0
         self._next, self._family = 0, families[0]
 
     def observe(self, *_: Array) -> None:
         """Ignore results."""
 
-    observe_confidence = observe
+    observe_confidence = observe_answer = observe
 
     def decide(self, rows: int) -> Decision:
         """Return the next family."""

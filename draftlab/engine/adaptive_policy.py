@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from math import ceil
+from math import ceil, exp
 
 import numpy as np
 
 from draftlab.engine.acceptance_rates import AcceptanceRates
 from draftlab.engine.adaptive import AdaptiveVerification, Decision
+from draftlab.engine.admission_costs import AdmissionCosts
 from draftlab.engine.step_costs import ShapeFamily, StepCosts
 from draftlab.engine.survival import SurvivalModel
 
@@ -30,6 +31,8 @@ KNOWN_ROWS = 128
 """Rows that verified all K drafts, from which on no trial of all drafts is needed."""
 CONFIDENCE_EVERY = 16
 """Decisions between two looks at confidence while all drafts are verified."""
+ANSWERS = 128
+"""Answers after which the length of an answer weighs 1/e in their mean."""
 PLAIN = ShapeFamily(0)
 
 
@@ -39,17 +42,28 @@ class AdaptivePolicy:
     Args:
         k: most drafts a step.
         costs: of every family that may be chosen, on the device.
+        admissions: of every number of drafts.
+        answer_tokens: of an answer, as long as none has ended.
         settings: see there.
     """
 
-    def __init__(self, k: int, costs: StepCosts, settings: AdaptiveVerification) -> None:
-        self.k, self.costs, self.settings = k, costs, settings
+    def __init__(
+        self,
+        k: int,
+        costs: StepCosts,
+        admissions: AdmissionCosts,
+        answer_tokens: float,
+        settings: AdaptiveVerification,
+    ) -> None:
+        self.k, self.costs, self.admissions, self.settings = k, costs, admissions, settings
+        self.answer_tokens, self.late_steps, self._answers = answer_tokens, 0, 0
         self.host_ms, self.decision_ms, self.catch_up_ms = 0.0, 0.5, FIRST_CATCH_UP_MS
         self.rates = AcceptanceRates(k, settings.memory)
         self.survival = SurvivalModel(k, settings.window)
         self._everything = self._current = ShapeFamily(k)
         self._trial: ShapeFamily | None = None
         self._expected: dict[ShapeFamily, float] = {}
+        self._overshoot: list[float] = []
         # By K and share: which part of all accepted drafts those of the share are.
         self._accepted_parts: dict[tuple[int, float], float] = {}
         self._most_steps, self._since_confidence = FIRST_STEPS, CONFIDENCE_EVERY
@@ -80,9 +94,32 @@ class AdaptivePolicy:
         self.survival.add(accepted, num_drafts, confidence)
         self._has_new_confidence, self._since_confidence = True, 0
 
+    def observe_answer(self, tokens: int) -> None:
+        """Take in the number of tokens of an answer that has ended."""
+        self._answers = min(self._answers + 1, ANSWERS)
+        self.answer_tokens += (tokens - self.answer_tokens) / self._answers
+
     def ms(self, family: ShapeFamily, rows: int) -> float:
         """Return the milliseconds from one step to the next."""
         return max(self.costs.ms(family, rows), self.host_ms)
+
+    def token_ms(self, family: ShapeFamily, rows: int) -> float:
+        """Return in how many milliseconds each row emits a token, if requests always wait.
+
+        An answer's first token comes from the prefill. Between its steps lie the admissions of all
+        rows.
+        """
+        expected = self._expected[replace(family, confidence=False)]
+        overshoot = self._overshoot[family.k] * (expected - 1)
+        steps = (self.answer_tokens - 1 + overshoot) / expected + self.late_steps
+        steps = max(steps, 1.0)
+        admitted = rows / steps  # after each step, and none after exp(−admitted) of them
+        share = 1 - exp(-admitted)
+        extra_ms = self.admissions.extra_ms(
+            family.k, admitted / share, self.costs.ms(family, rows), self.host_ms
+        )
+        step_ms = self.ms(family, rows) + share * extra_ms
+        return steps * step_ms / self.answer_tokens
 
     def decide(self, rows: int) -> Decision:
         """Decide the next steps of `rows` rows."""
@@ -117,8 +154,8 @@ class AdaptivePolicy:
         if self._seen < FIRST_ROWS:
             return self._everything
         promised = {
-            family: expected / self.ms(family, rows)
-            for family, expected in self._expected.items()
+            family: 1 / self.token_ms(family, rows)
+            for family in self._expected
             if family.share == 1 or rows >= self.settings.least_rows
         }
         plain, current = promised.pop(PLAIN, 0.0), self._current
@@ -162,10 +199,10 @@ class AdaptivePolicy:
         return Decision(family, steps, with_confidence=True)
 
     def _lost_ms(self, family: ShapeFamily, rows: int) -> float:
-        """Return the milliseconds that a step loses against one of the present family."""
-        present = self._current
-        tokens = self._expected[replace(family, confidence=False)] / self._expected[present]
-        return max(self.ms(family, rows) - tokens * self.ms(present, rows), 0.0)
+        """Return the milliseconds that a step loses against those of the present family."""
+        tokens = self._expected[replace(family, confidence=False)]
+        lost = self.token_ms(family, rows) - self.token_ms(self._current, rows)
+        return max(tokens * lost, 0.0)
 
     def _pay(self, ms: float) -> bool:
         """Return whether a loss of so many milliseconds can be paid for; if so, it is."""
@@ -182,9 +219,9 @@ class AdaptivePolicy:
             family, drafting = self._everything, rows
         else:
             drafting = min(rows, TRIAL_ROWS)
-            family = max(
+            family = min(
                 (f for f in self._expected if f.k and f.share == 1),
-                key=lambda f: self._expected[f] / self.ms(f, rows),
+                key=lambda f: self.token_ms(f, rows),
             )
         steps = ceil(TRIAL_DRAFTS / drafting) + 1
         lost_ms = steps * self._lost_ms(family, rows)
@@ -202,6 +239,11 @@ class AdaptivePolicy:
             self.survival.fit()
             self._accepted_parts = {}
         levels = self.rates.expected_tokens()
+        # For each accepted draft, since shares of the drafts have fewer of them.
+        self._overshoot = [
+            tokens / max(expected - 1, 1e-9)
+            for tokens, expected in zip(self.rates.overshoot(), levels, strict=True)
+        ]
         shares = [family for family in self.families if family.share < 1]
         if (
             shares

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import chain, groupby
 from statistics import median
 from time import perf_counter
@@ -24,14 +24,15 @@ from draftlab.engine.adaptive import (
     Policy,
     shape_families,
 )
+from draftlab.engine.adaptive_costs import Prefill, RunStep, measure_costs, padded_size
 from draftlab.engine.adaptive_policy import AdaptivePolicy
-from draftlab.engine.generation_state import Sequence
+from draftlab.engine.admission_costs import AdmissionCosts
+from draftlab.engine.generation_state import Sequence, check_prompts
 from draftlab.engine.in_flight import InFlight
 from draftlab.engine.sampling import Request
-from draftlab.engine.step import GraphedStep, Step, StepShape
-from draftlab.engine.step_costs import STEPS, ShapeFamily, StepCosts, measure_step_costs
+from draftlab.engine.step import Step, StepShape
+from draftlab.engine.step_costs import ShapeFamily, StepCosts
 
-RunStep = Callable[[tuple[int, ...], StepShape], object]
 MOST_ROWS = 4096
 """Rows of results that a decision reads at most."""
 TIMED_STEPS = 15
@@ -44,8 +45,7 @@ class AdaptiveSteps:
     Args:
         step: the engine's step, with a drafter that states confidence and has fresh noise.
         settings: see there.
-        run: launches a step, and the copy of its results to the host.
-        num_blocks: blocks of the KV cache beside block 0.
+        run, prefill: see `measure_costs`.
 
     Attributes:
         shape: of the next step.
@@ -56,7 +56,7 @@ class AdaptiveSteps:
     """
 
     def __init__(
-        self, step: Step, settings: AdaptiveVerification, run: RunStep, num_blocks: int
+        self, step: Step, settings: AdaptiveVerification, run: RunStep, prefill: Prefill
     ) -> None:
         drafter = step.drafter
         if not (drafter.confidence and drafter.fresh_noise):
@@ -68,8 +68,7 @@ class AdaptiveSteps:
                     f"state confidence: {type(drafter)}.propose takes no `{name}`"
                 )
         self.step, self.drafter, self.settings = step, drafter, settings
-        self.run, self.num_blocks = run, num_blocks
-        self.batch = step.input_batch
+        self.run, self.prefill, self.batch = run, prefill, step.input_batch
         self.policy: Policy | None = None
         self.shape = StepShape(drafter.k, confidence=True)
         self._decision = Decision(ShapeFamily(drafter.k), 0)
@@ -84,64 +83,51 @@ class AdaptiveSteps:
         self._host_s: deque[float] = deque(maxlen=TIMED_STEPS)
 
     def measure(self, requests: Collection[Request]) -> None:
-        """Measure the costs of all shapes before the first requests; later calls do nothing."""
+        """Measure the costs of all shapes before the first requests; later calls do nothing.
+
+        Raises:
+            UserError: a prompt is empty or leaves no room for an answer.
+        """
         if self.policy is not None or not requests:
             return
+        check_prompts(requests, self.step.max_length)
         cycle = self.settings.cycle
         budgets = self.step.compacts or cycle
         families = shape_families(self.step.k, self.settings.shares, budgets=budgets)
         if cycle:  # costs play no part
             self.policy = CyclePolicy(families, self.step.k)
             return
-        if self.step.cache.states is not None:
-            self._allocate_recurrent_states()
-        lengths = [len(r.prompt_ids) + r.max_new_tokens // 2 for r in requests]
-        room = self.step.max_length - (STEPS + 2) * (self.step.k + 1)
-        length = min(sum(lengths) // len(lengths), room)
-        all_sizes = self._sizes()
-        large = [size for size in all_sizes if size >= self.settings.least_rows]
-        costs = measure_step_costs(
-            self.run,
-            self.batch,
-            {f: large if f.states_confidence else all_sizes for f in families},
-            tokens=list(dict.fromkeys(token for r in requests for token in r.prompt_ids)),
-            length=max(length, 1),
-            num_blocks=self.num_blocks,
+        costs = measure_costs(
+            self.step,
+            families,
+            list(requests),
+            run=self.run,
+            prefill=self.prefill,
+            least_rows=self.settings.least_rows,
         )
-        self.use_costs(costs)
+        self.use_costs(*costs, sum(r.max_new_tokens for r in requests) / len(requests))
 
-    def _allocate_recurrent_states(self) -> None:
-        """Run a made-up prompt of one token: steps need the states that prompts allocate."""
-        step, index = self.step, self.batch.index([0])
-        token = torch.zeros_like(index)[:, None]
-        cache = step.cache.at(self.batch.block_table[index], token, token - 1, index, [1])
-        step.decoder.states(token, step.boundaries, positions=token, cache=cache)
+    def use_costs(self, costs: StepCosts, admissions: AdmissionCosts, answer_tokens: float) -> None:
+        """Decide by these costs, measured or given.
 
-    def use_costs(self, costs: StepCosts) -> None:
-        """Decide by these costs, measured or given."""
-        self.policy = AdaptivePolicy(self.step.k, costs, self.settings)
+        Args:
+            answer_tokens: of an answer, as long as none has ended.
+        """
+        arguments = self.step.k, costs, admissions, answer_tokens, self.settings
+        self.policy = AdaptivePolicy(*arguments)
+        self.policy.late_steps = int(self.batch.device.type == "cuda")
 
-    def _sizes(self) -> list[int]:
-        """Return the numbers of rows to measure: one, the whole batch, and quarters of it."""
-        slots = self.batch.num_slots
-        sizes = {1, slots, max(slots // 4, 1), max(slots // 2, 1)}
-        return sorted({self._padded_size(size) for size in sizes})
-
-    def _padded_size(self, rows: int) -> int:
-        """Return the rows of a step with the dummies that pad its graph, up to the whole batch."""
-        if self.batch.device.type != "cuda":
-            return rows
-        return min(GraphedStep.padded_size(rows), self.batch.num_slots)
-
-    def numbers_of_drafts(self, requests: Collection[Request]) -> list[int]:
-        """Return the numbers of drafts that steps may propose, after `measure`."""
+    def first_drafts(self, requests: Collection[Request]) -> set[tuple[int, bool]]:
+        """Return the numbers of first drafts that may be proposed, after `measure`, and whether
+        they state confidence."""
         self.measure(requests)
-        return sorted({family.k for family in self.policy.families}) if self.policy else []
+        families = self.policy.families if self.policy else ()
+        return {(family.k, family.states_confidence) for family in families}
 
     def shape_of(self, rows: int) -> StepShape:
         """Return the shape of the next step, if `rows` sequences are left for it."""
         if rows != self._rows and self.shape.budget is not None:
-            return self._family.shape(self._padded_size(rows))
+            return self._family.shape(padded_size(self.batch, rows))
         return self.shape
 
     def choose(self, running: list[Sequence]) -> list[Sequence]:
@@ -157,7 +143,7 @@ class AdaptiveSteps:
         return self._choose(running, rows) if rows else []
 
     def _choose(self, running: list[Sequence], rows: int) -> list[Sequence]:
-        padded = self._padded_size(rows)
+        padded = padded_size(self.batch, rows)
         if not self._steps_left and not self._phases:
             started = perf_counter()
             self._decide(padded)
@@ -257,6 +243,10 @@ class AdaptiveSteps:
         if self._woke_s is not None:
             self._host_s.append(from_s - self._woke_s)
         self._woke_s = to_s
+
+    def finished(self, sequence: Sequence) -> None:
+        """Take in the length of a finished answer."""
+        self.policy.observe_answer(len(sequence.tokens) - len(sequence.request.prompt_ids))
 
     def interrupt(self) -> None:
         """Note that the host does something other than steps: a prefill."""

@@ -142,7 +142,7 @@ class Engine:
         self.max_in_flight = 1 if on_gpu else 0
         self.adaptive = None
         if adaptive is not None and drafter is not None:
-            self.adaptive = AdaptiveSteps(self.step, adaptive, self._run_measured, self.num_blocks)
+            self.adaptive = AdaptiveSteps(self.step, adaptive, self._run_step, self._prefill)
 
     @torch.inference_mode()
     def generate(self, requests: Collection[Request]) -> Iterator[Generation]:
@@ -163,14 +163,14 @@ class Engine:
         """Capture prefills that such requests may need, which would else make other ones wait."""
         if self.small_prefill is None:
             return
-        with (
-            out_of_memory_error("capturing prefills", _LESS_MEMORY),
-            use_device(self.target.device),
-        ):
-            ks = [self.k] if self.adaptive is None else self.adaptive.numbers_of_drafts(requests)
+        device = use_device(self.target.device)
+        with out_of_memory_error("capturing prefills", _LESS_MEMORY), device:
+            drafts = {(self.k, self.step.shape.confidence)}
+            if self.adaptive is not None:
+                drafts = self.adaptive.first_drafts(requests)
             lengths = {len(request.prompt_ids) for request in requests}
             for limited in {Sequence(request, self.k).limited for request in requests}:
-                self.small_prefill.capture(lengths, ks, limited=limited)
+                self.small_prefill.capture(lengths, drafts, limited=limited)
 
     def _generate(self, requests: Collection[Request]) -> Iterator[Generation]:
         pool = BlockPool(self.num_blocks, self.block_size)
@@ -216,28 +216,31 @@ class Engine:
         yield from collect(0)
         self.adaptive.caught_up(1e3 * (time.perf_counter() - started))
 
-    def _prefill(self, sequences: list[Sequence]) -> InFlight:
-        """Launch the prefill of admitted sequences and propose their first drafts."""
+    def _prefill(self, sequences: list[Sequence], drafts: StepShape | None = None) -> InFlight:
+        """Launch the prefill of admitted sequences and propose their first drafts.
+
+        Args:
+            drafts: a shape whose drafts to propose; None: that of the steps.
+        """
+        drafts = drafts or (self.adaptive or self.step).shape
+        k, confidence = drafts.k, drafts.confidence
+        if self.adaptive is not None:
+            self.adaptive.interrupt()
         index = self.input_batch.index([sequence.slot for sequence in sequences])
         self.input_batch.set_requests(index, [sequence.request for sequence in sequences])
         for sequence in sequences:
             self.input_batch.set_blocks(sequence.slot, sequence.blocks)
-        k = self.k
-        if self.adaptive is not None:
-            k = self.adaptive.shape.k
-            self.adaptive.interrupt()
-        for sequence in sequences:
             sequence.has_draft_cache = k > 0
         shape = self.small_prefill and self.small_prefill.shape(sequences, drafts=k > 0)
         if shape:
             launched = copy_to_host(sequences, self.small_prefill(sequences, shape))
             if k:
-                self.small_prefill.draft(sequences, shape, k)
+                self.small_prefill.draft(sequences, shape, k, confidence=confidence)
             return launched
         result, verified = prefill(self.step, sequences, index, self.prefill_tokens, drafts=k > 0)
         launched = copy_to_host(sequences, result)  # first tokens do not wait for drafts
         if verified is not None:
-            self.step.draft(index, verified, k)
+            self.step.draft(index, verified, k, confidence=confidence)
         return launched
 
     def _decode(self, running: list[Sequence]) -> InFlight:
@@ -258,10 +261,6 @@ class Engine:
         if self.graphs is not None:
             return self.graphs(slots, limited=limited, shape=shape)
         return self.step(self.input_batch.index(slots), limited=limited, shape=shape)
-
-    def _run_measured(self, slots: tuple[int, ...], shape: StepShape) -> InFlight:
-        """Launch a step and the copy of its results, as its costs are measured."""
-        return copy_to_host([], self._run_step(slots, shape))
 
     def _collect(
         self, scheduler: Scheduler, in_flight: deque[InFlight], max_in_flight: int
@@ -295,4 +294,6 @@ class Engine:
                 )
                 if sequence.finish:
                     scheduler.remove(sequence)
+                    if self.adaptive is not None:
+                        self.adaptive.finished(sequence)
                     yield sequence.result()

@@ -48,7 +48,7 @@ class SmallPrefill:
     def __init__(self, step: Step, graphs: GraphedStep | None, max_tokens: int) -> None:
         self.step, self.graphs, self.max_tokens = step, graphs, max_tokens
         self._prefills: dict[PrefillShape, _Call] = {}
-        self._drafts: dict[tuple[int, int], _Call] = {}
+        self._drafts: dict[tuple[int, int, bool], _Call] = {}
         self._verified: dict[int, VerifiedFeatures] = {}  # by rows: what first drafts begin from
 
     def shape(self, sequences: list[Sequence], *, drafts: bool) -> PrefillShape | None:
@@ -84,33 +84,43 @@ class SmallPrefill:
         return self._prefill(shape)(self.step.input_batch.to_device(rows, torch.int64))
 
     @torch.inference_mode()
-    def draft(self, sequences: list[Sequence], shape: PrefillShape, k: int) -> None:
+    def draft(
+        self, sequences: list[Sequence], shape: PrefillShape, k: int, *, confidence: bool
+    ) -> None:
         """Extend the draft model's cache by the last pair of the prompts of the latest call.
 
         Args:
             k: first drafts to propose and store.
+            confidence: whether to state their confidence, if the drafter does.
         """
         slots = [sequence.slot for sequence in sequences]
         index = self.step.input_batch.index(slots, shape.rows)
-        self._first_drafts(shape.rows, k)(index[:, None])
+        self._first_drafts(shape.rows, k, confidence)(index[:, None])
 
     @torch.inference_mode()
-    def capture(self, lengths: Collection[int], ks: Collection[int], *, limited: bool) -> None:
-        """Capture whatever prompts of these lengths need, and first drafts of these numbers.
+    def capture(
+        self,
+        lengths: Collection[int],
+        first_drafts: Collection[tuple[int, bool]],
+        *,
+        limited: bool,
+    ) -> None:
+        """Capture whatever prompts of these lengths need, and these first drafts.
 
         Args:
-            ks: 0 for prompts without drafts.
+            first_drafts: their numbers, 0 for prompts without drafts, and whether they state
+                confidence.
         """
         columns = {_smallest(self.COLUMNS, length) for length in lengths} - {None}
         slots = self.step.input_batch.num_slots
         for rows in (size for size in self.ROWS if size < 2 * slots):
             fitting = [each for each in sorted(columns) if rows * each <= self.max_tokens]
             for each in fitting:
-                for drafts in sorted({k > 0 for k in ks}):
+                for drafts in sorted({k > 0 for k, _ in first_drafts}):
                     self._prefill(PrefillShape(rows, each, limited, drafts))
-            for k in ks if fitting else ():
+            for k, confidence in sorted(first_drafts) if fitting else ():
                 if k:
-                    self._first_drafts(rows, k)
+                    self._first_drafts(rows, k, confidence)
 
     def _prefill(self, shape: PrefillShape) -> _Call:
         if shape not in self._prefills:
@@ -120,15 +130,16 @@ class SmallPrefill:
             )
         return self._prefills[shape]
 
-    def _first_drafts(self, rows: int, k: int) -> _Call:
+    def _first_drafts(self, rows: int, k: int, confidence: bool) -> _Call:
         def run(inputs: Tensor) -> Tensor:
-            self.step.draft(inputs[:, 0], self._verified[rows], k)
+            self.step.draft(inputs[:, 0], self._verified[rows], k, confidence=confidence)
             return inputs
 
-        if (rows, k) not in self._drafts:
+        key = rows, k, confidence
+        if key not in self._drafts:
             dummy = self.step.input_batch.dummy
-            self._drafts[rows, k] = self._capture(run, [dummy], rows)
-        return self._drafts[rows, k]
+            self._drafts[key] = self._capture(run, [dummy], rows)
+        return self._drafts[key]
 
     def _empty_row(self, shape: PrefillShape) -> list[int]:
         return [self.step.input_batch.dummy] + [0] * (1 + shape.columns)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
@@ -14,8 +14,10 @@ import torch
 from draftlab.engine.input_batch import InputBatch
 from draftlab.engine.step import StepShape
 
-REPEATS, STEPS = 4, 4
-"""Timings of a shape, and steps of each, launched one behind the other."""
+REPEATS, STEPS = 3, 4
+"""Least timings of a shape, and steps of each, launched one behind the other."""
+MOST_REPEATS, REPEATS_S = 20, 1.0
+"""Most timings of a shape, and seconds after which there are no more of them than `REPEATS`."""
 
 
 @dataclass(frozen=True)
@@ -55,16 +57,20 @@ class StepCosts:
 
     def ms(self, family: ShapeFamily, rows: int) -> float:
         """Return the milliseconds of a step, interpolated between measured numbers of rows."""
-        by_rows = self.measured[family]
-        if rows in by_rows:
-            return by_rows[rows]
-        sizes = sorted(by_rows)
-        after = bisect_left(sizes, rows)
-        if after in (0, len(sizes)):
-            return by_rows[sizes[min(after, len(sizes) - 1)]]
-        low, high = sizes[after - 1], sizes[after]
-        weight = (rows - low) / (high - low)
-        return (1 - weight) * by_rows[low] + weight * by_rows[high]
+        return interpolate(self.measured[family], rows)
+
+
+def interpolate(measured: Mapping[int, float], rows: float) -> float:
+    """Return what was measured at some numbers of rows; beyond them, that of the nearest one."""
+    if rows in measured:
+        return measured[rows]
+    sizes = sorted(measured)
+    after = bisect_left(sizes, rows)
+    if after in (0, len(sizes)):
+        return measured[sizes[min(after, len(sizes) - 1)]]
+    low, high = sizes[after - 1], sizes[after]
+    weight = (rows - low) / (high - low)
+    return (1 - weight) * measured[low] + weight * measured[high]
 
 
 def measure_step_costs(
@@ -94,23 +100,40 @@ def measure_step_costs(
     count = batch.num_slots * (1 + batch.drafts.shape[1])
     made_up = batch.to_device([*islice(cycle(tokens), count)], torch.int64)
     made_up = made_up.view(batch.num_slots, -1)
-    measured: dict[ShapeFamily, dict[int, float]] = {}
-    for family, rows in ((family, rows) for family, each in sizes.items() for rows in each):
-        slots, shape, times = tuple(range(rows)), family.shape(rows), []
+    shapes = [(family, rows) for family, each in sizes.items() for rows in each]
+    times: dict[tuple[ShapeFamily, int], list[float]] = {shape: [] for shape in shapes}
 
-        def step(slots: tuple[int, ...] = slots, shape: StepShape = shape) -> None:
+    def timed(family: ShapeFamily, rows: int) -> float:
+        slots, shape = tuple(range(rows)), family.shape(rows)
+        batch.length[:rows], batch.stored[:rows] = length, shape.k
+
+        def step() -> None:
             batch.newest[:-1], batch.drafts[:-1] = made_up[:, 0], made_up[:, 1:]
             run(slots, shape)
 
-        for repeat in range(REPEATS + 1):  # the first one compiles and captures
-            batch.length[:rows], batch.stored[:rows] = length, shape.k
-            elapsed = _elapsed(step, batch.device)
-            if repeat:
-                times.append(elapsed)
-        measured.setdefault(family, {})[rows] = float(np.median(times))
+        return _elapsed(step, batch.device)
+
+    for shape in shapes:
+        timed(*shape)  # it compiles and captures
+    # A disturbance of the machine, or a drift of its speed, meets all shapes alike.
+    for _ in rounds():
+        for shape in shapes:
+            times[shape].append(timed(*shape))
+    measured: dict[ShapeFamily, dict[int, float]] = {}
+    for (family, rows), each in times.items():
+        measured.setdefault(family, {})[rows] = float(np.median(each))
     for buffer in (batch.block_table, batch.length, batch.stored, batch.newest):
         buffer.zero_()
     return StepCosts(measured)
+
+
+def rounds() -> Iterator[int]:
+    """Yield the numbers of rounds of timings, until there are enough and a time is over."""
+    started = time.perf_counter()
+    for number in range(MOST_REPEATS):
+        if number >= REPEATS and time.perf_counter() - started > REPEATS_S:
+            return
+        yield number
 
 
 def _elapsed(step: Callable[[], None], device: torch.device) -> float:

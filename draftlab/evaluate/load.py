@@ -13,16 +13,26 @@ that a steady drift of the machine's speed affects all of them alike.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
+from itertools import chain, count, islice
+from math import ceil
 
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
 from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.settings import LOAD_ROUNDS
-from draftlab.evaluate.timing import WARM_UP_TOKENS, Decoder, repeated_request
+from draftlab.evaluate.timing import (
+    WARM_UP_TOKENS,
+    Decoder,
+    collected_garbage,
+    have_graphs,
+    repeated_request,
+)
 
+OTHERS = 10**6
+"""Place in the repeated suite from which on starting and following requests are taken."""
 FOLLOWING_PER_SLOT = 4
 """Following requests for each that runs at once; more are needed only if answers are much shorter
 than the last measured one."""
@@ -42,48 +52,64 @@ class Stream:
         return self.starting + self.measured + self.following
 
 
-@dataclass
-class LoadRun:
-    """The generations of one configuration under load, and how many requests ran.
+@dataclass(frozen=True)
+class LoadRound:
+    """The measured requests of one stream, and how many requests ran.
 
     Attributes:
-        measured: generations of the measured requests of all rounds, in the order of the streams.
-        busy_s: summed seconds for which requests ran in the windows of `window_s`.
-        window_s: seconds between the first and the last admission of a measured request, over all
-            rounds.
+        measured: their generations, in the order of the stream.
+        busy_s: summed seconds for which requests ran in the window of `window_s`.
+        window_s: seconds between the first and the last admission of a measured request.
     """
 
-    measured: list[Generation] = field(default_factory=list)
-    busy_s: float = 0.0
-    window_s: float = 0.0
+    measured: list[Generation]
+    busy_s: float
+    window_s: float
+
+
+@dataclass
+class LoadRun:
+    """The rounds of one configuration under load."""
+
+    rounds: list[LoadRound] = field(default_factory=list)
+
+    @property
+    def measured(self) -> list[Generation]:
+        """The generations of all measured requests, in the order of the streams."""
+        return [generation for one in self.rounds for generation in one.measured]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds from the first admission to the last end of measured requests, of all rounds."""
+        return sum(
+            max(g.started_s + g.total_s for g in one.measured)
+            - min(g.started_s for g in one.measured)
+            for one in self.rounds
+        )
 
     @property
     def mean_running(self) -> float:
         """Mean number of requests that ran at once while measured ones were admitted."""
-        return self.busy_s / self.window_s
+        return sum(one.busy_s for one in self.rounds) / sum(one.window_s for one in self.rounds)
 
 
-def load_streams(
-    requests: Sequence[Request], size: int, concurrency: int, rounds: int = LOAD_ROUNDS
-) -> list[Stream]:
-    """Return a stream of `size` measured requests for each round.
+def load_streams(requests: Sequence[Request], size: int, concurrency: int) -> Iterator[Stream]:
+    """Yield streams of `size` measured requests, one after the other and without end.
 
-    A short suite is repeated. A copy of a prompt has its own id, and so its own sampling noise.
+    The suite is repeated. A copy of a prompt has its own id, and so its own sampling noise.
     """
-    others = iter(range(rounds * size, 10**9))
+    others = count(OTHERS)
 
-    def take(indices: Sequence[int]) -> list[Request]:
+    def take(indices: Iterable[int]) -> list[Request]:
         return [repeated_request(requests, i) for i in indices]
 
-    streams = []
-    for start in range(0, rounds * size, size):
+    for start in count(0, size):
         starting = [
             replace(request, max_new_tokens=-(-request.max_new_tokens * (i + 1) // concurrency))
-            for i, request in enumerate(take([next(others) for _ in range(concurrency)]))
+            for i, request in enumerate(take(islice(others, concurrency)))
         ]
-        following = take([next(others) for _ in range(FOLLOWING_PER_SLOT * concurrency)])
-        streams.append(Stream(starting, take(range(start, start + size)), following))
-    return streams
+        following = take(islice(others, FOLLOWING_PER_SLOT * concurrency))
+        yield Stream(starting, take(range(start, start + size)), following)
 
 
 def decode_stream(engine: Decoder, stream: Stream, run: LoadRun) -> None:
@@ -99,12 +125,11 @@ def decode_stream(engine: Decoder, stream: Stream, run: LoadRun) -> None:
     measured = [finished[request.id] for request in stream.measured]
     admissions = [generation.started_s for generation in measured]
     start, stop = min(admissions), max(admissions)
-    run.measured += measured
-    run.busy_s += busy_seconds(finished.values(), start, stop)
-    run.window_s += stop - start
+    busy_s = busy_seconds(finished.values(), start, stop)
+    run.rounds.append(LoadRound(measured, busy_s, stop - start))
 
 
-def busy_seconds(generations: Sequence[Generation], start: float, stop: float) -> float:
+def busy_seconds(generations: Iterable[Generation], start: float, stop: float) -> float:
     """Return the summed seconds that the requests spent between two times."""
     overlaps = (min(g.started_s + g.total_s, stop) - max(g.started_s, start) for g in generations)
     return sum(max(overlap, 0.0) for overlap in overlaps)
@@ -112,45 +137,63 @@ def busy_seconds(generations: Sequence[Generation], start: float, stop: float) -
 
 def decode_under_load(
     engines: Mapping[DecodingConfig, Decoder],
-    streams: Sequence[Stream],
+    suite: Sequence[Request],
+    streams: Iterator[Stream],
     progress: Callable[[int, int], None],
+    *,
+    rounds: int = LOAD_ROUNDS,
+    least_s: float = 0.0,
 ) -> dict[DecodingConfig, LoadRun]:
     """Decode the same streams with every engine in turn.
 
+    An engine that chooses K decodes unmeasured streams before, for as long as it is measured: a
+    server has learned what to choose long ago.
+
     Args:
-        progress: called with the number of finished rounds and of all rounds.
+        suite: the requests that the streams repeat.
+        progress: called with the number of finished rounds and of all rounds, as far as known.
+        rounds: least streams.
+        least_s: least seconds of measured requests of each engine; streams follow until then.
     """
     runs = {config: LoadRun() for config in engines}
-    for engine in engines.values():
-        _warm_up(engine, streams)
-    order, done = list(engines), 0
-    for stream in streams:
-        for config in order:
-            decode_stream(engines[config], stream, runs[config])
-            done += 1
-            progress(done, len(streams) * len(engines))
-        order.reverse()
+    first = next(streams)
+    for _ in range(2 if have_graphs(engines.values()) else 1):
+        for engine in engines.values():
+            _warm_up(engine, suite, first)
+    with collected_garbage():
+        for engine in engines.values():
+            if isinstance(engine, Engine) and engine.adaptive is not None:
+                learned = LoadRun()
+                while not learned.rounds or learned.seconds < least_s:
+                    decode_stream(engine, next(streams), learned)
+        order, expected = list(engines), rounds
+        for before, stream in enumerate(chain([first], streams)):
+            for done, config in enumerate(order, before * len(order) + 1):
+                decode_stream(engines[config], stream, runs[config])
+                progress(done, expected * len(order))
+            order.reverse()
+            seconds = min(run.seconds for run in runs.values())
+            expected = max(rounds, ceil((before + 1) * least_s / seconds))
+            if before + 1 >= expected:
+                break
     return runs
 
 
-def _warm_up(engine: Decoder, streams: Sequence[Stream]) -> None:
+def _warm_up(engine: Decoder, suite: Sequence[Request], stream: Stream) -> None:
     """Compile and capture what a full batch needs; no other size of batch is measured.
 
-    draftlab's engine first captures what a prompt of any stream may need. The answers of the first
-    stream end after different numbers of tokens, so that prompts are admitted alone and together,
-    as they will be: a prompt of another shape compiles kernels of its own. A capture gives unused
-    memory back to the device, so the longest prompt, which may be too long for a graph, is the
-    last.
+    draftlab's engine first captures what a prompt of the suite may need. The answers of the stream
+    end after different numbers of tokens, so that prompts are admitted alone and together, as they
+    will be: a prompt of another shape compiles kernels of its own. The longest prompt may be too
+    long for a graph.
     """
-    everything = [request for stream in streams for request in stream.requests]
     if isinstance(engine, Engine):
-        engine.capture_prefills(everything)
-    stream = streams[0]
+        engine.capture_prefills(suite)
     requests = [
         replace(request, max_new_tokens=2 + i % WARM_UP_TOKENS, stop_ids=frozenset())
         for i, request in enumerate(stream.starting + stream.measured)
     ]
-    longest = max(everything, key=lambda request: len(request.prompt_ids))
+    longest = max(suite, key=lambda request: len(request.prompt_ids))
     for batch in (requests, [replace(longest, max_new_tokens=2)]):
         for _ in engine.generate(batch):
             pass

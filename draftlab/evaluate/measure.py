@@ -3,7 +3,6 @@ it under load."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 from draftlab.engine.adaptive import AdaptiveVerification
@@ -97,27 +96,19 @@ def measure_draftlab(workload: Workload) -> EngineResults:
 
 
 def measure_load(
-    workload: Workload,
-    results: EngineResults,
-    concurrency: int,
-    pool: PagedCache | None,
-    make: Callable[..., Decoder] = new_engine,
+    workload: Workload, results: EngineResults, concurrency: int, pool: PagedCache | None
 ) -> None:
-    """Measure every configuration while `concurrency` requests always run.
-
-    Args:
-        make: makes the engines, with the arguments of `new_engine`.
-    """
-    ts, warnings = workload.settings.temperatures, pool_warnings(workload, pool, concurrency)
+    """Measure every configuration while `concurrency` requests always run."""
+    ts, name = workload.settings.temperatures, results.engine
     configs = dict.fromkeys(config for t in ts for config in workload.load_configs_at(t))
-    engines = {
-        config: make(workload, config, concurrency, pool, expect=False) for config in configs
-    }
+    engines = {c: new_engine(workload, c, concurrency, pool, expect=False) for c in configs}
     for t in ts:
         here = {config: engines[config] for config in workload.load_configs_at(t)}
-        points = workload.load(here, t, concurrency, results.engine)
+        runs = workload.load_runs(here, t, concurrency, name)
+        warnings = pool_warnings(workload, pool, concurrency)
         results.load += [
-            point.model_copy(update={"warnings": point.warnings + warnings}) for point in points
+            point.model_copy(update={"warnings": point.warnings + warnings})
+            for point in workload.load_points(runs, t, concurrency, name)
         ]
 
 

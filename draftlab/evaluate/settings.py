@@ -122,9 +122,9 @@ class EvalSettings(Settings):
             raise ValueError("expected concurrency too, such as 1,8: it is measured under load")
         return adaptive
 
-    def requests_under_load(self, concurrency: int) -> int:
-        """Return how many requests are measured in a round under load."""
-        return -(-max(self.timing_prompts, MEASURED_PER_SLOT * concurrency) // LOAD_ROUNDS)
+    def requests_under_load(self, concurrency: int, rounds: int = LOAD_ROUNDS) -> int:
+        """Return how many requests are measured in a round under load, two or more."""
+        return max(-(-max(self.timing_prompts, MEASURED_PER_SLOT * concurrency) // rounds), 2)
 
     def answers_under_load(self, concurrency: int) -> float:
         """Return about how many whole answers each of the requests at once decodes under load.

@@ -19,11 +19,11 @@ from draftlab.evaluate.decoding_config import (
     adaptive_configs,
     configs_at,
 )
-from draftlab.evaluate.load import decode_under_load, load_streams
+from draftlab.evaluate.load import LoadRun, decode_under_load, load_streams
 from draftlab.evaluate.load_metrics import load_point
 from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.results import LoadPoint, Timing
-from draftlab.evaluate.settings import EvalSettings
+from draftlab.evaluate.settings import LOAD_ROUNDS, EvalSettings
 from draftlab.evaluate.speedup_model import Probe
 from draftlab.evaluate.timing import (
     Decoder,
@@ -180,30 +180,48 @@ class Workload:
             floor_ms=floor_ms(self.target, head, config.k, batch),
         )
 
-    def load(
+    def load_runs(
         self,
         engines: Mapping[DecodingConfig, Decoder],
         temperature: float,
         concurrency: int,
         name: str,
-    ) -> list[LoadPoint]:
-        """Return what every engine shows while `concurrency` requests always run.
+        *,
+        rounds: int = LOAD_ROUNDS,
+        least_s: float = 0.0,
+    ) -> dict[DecodingConfig, LoadRun]:
+        """Decode streams with every engine in turn while `concurrency` requests always run.
 
         Args:
-            engines: plain decoding among them; each decodes `concurrency` requests at once.
-            name: engine name for progress and for the report.
+            engines: each decodes `concurrency` requests at once.
+            name: engine name for progress.
+            rounds, least_s: see `decode_under_load`.
         """
-        settings = self.settings
         stage = f"{name} load T={temperature:g}, {concurrency} at once"
         requests = self.requests(temperature, timed=True)
-        size = settings.requests_under_load(concurrency)
+        size = self.settings.requests_under_load(concurrency, rounds)
         streams = load_streams(requests, size, concurrency)
 
         def progress(done: int, total: int) -> None:
             self.monitor.progress(stage, done, total)
 
         with one_thread(self.target.device):
-            runs = decode_under_load(engines, streams, progress)
+            return decode_under_load(
+                engines, requests, streams, progress, rounds=rounds, least_s=least_s
+            )
+
+    def load_points(
+        self,
+        runs: Mapping[DecodingConfig, LoadRun],
+        temperature: float,
+        concurrency: int,
+        name: str,
+    ) -> list[LoadPoint]:
+        """Return what every configuration showed under load, plain decoding among them.
+
+        Args:
+            name: engine name for the report.
+        """
         return [
             load_point(
                 run,

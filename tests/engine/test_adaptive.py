@@ -307,6 +307,13 @@ def test_costs_are_measured_and_leave_nothing_behind(target: Target) -> None:
     costs = engine.adaptive.policy.costs
     assert set(costs.measured) == {ShapeFamily(k) for k in (0, 1, 2, 3)}
     assert all(set(by_rows) == {1, 2, 4} for by_rows in costs.measured.values())
+    admissions = engine.adaptive.policy.admissions.device
+    assert {k: set(by_requests) for k, by_requests in admissions.items()} == {
+        k: {1, 4} for k in (0, 1, 2, 3)
+    }
+    assert admissions[3][4] > admissions[3][1] > 1.2 * admissions[0][1] > 0
+    lengths = [len(tokens) for tokens in plain.values()]
+    assert engine.adaptive.policy.answer_tokens == pytest.approx(np.mean(lengths))
     assert decode(engine, requests(3)) == {name: plain[name] for name in ("0", "1", "2")}
 
 

@@ -10,13 +10,18 @@ import pytest
 from draftlab.engine.acceptance_rates import AcceptanceRates
 from draftlab.engine.adaptive import AdaptiveVerification, shape_families
 from draftlab.engine.adaptive_policy import PLAIN, AdaptivePolicy
+from draftlab.engine.admission_costs import AdmissionCosts
 from draftlab.engine.step_costs import ShapeFamily, StepCosts
 from draftlab.engine.survival import SurvivalModel
 
 
 def make_policy(costs: dict[ShapeFamily, float], k: int = 3, **settings: Any) -> AdaptivePolicy:
     measured = {family: {1: ms, 8: ms} for family, ms in costs.items()}
-    return AdaptivePolicy(k, StepCosts(measured), AdaptiveVerification(**settings))
+    no_time = {k: {1: 0.0} for k in {family.k for family in costs}}
+    admissions = AdmissionCosts(no_time, no_time)
+    return AdaptivePolicy(
+        k, StepCosts(measured), admissions, 10**6, AdaptiveVerification(**settings)
+    )
 
 
 def accepted_drafts(rates: list[float], rows: int, seed: int = 0) -> np.ndarray:
@@ -47,6 +52,30 @@ def test_what_the_host_takes_is_no_reason_for_few_drafts(host_ms: float, best: i
     policy = make_policy({ShapeFamily(k): 1 + 0.2 * k for k in range(4)}, trial_share=0.0)
     policy.host_ms = host_ms
     assert decide(policy, 0.3) == ShapeFamily(best)
+
+
+def test_an_admission_overlaps_with_the_step_before_it() -> None:
+    """The host launches it while that step runs, and the next step while the prefill runs."""
+    costs = AdmissionCosts({1: {1: 0.5, 4: 1.1}}, {1: {1: 0.8, 4: 0.8}})
+    assert costs.extra_ms(1, 1, step_ms=0.3, host_ms=0.1) == pytest.approx(0.8 + 0.5 - 0.3)
+    assert costs.extra_ms(1, 1, step_ms=2.0, host_ms=0.6) == pytest.approx(0.6)
+    assert costs.extra_ms(1, 2, step_ms=2.0, host_ms=0.1) == pytest.approx(0.7)
+    assert costs.extra_ms(1, 8, step_ms=2.0, host_ms=0.1) == pytest.approx(2.2)
+
+
+def test_answers_that_become_short_enter_the_choice() -> None:
+    """A step of K = 3 is worth its time, and the first drafts of an admission are not."""
+    measured = {ShapeFamily(k): {8: 1 + 0.2 * k} for k in range(4)}
+    admissions = AdmissionCosts(
+        {k: {1: 0.1 + 2.0 * k} for k in range(4)}, {k: {1: 0.0} for k in range(4)}
+    )
+    settings = AdaptiveVerification(trial_share=0.0)
+    policy = AdaptivePolicy(3, StepCosts(measured), admissions, 10**6, settings)
+    assert decide(policy, 0.95) == ShapeFamily(3)
+    for _ in range(1000):
+        policy.observe_answer(10)
+    assert policy.answer_tokens == pytest.approx(10)
+    assert decide(policy, 0.95) == ShapeFamily(0)
 
 
 def test_a_budget_is_chosen_where_it_pays() -> None:

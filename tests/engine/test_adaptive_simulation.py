@@ -32,6 +32,11 @@ MANY = device_ms(9.0, 0.02, 0.3)
 RISING = [0.73, 0.75, 0.78, 0.8, 0.8, 0.8, 0.8]
 
 
+def admission_ms(base: float, draft: float) -> Callable[[int], float]:
+    """Return the time of an admission: the prompt, and passes of the head."""
+    return lambda k: base + (draft * (k + 1) if k else 0)
+
+
 def regret(
     device: Callable[[StepShape, int], float],
     rates: Callable[[float], list[float]] | list[float],
@@ -44,11 +49,14 @@ def regret(
 
     Where the rates are constant, the policy has learned them for as long a time before.
     """
-    budgets = options.pop("budgets", False)
+    budgets, told = options.pop("budgets", False), options.pop("told", True)
     at = rates if callable(rates) else lambda _: rates
     random = np.random.default_rng(0)
     machine = Machine(device, host_ms, at, rows, random=random, **options)
     engine = SimulatedEngine(machine, K, budgets=budgets)
+    if not told:
+        policy = engine.steps.policy
+        policy.answer_tokens, policy.observe_answer = 10**9, lambda tokens: None
     until_ms = STEPS * device(StepShape(0), rows)
     if not callable(rates):
         engine.run(until_ms)
@@ -91,6 +99,46 @@ def test_plain_decoding_is_reached_where_it_is_best(
 ) -> None:
     lost, _ = regret(device, rates, rows, host_ms=host_ms)
     assert lost <= 0.01
+
+
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(
+    ("device", "rates", "rows", "answer_tokens", "admission", "bound"),
+    [
+        (SHORT, [0.8] * K, 1, 32, admission_ms(0.3, 0.15), 0.02),  # K = 3, and by steps alone 5
+        (SHORT, RISING, 1, 24, admission_ms(0.5, 0.1), 0.02),
+        (
+            device_ms(0.3, 0.003, 0.03),
+            [0.75] * K,
+            16,
+            64,
+            admission_ms(0.25, 0.06),
+            0.02,
+        ),  # 2, and 3
+        (
+            device_ms(0.5, 0.002, 0.04),
+            [0.6] * K,
+            64,
+            32,
+            admission_ms(0.05, 0.03),
+            0.01,
+        ),  # 0, and 1
+        (SHORT, [0.45] * K, 8, 8, admission_ms(0.2, 0.15), 0.01),
+    ],
+)
+def test_admissions_enter_the_choice(
+    device: Any,
+    rates: list[float],
+    rows: int,
+    answer_tokens: int,
+    admission: Callable[[int], float],
+    bound: float,
+    told: bool,
+) -> None:
+    """A policy that weighs steps alone, as if answers had no end, chooses too many drafts."""
+    work = {"answer_tokens": answer_tokens, "admission_ms": admission, "told": told}
+    lost, _ = regret(device, rates, rows, host_ms=0.1, **work)
+    assert lost <= bound if told else lost > 0.03
 
 
 @pytest.mark.parametrize(

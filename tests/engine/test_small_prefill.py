@@ -65,7 +65,8 @@ def test_captures_before_requests_change_nothing(kind: str) -> None:
     engine.capture_prefills(requests)
     assert {g.id: g.token_ids for g in run(engine, requests)} == plain
     engine.capture_prefills(requests)
-    assert {k for _, k in engine.small_prefill._drafts} == {1, 2, 3}
+    drafts = {(k, confidence) for _, k, confidence in engine.small_prefill._drafts}
+    assert drafts == {(1, False), (2, False), (2, True), (3, False), (3, True)}
     assert {shape.drafts for shape in engine.small_prefill._prefills} == {False, True}
     assert {g.id: g.token_ids for g in run(engine, requests)} == plain
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from draftlab.engine.counters import Counters
+from draftlab.engine.sampling import Generation
 from draftlab.evaluate.results import LoadPoint
 from draftlab.evaluate.workload import Workload
 from draftlab.target_model.loading import load_target
@@ -44,7 +48,8 @@ def test_goodput_is_measured_with_synthetic_acceptance(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = workload(folder, concurrency=(2,), k=(1, 3))
-    points = bench_load.measure(lambda: made, (2,), parts(), synthetic=True)
+    options = {"synthetic": True, "rounds": 2, "seconds": 0.0}
+    points, rounds = bench_load.measure(lambda: made, (2,), parts(), **options)
     assert [(p.k, p.concurrency, p.requests) for p in points] == [
         (0, 2, 10),
         (1, 2, 10),
@@ -53,7 +58,10 @@ def test_goodput_is_measured_with_synthetic_acceptance(
     assert points[1].acceptance_at == pytest.approx([0.6], abs=0.12)
     assert points[2].acceptance_at == pytest.approx([0.6, 0.36, 0.216], abs=0.12)
     assert {p.output_tokens for p in points} == {400}
-    bench_load.show(points)
+    assert {name: len(sums) for name, sums in rounds[2].items()} == {
+        point.configuration: 2 for point in points
+    }
+    bench_load.show(points, rounds)
     text = capsys.readouterr().out
     assert "chain, K=3, argmax drafts" in text
     assert text.count("*") == 1
@@ -68,17 +76,53 @@ def test_an_adaptive_configuration_is_compared_with_the_best_fixed_k() -> None:
         *(at(1, 0, 100.0), at(1, 3, 200.0), at(1, 7, 196.0, **adaptive)),
         *(at(64, 0, 900.0), at(64, 3, 600.0), at(64, 7, 945.0, **adaptive)),
     ]
-    assert bench_load.ratios(points, "adaptive") == {
-        "of the best fixed K": ["0.980", "1.050"],
-        "of plain decoding": ["1.960", "1.050"],
+    rounds = {
+        p.concurrency: {
+            q.configuration: [[q.goodput_tok_s * s, s, s, s] for s in (1.0, 2.0, 3.0)]
+            for q in points
+            if q.concurrency == p.concurrency
+        }
+        for p in points
     }
+    assert bench_load.ratios(points, rounds, "adaptive") == {
+        "of the best fixed K": ["0.980", "1.050"],
+        "95 % interval": ["0.980-0.980", "1.050-1.050"],
+        "the best fixed K": ["3", "0"],
+        "of plain decoding": ["1.960", "1.050"],
+        "95 % interval ": ["1.960-1.960", "1.050-1.050"],
+    }
+
+
+def test_what_adaptive_steps_measured_and_chose_is_printed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = workload(folder, concurrency=(2,), k=(3,), adaptive=True)
+    options = {"synthetic": True, "rounds": 2, "seconds": 0.0}
+    points, _ = bench_load.measure(lambda: made, (2,), parts(), **options)
+    assert [point.fixed_k for point in points] == [True, True, False]
+    steps, ms, admissions = capsys.readouterr().out.splitlines()[-4:-1]
+    assert "answers of" in steps
+    assert [text.partition(":")[0] for text in ms.partition("K: ")[2].split(", ")][:4] == [*"0123"]
+    assert "1: " in admissions
+    assert " / 0.00" in admissions  # a CPU is the device
+
+
+def test_rounds_are_resampled_in_pairs() -> None:
+    """A drift of the machine meets both configurations of a round; noise meets one."""
+    random = np.random.default_rng(0)
+    drift, noise = random.uniform(0.5, 1.5, 40), random.normal(1, 0.02, 40)
+    base = [[100 * d, 1.0, 2.0, 1.0] for d in drift]
+    better = [[110 * d * n, 1.0, 2.0, 1.0] for d, n in zip(drift, noise, strict=True)]
+    low, high = bench_load.goodput_ratio_interval(better, base)
+    assert 1.08 < low < 1.1 < high < 1.12
+    assert bench_load.goodput_ratio_interval(base, base) == (1.0, 1.0)
 
 
 def test_every_inner_k_is_predicted_from_the_others(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = workload(folder, timing_batches=(1, 2), timing_prompts=4)
-    timings = bench_adviser.measure(lambda: made, (1, 2), parts(), "tiny")
+    timings = bench_adviser.measure(lambda: made, (1, 2), parts(), "tiny", rounds=3)
     assert sorted(timings) == [(b, k) for b in (1, 2) for k in (0, 1, 2, 3)]
     summary = bench_adviser.check(timings)
     assert summary["timed"] == 2
@@ -87,6 +131,42 @@ def test_every_inner_k_is_predicted_from_the_others(
 
 def test_a_measured_batch_is_not_timed_again(folder: Path, tmp_path: Path) -> None:
     file, made = tmp_path / "adviser.json", workload(folder, timing_batches=(1, 2))
-    first = bench_adviser.measure(lambda: made, (1,), parts(file), "tiny")
-    assert bench_adviser.measure(pytest.fail, (1,), parts(file), "tiny") == first
-    assert bench_adviser.measure(pytest.fail, (1, 2), parts(file, minutes=0), "tiny") == first
+    options = {"rounds": 2}
+    first = bench_adviser.measure(lambda: made, (1,), parts(file), "tiny", **options)
+    again = bench_adviser.measure(pytest.fail, (1,), parts(file), "tiny", **options)
+    late = parts(file, minutes=0)
+    assert bench_adviser.measure(pytest.fail, (1, 2), late, "tiny", **options) == again == first
+
+
+def test_a_disturbed_round_does_not_spoil_a_step(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pause of hundreds of steps in one of five rounds of one configuration."""
+    made, batch, rounds = workload(folder, timing_batches=(2,)), 2, 5
+    head = made.configs[1]
+    runs = {
+        config: bench_adviser.TimedRun(
+            [answer(tokens, 0.01 * config.k + 0.1) for _ in range(rounds * batch)], 1.0
+        )
+        for config, tokens in ((made.configs[0], 1), (head, 2))
+    }
+    calm = bench_adviser.median_timing(made, runs, head, batch)
+    assert calm.speedup == pytest.approx(2 / 1.1)
+    for row in (4, 5):
+        one = runs[head].generations[row]
+        runs[head].generations[row] = replace(one, total_s=one.total_s + 300.0)
+    disturbed = bench_adviser.median_timing(made, runs, head, batch)
+    assert made.timing(runs, head, batch).step_ms > 5 * calm.step_ms
+    assert (disturbed.step_ms, disturbed.speedup) == (calm.step_ms, calm.speedup)
+    assert disturbed.tokens_per_step == calm.tokens_per_step == 2
+    assert "1 of 5 rounds took more than 1.5 times the median" in capsys.readouterr().out
+
+
+def answer(tokens: int, step_s: float) -> Generation:
+    """Return an answer of 41 tokens whose steps have so many."""
+    steps = 40 // tokens
+    counters = Counters(tokens - 1)
+    for _ in range(steps):
+        counters.add_step(tokens - 1, tokens - 1)
+    times = 0.5, 0.5 + steps * step_s
+    return Generation("", (1,) * 41, "length", counters, (), ((0, 0),) * steps, *times)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -90,7 +91,7 @@ def varied_requests(count: int, longest: int = 60) -> list[Request]:
 
 def streams_of(suite: Sequence[Request], prompts: int, concurrency: int) -> list[Stream]:
     size = EvalSettings(timing_prompts=prompts).requests_under_load(concurrency)
-    return load_streams(suite, size, concurrency)
+    return [*islice(load_streams(suite, size, concurrency), 2)]
 
 
 def simulate(concurrency: int, prompts: int = 400, **options: float) -> tuple[LoadRun, Simulation]:
@@ -140,7 +141,9 @@ def test_a_round_ends_with_its_measured_requests() -> None:
     assert run.mean_running == pytest.approx(4)
 
 
-def test_configurations_take_turns_there_and_back() -> None:
+@pytest.mark.parametrize("graphs", [None, "graphs"])
+def test_configurations_take_turns_there_and_back(graphs: str | None) -> None:
+    """Where graphs were captured, all are warmed up again after the last capture."""
     order: list[int] = []
 
     class Logged(Simulation):
@@ -150,13 +153,55 @@ def test_configurations_take_turns_there_and_back() -> None:
 
     configs = [PLAIN_DECODING, DecodingConfig(k=1), DecodingConfig(k=2)]
     engines = {c: Logged(2, tokens_a_step=c.k + 1) for c in configs}
-    streams = streams_of(varied_requests(20), 20, 2)
+    for engine in engines.values():
+        engine.graphs = graphs
+    suite = varied_requests(20)
+    streams = load_streams(suite, 10, 2)
     calls: list[tuple[int, int]] = []
-    runs = decode_under_load(engines, streams, lambda *call: calls.append(call))
+    runs = decode_under_load(engines, suite, streams, lambda *call: calls.append(call))
     warm_up = [1, 1, 2, 2, 3, 3]  # a stream, and the longest prompt
-    assert order == [*warm_up, *(1, 2, 3), *(3, 2, 1)]
+    assert order == [*warm_up * (2 if graphs else 1), *(1, 2, 3), *(3, 2, 1)]
     assert calls[-1] == (6, 6)
     assert {len(run.measured) for run in runs.values()} == {20}
+
+
+def test_streams_follow_until_every_configuration_was_measured_for_long_enough() -> None:
+    """The faster configuration needs more of them; both decode the same ones."""
+    suite = varied_requests(20)
+    fast = DecodingConfig(k=3)
+    engines = {PLAIN_DECODING: Simulation(2), fast: Simulation(2, tokens_a_step=4)}
+    calls: list[tuple[int, int]] = []
+    options = {"rounds": 3, "least_s": 6.0}
+    runs = decode_under_load(
+        engines, suite, load_streams(suite, 6, 2), lambda *call: calls.append(call), **options
+    )
+    ids = [[g.id for g in run.measured] for run in runs.values()]
+    assert ids[0] == ids[1]
+    last = len(runs[fast].rounds[-1].measured) * STEP_S * 60 / 2
+    assert 6.0 <= runs[fast].seconds <= 6.0 + 2 * last
+    assert runs[PLAIN_DECODING].seconds > 2 * runs[fast].seconds
+    assert calls[-1] == (2 * len(runs[fast].rounds),) * 2
+
+
+def test_an_engine_that_chooses_k_learns_before_it_is_measured(
+    target: Target, head: Eagle3Head
+) -> None:
+    drafter = new_drafter(head, 2, confidence=True, fresh_noise=True)
+    engine = Engine(target, drafter, batch=2, max_length=160, adaptive=AdaptiveVerification())
+    suite = requests(4)
+    decoded: list[int] = []
+    generate = engine.generate
+
+    def recorded(requests: Sequence[Request]) -> Iterator[Generation]:
+        decoded.append(len(requests))
+        return generate(requests)
+
+    engine.generate = recorded
+    streams = load_streams(suite, 4, 2)
+    runs = decode_under_load({PLAIN_DECODING: engine}, suite, streams, lambda *_: None, rounds=3)
+    assert len(runs[PLAIN_DECODING].rounds) == 3
+    warm_up, stream = [6, 1], 2 + 4 + 8  # starting, measured and following requests
+    assert decoded == [*warm_up, stream, *[stream] * 3]
 
 
 # -- goodput and percentiles of a simulation whose every token has a known time
@@ -240,8 +285,12 @@ def test_the_ratio_to_plain_decoding_is_paired() -> None:
     plain, twice = (simulate(4, tokens_a_step=n)[0] for n in (1, 2))
     slow = np.random.default_rng(5).uniform(1, 3, len(plain.measured))  # prompts that take longer
     for run in (plain, twice):
-        pairs = zip(run.measured, slow, strict=True)
-        run.measured = [replace(g, total_s=g.total_s * factor) for g, factor in pairs]
+        factors = iter(slow)
+        run.rounds = [
+            replace(one, measured=[replace(g, total_s=g.total_s * next(factors)) for g in measured])
+            for one in run.rounds
+            for measured in [one.measured]
+        ]
     point = load_point(twice, plain, concurrency=4, **CONDITIONS)
     alone = [load_point(run, None, concurrency=4, **CONDITIONS) for run in (twice, plain)]
     assert point.speedup == pytest.approx(alone[0].goodput_tok_s / alone[1].goodput_tok_s)
@@ -326,8 +375,10 @@ def test_nothing_is_captured_in_a_window(
         return capture(*arguments)
 
     prefill._capture, engine.generate = recorded, counted
-    decode_under_load({PLAIN_DECODING: engine}, [stream(3), stream(60)], lambda *_: None)
-    assert measured == 2
+    streams = [stream(3), stream(3), stream(60)] if adaptive else [stream(3), stream(60)]
+    suite = [request for each in streams for request in each.requests]
+    decode_under_load({PLAIN_DECODING: engine}, suite, iter(streams), lambda *_: None)
+    assert measured == len(streams)
     assert captured
     assert set(captured) == {0}
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from draftlab.engine.sampling import Generation, Request
-from draftlab.evaluate.timing import WARM_UP_TOKENS, time_in_turn
+from draftlab.evaluate.timing import WARM_UP_TOKENS, collected_garbage, time_in_turn
 
 
 class CountingDecoder:
@@ -36,3 +37,11 @@ def test_every_size_of_a_shrinking_batch_is_warmed_up(batch: int, sizes: list[in
     with pytest.raises(KeyError):  # the first timed batch has no generations
         time_in_turn({None: decoder}, [requests], lambda *_: None)  # type: ignore[dict-item]
     assert decoder.calls == [*((size, WARM_UP_TOKENS) for size in sizes), (batch, 64)]
+
+
+def test_collections_pass_over_what_was_there_before() -> None:
+    before = gc.get_freeze_count()
+    with collected_garbage():
+        assert gc.get_freeze_count() > before + 10_000
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == 0

@@ -1,0 +1,32 @@
+"""What adaptive verification measured and chose, as lines of text."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from draftlab.engine.adaptive_costs import padded_size
+from draftlab.engine.adaptive_policy import AdaptivePolicy
+from draftlab.engine.engine import Engine
+from draftlab.evaluate.load import LoadRun
+
+
+def choices(engine: Engine, run: LoadRun) -> list[str]:
+    """Return the numbers of drafts of the measured steps, and the costs and lengths behind them."""
+    policy = engine.adaptive and engine.adaptive.policy
+    if not isinstance(policy, AdaptivePolicy):
+        return []
+    steps = Counter(drafts for g in run.measured for drafts, _ in g.steps)
+    total = max(steps.total(), 1)
+    shares = ", ".join(f"{k}: {100 * n / total:.0f} %" for k, n in sorted(steps.items()))
+    rows = padded_size(engine.input_batch, engine.input_batch.num_slots)
+    whole = [f for f in policy.families if f.share == 1 and not f.confidence]
+    ms = ", ".join(f"{f.k}: {policy.costs.ms(f, rows):.3f}" for f in whole)
+    admissions = ", ".join(
+        f"{k}: {each[1]:.2f} / {policy.admissions.host[k][1]:.2f}"
+        for k, each in sorted(policy.admissions.device.items())
+    )
+    return [
+        f"steps by their drafts: {shares}; answers of {policy.answer_tokens:.0f} tokens",
+        f"measured ms of a step by K: {ms}; of the host: {policy.host_ms:.3f}",
+        f"measured ms of one admission by K, device / host: {admissions}",
+    ]
