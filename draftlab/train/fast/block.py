@@ -16,9 +16,8 @@ from draftlab.heads.layers import Angles, Attention
 from draftlab.kernels.ttt_attention import document_starts
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
+from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps
 from draftlab.train.fast.layers import (
-    FUSED_OPS,
-    FusedOps,
     LayerWeights,
     norm_weights,
     pad_rows,

@@ -13,7 +13,7 @@ from torch._dynamo import maybe_mark_dynamic
 from draftlab.heads.head import DraftHead
 from draftlab.store.store import Record
 from draftlab.train.batch.packing import Batch, pack
-from draftlab.train.fast.layers import FUSED_OPS, FusedOps
+from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps
 from draftlab.train.flops import kept_bytes
 from draftlab.train.objectives.objective import Forward, Objective
 from draftlab.train.settings import TrainSettings
@@ -26,7 +26,7 @@ _USABLE_MEMORY = 0.8
 
 
 class _CompiledOp:
-    """An operation of `fast/layers.py`, compiled for any number of rows.
+    """An operation of `fast/fused_ops.py`, compiled for any number of rows.
 
     Args:
         op: one of `FUSED_OPS`.
@@ -36,9 +36,10 @@ class _CompiledOp:
     def __init__(self, op: Callable[..., Any], backend: str) -> None:
         self.compiled = torch.compile(op, backend=backend)
 
-    def __call__(self, rows: tuple[Tensor, ...], *rest: Any) -> Any:
+    def __call__(self, rows: tuple[Tensor | None, ...], *rest: Any) -> Any:
         for tensor in rows:
-            maybe_mark_dynamic(tensor, 0)
+            if tensor is not None:
+                maybe_mark_dynamic(tensor, 0)
         return self.compiled(rows, *rest)
 
 

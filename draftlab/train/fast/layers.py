@@ -1,72 +1,23 @@
-"""Layers of the fast forward passes: a layer's weights, and the operations between products.
+"""Layers of the fast forward passes: a layer's weights, and the padding around attention.
 
 Weights are cast once a batch. Gate and up are one product, and so are key and value. All uses of a
-weight add to one gradient (`train/fast/shared_gradients.py`). `FusedOps` holds the operations that
-are neither products nor attention nor the gate; torch.compile fuses them to a few kernels.
+weight add to one gradient (`train/fast/shared_gradients.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.heads.head import DecoderLayer
-from draftlab.heads.layers import rotate
 from draftlab.train.batch.loss_rows import StepRows
+from draftlab.train.fast.functions import layer_output
+from draftlab.train.fast.fused_ops import FusedOps, Weights
 from draftlab.train.fast.shared_gradients import Shared, branch
-
-Rows = tuple[Tensor, ...]
-"""Tensors whose first dimension is the number of rows."""
-Weights = tuple[Tensor | None, ...]
-
-
-def normed(rows: Rows, weights: Weights, eps: float) -> Tensor:
-    """Return the RMS norm of rows (x,) over the last dimension, with weights (w,)."""
-    return F.rms_norm(rows[0], rows[0].shape[-1:], weights[0], eps)
-
-
-def queries(rows: Rows, weights: Weights, eps: float) -> Tensor:
-    """Return rotated queries [n, heads, head_dim].
-
-    Args:
-        rows: one or two products [n, Q], which are added; then cosines and sines (`Rope`).
-        weights: norm of queries or None.
-    """
-    *products, cosines, sines = rows
-    query = sum(products[1:], products[0]).unflatten(-1, (-1, 2 * cosines.shape[-1]))
-    return rotate(query if weights[0] is None else normed((query,), weights, eps), (cosines, sines))
-
-
-def keys_values(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, Tensor]:
-    """Return rotated keys, and values, each [n, kv heads, head_dim]; arguments as in `queries`."""
-    *products, cosines, sines = rows
-    key_value = sum(products[1:], products[0]).unflatten(-1, (-1, 2 * cosines.shape[-1]))
-    key, value = key_value.chunk(2, 1)
-    key = key if weights[0] is None else normed((key,), weights, eps)
-    return rotate(key, (cosines, sines)), value
-
-
-def add_norm(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, Tensor]:
-    """Return the sum of rows (x, y), and its RMS norm with weights (w,), each [n, H]."""
-    hidden = rows[0] + rows[1]
-    return hidden, normed((hidden,), weights, eps)
-
-
-class FusedOps(NamedTuple):
-    """The functions above, eager or compiled; each takes rows, weights and an epsilon."""
-
-    normed: Callable[..., Any] = normed
-    queries: Callable[..., Any] = queries
-    keys_values: Callable[..., Any] = keys_values
-    add_norm: Callable[..., Any] = add_norm
-
-
-FUSED_OPS = FusedOps()
 
 
 def norm_weights(norm: Any, dtype: torch.dtype) -> Weights:
@@ -133,9 +84,8 @@ class LayerWeights:
 
     def run_output(self, ops: FusedOps, attended: Tensor, residual: Tensor, eps: float) -> Tensor:
         """Return `DecoderLayer.output` [n, H] of attended values [n, Q] and residual [n, H]."""
-        attended = self.output.product(attended)
-        hidden, mlp_inputs = ops.add_norm((residual, attended), self.output_norm, eps)
-        return hidden + self.down.gated_product(self.gate_up.product(mlp_inputs))
+        weights = self.output, self.gate_up, self.down
+        return layer_output(ops, attended, residual, weights, self.output_norm, eps)
 
 
 def pad_rows(x: Tensor, rows: StepRows) -> Tensor:

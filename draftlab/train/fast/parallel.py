@@ -21,11 +21,9 @@ from draftlab.kernels.ttt_attention import document_starts, ttt_attention
 from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
+from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, Rows
 from draftlab.train.fast.layers import (
-    FUSED_OPS,
-    FusedOps,
     LayerWeights,
-    Rows,
     norm_weights,
     pad_rows,
     unpad_rows,

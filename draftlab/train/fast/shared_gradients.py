@@ -48,6 +48,14 @@ class _Sum:
         else:
             self.value.addmm_(gradient.T, x)
 
+    def add_rows(
+        self, index: Tensor, columns: slice, gradient: Tensor, shape: torch.Size, dtype: torch.dtype
+    ) -> None:
+        """Add the gradient [n, …] of some columns of rows `index` of a tensor."""
+        if self.current() is None:
+            self.value = gradient.new_zeros(shape, dtype=dtype)
+        add_rows_(self.value[:, columns], index, gradient)
+
 
 class Shared:
     """A matrix that operations of one graph use through `product`, `gated_product` and `rows`.
@@ -134,10 +142,7 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        (index,), total, (shape, dtype) = ctx.saved_tensors, ctx.total, ctx.like
-        if total.current() is None:
-            total.value = gradient.new_zeros(shape, dtype=dtype)
-        add_rows_(total.value[:, ctx.columns], index, gradient)
+        ctx.total.add_rows(*ctx.saved_tensors, ctx.columns, gradient, *ctx.like)
         return None, None, None, None
 
 
@@ -154,7 +159,7 @@ class _Branch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(index)
-        ctx.like = x.shape
+        ctx.num_rows = len(x)
         ctx.set_materialize_grads(False)
         return x.view_as(x), x.index_select(0, index)
 
@@ -163,9 +168,14 @@ class _Branch(torch.autograd.Function):
     def backward(ctx: Any, whole: Tensor | None, rows: Tensor | None) -> tuple[Tensor | None, None]:
         if rows is None:
             return whole, None
-        if whole is None:
-            gradient = rows.new_zeros(ctx.like)
-        else:  # a copy: other nodes of the graph may hold this gradient
-            gradient = whole.clone(memory_format=torch.contiguous_format)
-        add_rows_(gradient, *ctx.saved_tensors, rows)
-        return gradient, None
+        return branch_gradient(whole, *ctx.saved_tensors, rows, ctx.num_rows), None
+
+
+def branch_gradient(whole: Tensor | None, index: Tensor, rows: Tensor, num_rows: int) -> Tensor:
+    """Return the gradient of x [num_rows, C] from those of x (None: zero) and of x[index]."""
+    if whole is None:
+        gradient = rows.new_zeros(num_rows, *rows.shape[1:])
+    else:  # a copy: other nodes of the graph may hold this gradient
+        gradient = whole.clone(memory_format=torch.contiguous_format)
+    add_rows_(gradient, index, rows)
+    return gradient

@@ -21,18 +21,17 @@ from draftlab.heads.layers import Attention
 from draftlab.kernels.ttt_attention import document_starts, ttt_attention
 from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.packing import Batch
+from draftlab.train.fast.functions import Projections, layer_inputs
+from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, normed
 from draftlab.train.fast.layers import (
-    FUSED_OPS,
-    FusedOps,
     LayerWeights,
     norm_weights,
-    normed,
     pad_rows,
     qkv_weights,
     stack_weights,
     unpad_rows,
 )
-from draftlab.train.fast.shared_gradients import Shared, branch
+from draftlab.train.fast.shared_gradients import Shared
 from draftlab.train.objectives.loss import StepOutput, row_starts
 
 
@@ -98,25 +97,41 @@ class _Unroll:
         halves = (weight.chunk(2, 1) for weight in qkv_weights(layer))
         embedding_weights, hidden_weights = zip(*halves, strict=True)
         self.weights = weights = LayerWeights(layer, dtype, hidden_weights)
-        self.hidden_norm = norm_weights(layer.hidden_norm, dtype)
         self.starts = document_starts(batch.documents)
-        self.positions = batch.positions.flatten()
-        query_width = len(hidden_weights[0])
-        self.query_columns, self.key_columns = slice(query_width), slice(query_width, None)
+        positions = batch.positions.flatten()
         scale = layer.input_layernorm.weight  # folded into the projection
         projection = stack_weights([weight * scale for weight in embedding_weights], dtype)
         embeddings = head.embed_tokens(batch.tokens).flatten(0, 1).to(dtype)
-        self.embedded = Shared(F.linear(normed((embeddings,), (None,), self.eps), projection))
+        embedded = Shared(F.linear(normed((embeddings,), (None,), self.eps), projection))
         features = head.normed_features(batch.features.flatten(0, 1).to(dtype))
-        self.projected = F.linear(features, head.fc.weight.to(dtype))
-        hidden = ops.normed((self.projected,), self.hidden_norm, self.eps)
+        projected = F.linear(features, head.fc.weight.to(dtype))
+        # Row t of step k reads the token of slot t + 1 + k at position t + k.
+        teachers = [rows.teacher_index for rows in batch.steps]
+        angles = head.rope.angles(torch.cat([positions, positions[torch.cat(teachers)] - 1]))
+        sizes = [len(positions), *map(len, teachers)]
+        first, *self.angles = zip(*(x.split(sizes) for x in angles), strict=True)
+        query_width = len(hidden_weights[0])
+        self.every = every = Projections(
+            ops,
+            self.eps,
+            norm_weights(layer.hidden_norm, dtype),
+            weights.query,
+            weights.key_value,
+            embedded,
+            slice(None),
+            (*weights.query_norm, *weights.key_norm),
+            layer.norm_before_residual,
+        )
+        self.queries = every._replace(key_value=None, columns=slice(query_width))
+        keys = every._replace(query=None, columns=slice(query_width, None))
         # Each position reads the token of the next one. The last position reads the first's; no
         # query sees its key.
-        next_index = torch.arange(len(hidden), device=hidden.device).roll(-1)
-        embedded = self.embedded.rows(next_index, self.key_columns)
-        inputs = (weights.key_value.product(hidden), embedded, *head.rope.angles(self.positions))
-        key_value = ops.keys_values(inputs, weights.key_norm, self.eps)
-        self.key, self.value = (x.unflatten(0, batch.tokens.shape) for x in key_value)
+        following = torch.arange(len(positions), device=positions.device).roll(-1)
+        inputs = layer_inputs(keys, projected, None, following, first)
+        self.projected = inputs.previous
+        self.key, self.value = (
+            x.unflatten(0, batch.tokens.shape) for x in (inputs.key, inputs.value)
+        )
 
     def step(
         self, k: int, previous: Tensor, step_keys: StepKeyValues | None
@@ -130,23 +145,16 @@ class _Unroll:
         Returns:
             `previous` (a branch point of the graph), the output [n, H], and `step_keys` up to k.
         """
-        rows, weights, head, ops = self.batch.steps[k], self.weights, self.head, self.ops
-        previous, hidden = branch(previous, rows.origin)
-        normed_hidden = ops.normed((hidden,), self.hidden_norm, self.eps)
-        # Row t reads the token of slot t + 1 + k at position t + k.
-        angles = head.rope.angles(self.positions[rows.teacher_index] - 1)
-        embedded = self.embedded.rows(rows.teacher_index, self.query_columns)
-        inputs = (weights.query.product(normed_hidden), embedded, *angles)
-        query = pad_rows(ops.queries(inputs, weights.query_norm, self.eps), rows)
+        rows = self.batch.steps[k]
+        projections = self.queries if k == 0 else self.every
+        previous, residual, query, *key_value = layer_inputs(
+            projections, previous, rows.origin, rows.teacher_index, self.angles[k]
+        )
         if k > 0:
-            embedded = self.embedded.rows(rows.teacher_index, self.key_columns)
-            inputs = (weights.key_value.product(normed_hidden), embedded, *angles)
-            key_value = ops.keys_values(inputs, weights.key_norm, self.eps)
             key_value = (pad_rows(x, rows) for x in key_value)
             step_keys = StepKeyValues.extend(step_keys, *key_value, rows.select)
-        starts = row_starts(self.starts, rows)
+        query, starts = pad_rows(query, rows), row_starts(self.starts, rows)
         attended = ttt_attention(query, self.key, self.value, rows.index, starts, step_keys)
         attended = unpad_rows(attended.flatten(2), rows)
-        residual = normed_hidden if head.layer.norm_before_residual else hidden
-        output = weights.run_output(ops, attended, residual, self.eps)
-        return previous, head.output_norm(output), step_keys
+        output = self.weights.run_output(self.ops, attended, residual, self.eps)
+        return previous, self.head.output_norm(output), step_keys

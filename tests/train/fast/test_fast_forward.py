@@ -14,7 +14,7 @@ from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.fast import choose_forward
 from draftlab.train.fast.block import FastBlock
 from draftlab.train.fast.choose_forward import compiled_ops
-from draftlab.train.fast.layers import FUSED_OPS, FusedOps
+from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps
 from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.objectives.block import block_outputs
@@ -132,7 +132,8 @@ def test_in_16_bit_nothing_is_widened(changes: dict[str, object]) -> None:
     def recorded(op: Callable) -> Callable:
         def call(rows: Tensor, *rest: object) -> object:
             result = op(rows, *rest)
-            dtypes.extend(t.dtype for t in (result if isinstance(result, tuple) else (result,)))
+            results = result if isinstance(result, tuple) else (result,)
+            dtypes.extend(t.dtype for t in results if t is not None)
             return result
 
         return call
