@@ -147,6 +147,7 @@ class _DistillLinear(torch.autograd.Function):
         teacher_buffer = hidden.new_zeros(max_teachers, pitch, dtype=teacher_dtype)[:, :vocab]
         gradients = d_hidden is not None or d_lm_head is not None
         ordered = hidden[plan.order].to(product_dtype)
+        without_weight = (weight[plan.order] == 0)[:, None]
         for chunk in chunks:
             z = teacher_buffer[: chunk.num_teachers]
             last = teacher.last[plan.positions[chunk.teachers]].to(sum_dtype(teacher.weight.dtype))
@@ -165,12 +166,13 @@ class _DistillLinear(torch.autograd.Function):
                     d_hidden[chunk.rows] = x @ weights
             if d_lm_head is not None:
                 # 0 · NaN is NaN: the states of a row without weight must not reach the product.
-                states.masked_fill_((weight[plan.order[chunk.rows]] == 0)[:, None], 0)
+                states.masked_fill_(without_weight[chunk.rows], 0)
                 _add_product(d_lm_head, x.t(), states[:, trained_from:])
         if d_lm_head is not None:
             d_lm_head = d_lm_head.to(lm_head.dtype)
         ctx.save_for_backward(d_hidden, d_lm_head, plan.order)
         ctx.mark_non_differentiable(out.loss, out.alpha, out.best)
+        ctx.set_materialize_grads(False)
         return weighted(weight, out.loss), out.loss, out.alpha, out.best
 
     @staticmethod
@@ -179,8 +181,7 @@ class _DistillLinear(torch.autograd.Function):
         *gradients, order = ctx.saved_tensors
         d_hidden, d_lm_head = (g if g is None else g.mul_(scale) for g in gradients)
         if d_hidden is not None:
-            ranks = torch.arange(len(order), device=order.device)
-            d_hidden = d_hidden[torch.empty_like(order).scatter_(0, order, ranks)]
+            d_hidden = torch.empty_like(d_hidden).index_copy_(0, order, d_hidden)
         return d_hidden, d_lm_head, *[None] * 10
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
 
 
@@ -55,7 +55,8 @@ class RowPlan:
         if num_rows == 0:
             return []
         # Rows [i, j) and their teachers are key[j − 1] − key[i] + 2.
-        key = self.host + torch.arange(num_rows)
+        host = self.host.numpy()
+        key = host + np.arange(num_rows)
         # Each chunk but the last covers at least height − 1 of key. Use as few chunks as possible,
         # then the smallest height for that number, so that no chunk is much smaller than others.
         span = int(key[-1]) + 1
@@ -63,8 +64,8 @@ class RowPlan:
         height = -(-span // number) + 1
         chunks, start = [], 0
         while start < num_rows:
-            stop = int(torch.searchsorted(key, key[start] + height - 2, right=True))
-            first, last = int(self.host[start]), int(self.host[stop - 1])
+            stop = int(key.searchsorted(key[start] + height - 2, side="right"))
+            first, last = int(host[start]), int(host[stop - 1])
             chunks.append(Chunk(slice(start, stop), slice(first, last + 1)))
             start = stop
         return chunks

@@ -103,7 +103,8 @@ class _TttAttention(torch.autograd.Function):
             torch.empty_like(t, memory_format=torch.contiguous_format) for t in (query, key, value)
         )
         # Zeros for rows that ended in earlier steps; the newest step's rows are all here.
-        d_step_kv = tuple(torch.zeros_like(t) for t in step_kv)
+        zeros = query.new_zeros(sum(t.numel() for t in step_kv)).split([t.numel() for t in step_kv])
+        d_step_kv = tuple(z.view_as(t) for z, t in zip(zeros, step_kv, strict=True))
         scale = query.shape[-1] ** -0.5
         scales = scale, scale * LOG2_E.value
         num_rows, strides = query.shape[1], _strides(query, key, value)

@@ -75,7 +75,8 @@ def layer_inputs(
     weights = (projections.query, projections.key_value, projections.embedded)
     tensors = (None if shared is None else shared.tensor for shared in weights)
     results = _LayerInputs.apply(
-        previous, *projections.norm, *tensors, *projections.norms, projections, origin, index, *angles
+        previous, *projections.norm, *tensors, *projections.norms,
+        projections, origin, index, *angles,
     )  # fmt: skip
     return LayerInputs(*results)
 

@@ -79,9 +79,11 @@ def row_starts(starts: Tensor, rows: StepRows) -> Tensor:
     Args:
         starts: int64 [B, S], of each position (`document_starts`).
     """
-    result = torch.full_like(rows.index, starts.shape[1]).flatten()
-    result[rows.valid_rows] = starts.gather(1, rows.index).flatten()[rows.valid_rows]
-    return result.view_as(rows.index)
+    result = starts.gather(1, rows.index)
+    if len(rows.valid_rows) == rows.index.numel():
+        return result
+    padded = torch.full_like(result, starts.shape[1]).flatten()
+    return padded.index_copy_(0, rows.valid_rows, result.flatten()[rows.valid_rows]).view_as(result)
 
 
 @dataclass
@@ -100,8 +102,7 @@ class Sums:
 
     def add(self, other: Sums) -> None:
         """Add the sums of another batch in place."""
-        for total, values in zip(self.tensors(), other.tensors(), strict=True):
-            total += values
+        torch._foreach_add_(self.tensors(), other.tensors())
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the four tensors, in the order of the fields."""
@@ -171,14 +172,12 @@ def weighted_loss(
     The loss is not yet divided by N_0. A token outside the draft vocabulary stays in every
     denominator as a miss.
     """
-    sums = Sums.zeros(len(batch.steps), batch.tokens.device)
-    steps = list(outputs)
+    steps, device = list(outputs), batch.tokens.device
     if not steps:
-        return torch.zeros((), device=batch.tokens.device), sums
+        return torch.zeros((), device=device), Sums.zeros(len(batch.steps), device)
     row, sizes = torch.cat([s.teacher_index for s in steps]), [len(s.teacher_index) for s in steps]
-    weight = torch.cat(
-        [torch.full((n,), w, device=row.device) for n, w in zip(sizes, weights, strict=False)]
-    )
+    counts = to_device([*sizes, *[0] * (len(batch.steps) - len(sizes))], device)
+    weight = to_device(weights, device).repeat_interleave(counts, output_size=len(row))
     teacher = target.at(batch)
     output, plan = torch.cat([s.output for s in steps]), batch.plan
     tokens, kl_weight = batch.tokens.flatten(), None
@@ -189,8 +188,9 @@ def weighted_loss(
     if terms.loss == "ce_l1":
         following = tokens[row + 1] if batch.labels is None else batch.labels.flatten()[row]
         labels = Labels(target.draft_index[following], terms.cross_entropy, terms.l1)
-    step = step_of_row(sizes, row.device)
-    anchor, slots = row - 1 - step, batch.tokens.numel()
+    if terms.dpace is not None or terms.loss == "lk" or terms.acceptance_weighting:
+        step = step_of_row(sizes, device)
+        anchor, slots = row - 1 - step, batch.tokens.numel()
     if terms.dpace is not None and labels is not None:
         entropy = replace(labels, cross_entropy=1.0, l1=0.0)
         with torch.no_grad():
@@ -230,11 +230,10 @@ def weighted_loss(
         total = total + terms.regression * weighted(weight, distance)
         value = value + terms.regression * distance.detach()
     hit = target.target_ids[out.best] == batch.argmax.flatten()[row]
-    by_step = zip(*(x.split(sizes) for x in (value, out.alpha, hit)), sizes, strict=True)
-    for k, (loss, alpha, hits, count) in enumerate(by_step):
-        sums.loss[k], sums.alpha[k], sums.hits[k] = loss.sum(), alpha.sum(), hits.sum()
-        sums.count[k].fill_(count)  # an assignment would wait for the device
-    return total, sums
+    values = torch.stack([value, out.alpha, hit]).split(sizes, 1)
+    empty = [value.new_zeros(3)] * (len(batch.steps) - len(sizes))
+    sums = torch.stack([*(x.sum(1) for x in values), *empty], 1)
+    return total, Sums(*sums, counts.to(sums.dtype))
 
 
 def reach_probability(
@@ -277,4 +276,11 @@ def dpace_weight(
 
 def step_of_row(sizes: Sequence[int], device: torch.device) -> Tensor:
     """Return the step of each row, int64 [R], of rows sorted by step."""
-    return torch.cat([torch.full((n,), k, device=device) for k, n in enumerate(sizes)])
+    steps = torch.arange(len(sizes), device=device)
+    return steps.repeat_interleave(to_device(sizes, device), output_size=sum(sizes))
+
+
+def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Return numbers as a tensor; the host does not wait for the device."""
+    on_gpu = device.type == "cuda"
+    return torch.tensor(numbers, pin_memory=on_gpu).to(device, non_blocking=True)
