@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftlab.kernels.dependent_launch import FP_FUSION
+from draftlab.kernels.launch_sizes import cdiv, next_power_of_2
 
 _COLUMNS = 4096  # of one program, at most
 
@@ -39,9 +40,9 @@ def add_rows_(whole: Tensor, index: Tensor, rows: Tensor) -> None:
         raise ValueError(f"expected columns side by side, found strides {whole.stride()}")
     if rows.stride(1) != 1:  # the gradient of a sum is one number, expanded
         rows = rows.contiguous()
-    block = min(_COLUMNS, triton.next_power_of_2(columns))
+    block = min(_COLUMNS, next_power_of_2(columns))
     with torch.cuda.device_of(whole):
-        add_rows_kernel[(len(index), triton.cdiv(columns, block))](
+        add_rows_kernel[(len(index), cdiv(columns, block))](
             whole,
             index.contiguous(),
             rows,

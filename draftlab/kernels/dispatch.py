@@ -10,7 +10,7 @@ their types and meaning are those of the reference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from importlib import import_module
 from typing import Any
 
@@ -42,9 +42,12 @@ def triton_operator(
     """
 
     def decorate(reference: Callable[..., Any]) -> Callable[..., Any]:
+        @cache
+        def launcher() -> Callable[..., Any]:
+            return getattr(import_module(f"draftlab.kernels.{module}"), reference.__name__)
+
         def launch(*args: Any, **options: Any) -> Any:
-            launcher = getattr(import_module(f"draftlab.kernels.{module}"), reference.__name__)
-            return launcher(*args, **options)
+            return launcher()(*args, **options)
 
         @wraps(reference)
         def operator(*args: Any, **options: Any) -> Any:

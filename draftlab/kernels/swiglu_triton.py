@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftlab.kernels.dependent_launch import FP_FUSION
+from draftlab.kernels.launch_sizes import cdiv, next_power_of_2
 
 _COLUMNS = 2048  # of one program, at most
 
@@ -80,6 +81,6 @@ def swiglu_backward_(gate_up: Tensor, gradient: Tensor) -> Tensor:
 def _grid(rows: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
     """Return the grid of rows [n, I] and the launch options."""
     n, columns = rows.shape
-    block = min(_COLUMNS, triton.next_power_of_2(columns))
+    block = min(_COLUMNS, next_power_of_2(columns))
     options = {"BLOCK": block, "num_warps": 8 if block > 1024 else 4} | FP_FUSION
-    return (n, triton.cdiv(columns, block)), options
+    return (n, cdiv(columns, block)), options

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftlab.kernels.dependent_launch import FP_FUSION
+from draftlab.kernels.launch_sizes import cdiv, next_power_of_2
 from draftlab.kernels.ttt_attention_backward_triton import (
     d_keys_kernel,
     d_query_kernel,
@@ -44,9 +45,14 @@ class Plan(NamedTuple):
 
 def plan_ttt_attention(query: Tensor, group: int) -> Plan:
     """Return the plan for these shapes; `group` query heads share a kv head."""
-    if query.dtype == torch.float32:  # multiplied without tensor cores
+    return _plan(query.dtype, query.shape[-1], group)
+
+
+@cache
+def _plan(dtype: torch.dtype, head_dim: int, group: int) -> Plan:
+    if dtype == torch.float32:  # multiplied without tensor cores
         plan = Plan(*[Tiles(16, 16, 4, 1)] * 4)
-    elif triton.next_power_of_2(query.shape[-1]) > 128:
+    elif next_power_of_2(head_dim) > 128:
         plan = Plan(
             Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 32, 8, 2), Tiles(32, 64, 8, 2)
         )
@@ -54,7 +60,7 @@ def plan_ttt_attention(query: Tensor, group: int) -> Plan:
         plan = Plan(
             Tiles(64, 64, 4, 3), Tiles(64, 32, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)
         )
-    least = triton.next_power_of_2(group)
+    least = next_power_of_2(group)
     return Plan(*(tiles._replace(rows=max(tiles.rows, least)) for tiles in plan))
 
 
@@ -108,12 +114,12 @@ class _TttAttention(torch.autograd.Function):
         scale = query.shape[-1] ** -0.5
         scales = scale, scale * LOG2_E.value
         num_rows, strides = query.shape[1], _strides(query, key, value)
-        shapes, dims = _shapes(query, key), _head_dims(query)
+        shapes, dims = _shapes(query, key), _head_dims(query.shape[-1])
         with torch.cuda.device_of(query):
             delta = torch.empty_like(lse)
             if output.numel():
                 packed = delta.numel()
-                delta_kernel[(triton.cdiv(packed, DELTA_ROWS),)](
+                delta_kernel[(cdiv(packed, DELTA_ROWS),)](
                     output, d_output, delta, packed, ROWS=DELTA_ROWS, **dims, **FP_FUSION
                 )
                 each = (step_kv[:steps], step_kv[steps:], d_step_kv[:steps], d_step_kv[steps:])
@@ -130,7 +136,7 @@ class _TttAttention(torch.autograd.Function):
                         STEPS=len(keys), **shapes, **_options(plan.d_step_keys, query),
                     )  # fmt: skip
             if key.numel():
-                num_tiles = triton.cdiv(key.shape[1], plan.d_keys.keys)
+                num_tiles = cdiv(key.shape[1], plan.d_keys.keys)
                 d_keys_kernel[key.shape[2], key.shape[0], num_tiles](
                     query, key, value, index, starts, d_output, lse, delta, d_key, d_value,
                     *scales, num_rows, key.shape[1], *strides,
@@ -141,15 +147,15 @@ class _TttAttention(torch.autograd.Function):
 
 def _pad_steps(tensors: tuple[Tensor, ...], filler: Tensor) -> tuple[Tensor, ...]:
     """Pad with a tensor that is not read, so that unrolls of all lengths run one kernel."""
-    count = max(1, triton.cdiv(len(tensors), STEPS_AT_ONCE)) * STEPS_AT_ONCE
+    count = max(1, cdiv(len(tensors), STEPS_AT_ONCE)) * STEPS_AT_ONCE
     return (*tensors, *[filler] * (count - len(tensors)))
 
 
 def _row_tiles(query: Tensor, key: Tensor, tiles: Tiles) -> tuple[int, int, int]:
     """Return the grid of a kernel whose programs take one tile of rows each."""
     num_batch, num_rows, num_heads, _ = query.shape
-    group = triton.next_power_of_2(num_heads // key.shape[2])
-    return key.shape[2], num_batch, triton.cdiv(num_rows, tiles.rows // group)
+    group = next_power_of_2(num_heads // key.shape[2])
+    return key.shape[2], num_batch, cdiv(num_rows, tiles.rows // group)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -157,17 +163,22 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()[:3]]
 
 
-def _head_dims(query: Tensor) -> dict[str, int]:
-    """Return the kernels' constants of the head dimension."""
-    dim = query.shape[-1]
-    return {"HEAD_DIM": dim, "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(dim))}
-
-
 def _shapes(query: Tensor, key: Tensor) -> dict[str, int]:
     """Return the kernels' constants of the heads."""
-    group = query.shape[2] // key.shape[2]
-    heads = {"GROUP": group, "GROUP_PADDED": triton.next_power_of_2(group)}
-    return {"KV_HEADS": key.shape[2], **heads, **_head_dims(query)}
+    return _head_shapes(query.shape[2], key.shape[2], query.shape[3])
+
+
+@cache
+def _head_shapes(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
+    group = num_heads // num_kv_heads
+    heads = {"GROUP": group, "GROUP_PADDED": next_power_of_2(group)}
+    return {"KV_HEADS": num_kv_heads, **heads, **_head_dims(head_dim)}
+
+
+@cache
+def _head_dims(head_dim: int) -> dict[str, int]:
+    """Return the kernels' constants of the head dimension."""
+    return {"HEAD_DIM": head_dim, "HEAD_DIM_PADDED": max(16, next_power_of_2(head_dim))}
 
 
 def _options(tiles: Tiles, query: Tensor) -> dict[str, Any]:
