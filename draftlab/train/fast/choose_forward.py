@@ -45,6 +45,9 @@ class _CompiledOp:
 
 def compiled_ops(backend: str = "inductor") -> FusedOps:
     """Return compiled `FusedOps`, which run norms and rotations in few kernels."""
+    # An operation is compiled for queries, keys or both; for one row; and for thousands of rows.
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, 32)
     return FusedOps(*(_CompiledOp(op, backend) for op in FUSED_OPS))
 
 

@@ -1,7 +1,7 @@
 """The parts of a layer before and behind its attention, each one autograd function.
 
-An unroll runs a layer many times on few rows. Autograd's own bookkeeping then takes longer than the
-operations, so the backward passes are written out here, with autograd's order of sums.
+An unroll runs a layer many times on few rows. Autograd's bookkeeping of single operations would
+then take longer than the operations. Gradients of weights add up in place (`Shared`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftlab.kernels.swiglu import swiglu, swiglu_backward_
 from draftlab.train.fast.fused_ops import FusedOps, Weights
 from draftlab.train.fast.shared_gradients import Shared, branch_gradient
 
@@ -21,11 +20,10 @@ class Projections(NamedTuple):
     """What turns hidden states into queries, keys and values.
 
     Attributes:
-        ops: the operations, and eps, the epsilon of norms.
+        ops: the operations. eps: of norms.
         norm: weights of the norm of hidden states.
         query, key_value: weights of the products; None: they are not computed.
-        embedded: [T, C], the products of the tokens' embeddings with the other weights.
-        columns: those of `embedded` that belong to `query` and `key_value`, in this order.
+        embedded: [T, Q + K], the products of the tokens' embeddings with the other weights.
         norms: weights of the norms of queries and of keys.
         norm_before_residual: whether the residual is normed.
     """
@@ -36,7 +34,6 @@ class Projections(NamedTuple):
     query: Shared | None
     key_value: Shared | None
     embedded: Shared
-    columns: slice
     norms: Weights
     norm_before_residual: bool
 
@@ -72,73 +69,57 @@ def layer_inputs(
         index: int64 [n], rows of `embedded` that are added, none twice.
         angles: of the rows (`Rope`).
     """
-    weights = (projections.query, projections.key_value, projections.embedded)
-    tensors = (None if shared is None else shared.tensor for shared in weights)
+    embedded, *shared = projections.embedded, projections.query, projections.key_value
+    weights = (None if each is None else each.tensor for each in shared)
     results = _LayerInputs.apply(
-        previous, *projections.norm, *tensors, *projections.norms,
-        projections, origin, index, *angles,
+        projections, previous, origin, embedded.tensor, index, *angles,
+        *projections.norm, *weights, *projections.norms,
     )  # fmt: skip
     return LayerInputs(*results)
 
 
 class _LayerInputs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, previous, norm, query_weight, key_value_weight, embedded, query_norm, key_norm,
-        projections, origin, index, cosines, sines,
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
-        ops, eps = projections.ops, projections.eps
-        hidden = previous if origin is None else previous.index_select(0, origin)
-        normed = ops.normed((hidden,), (norm,), eps)
-        query, key_value = (
-            None if weight is None else normed @ weight.T
-            for weight in (query_weight, key_value_weight)
+    def forward(ctx: Any, projections: Projections, *tensors) -> tuple[Tensor | None, ...]:
+        rows, weights = tensors[:6], tensors[6:]
+        hidden, normed, query, key, value, *products = projections.ops.layer_inputs(
+            rows, weights, projections.eps
         )
-        addend = embedded[:, projections.columns].index_select(0, index)
-        norms = query_norm, key_norm
-        rotated = ops.rotated((query, key_value, addend, cosines, sines), norms, eps)
-        products = query, key_value, addend
-        if query_norm is None and key_norm is None:  # only norms read them again
-            products = None, None, None
+        previous, origin, embedded, index, *angles = rows
         ctx.save_for_backward(
-            hidden, normed, norm, query_weight, key_value_weight, *norms, origin, index,
-            *products, cosines, sines,
+            previous if origin is None else hidden, *angles, *products,
+            normed, origin, index, *weights,
         )  # fmt: skip
         ctx.set_materialize_grads(False)
         ctx.projections, ctx.embedded = projections, (embedded.shape, embedded.dtype)
         ctx.num_previous = len(previous)
-        residual = normed if projections.norm_before_residual else hidden
-        return previous.view_as(previous), None if origin is None else residual, *rotated
+        residual = normed if projections.norm_before_residual and origin is not None else hidden
+        return previous.view_as(previous), residual, query, key, value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_previous, d_residual, *d_rotated) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        hidden, normed, norm, *weights, query_norm, key_norm, origin, index = saved[:9]
-        projections, (shape, dtype) = ctx.projections, ctx.embedded
-        ops, eps = projections.ops, projections.eps
-        d_products, *d_norms = ops.rotated_backward(
-            (*saved[9:], *d_rotated), (query_norm, key_norm), eps
+        saved, projections = ctx.saved_tensors, ctx.projections
+        rows, (normed, origin, index), weights = saved[:6], saved[6:9], saved[9:]
+        d_hidden, d_normed = d_previous if origin is None else d_residual, None
+        if origin is not None and projections.norm_before_residual:
+            d_hidden, d_normed = None, d_residual
+        d_products, d_hidden, *d_norms = projections.ops.layer_inputs_backward(
+            (*rows, *d_rotated, d_hidden, d_normed), weights, projections.eps
         )
-        projections.embedded.sum.add_rows(index, projections.columns, d_products, shape, dtype)
-        d_normed, d_hidden = d_residual, None
-        if not projections.norm_before_residual:
-            d_normed, d_hidden = None, d_residual
-        if origin is None:
-            d_hidden = d_previous
-        sizes = [0 if weight is None else len(weight) for weight in weights]
-        shares = (projections.query, projections.key_value)
-        parts = zip(d_products.split(sizes, 1), weights, shares, strict=True)
-        for gradient, weight, shared in reversed([*parts]):
-            if weight is not None:
-                shared.sum.add_product(gradient, normed)
-                product = gradient @ weight
-                d_normed = product if d_normed is None else d_normed + product
-        rows = (d_normed, hidden) if d_hidden is None else (d_normed, hidden, d_hidden)
-        d_hidden, d_norm = ops.normed_backward(rows, (norm,), eps)
+        query, key_value = projections.query, projections.key_value
+        width = 0 if query is None else len(query.tensor)
+        if query is not None:
+            query.sum.add_product(d_products[:, :width], normed)
+        if key_value is not None:
+            key_value.sum.add_product(d_products[:, width:], normed)
+        shape, dtype = ctx.embedded
+        start = 0 if query is not None else shape[1] - d_products.shape[1]
+        columns = slice(start, start + d_products.shape[1])
+        projections.embedded.sum.add_rows(index, columns, d_products, shape, dtype)
         if origin is not None:
             d_hidden = branch_gradient(d_previous, origin, d_hidden, ctx.num_previous)
-        return d_hidden, d_norm, None, None, None, *d_norms, *[None] * 5
+        return None, d_hidden, *[None] * 5, d_norms[0], None, None, *d_norms[1:]
 
 
 def layer_output(
@@ -156,29 +137,26 @@ def layer_output(
         norm: weights of the norm before the feed-forward.
     """
     tensors, sums = zip(*((shared.tensor, shared.sum) for shared in weights), strict=True)
-    return _LayerOutput.apply(attended, residual, *tensors, *norm, sums, ops, eps)
+    return _LayerOutput.apply(ops, sums, eps, attended, residual, *tensors, *norm)
 
 
 class _LayerOutput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, attended, residual, output, gate_up, down, norm, *rest) -> Tensor:
-        ctx.sums, ctx.ops, ctx.eps = rest
-        projected = attended @ output.T
-        hidden, normed = ctx.ops.add_norm((residual, projected), (norm,), ctx.eps)
-        inner = normed @ gate_up.T
-        ctx.save_for_backward(attended, hidden, normed, inner, output, gate_up, down, norm)
-        return hidden + swiglu(inner) @ down.T
+    def forward(ctx: Any, ops: FusedOps, sums, eps: float, attended, residual, *weights) -> Tensor:
+        ctx.ops, ctx.sums, ctx.eps = ops, sums, eps
+        output, *read_again = ops.layer_output((attended, residual), weights, eps)
+        ctx.save_for_backward(attended, *read_again, *weights)
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        attended, hidden, normed, inner, output, gate_up, down, norm = ctx.saved_tensors
-        output_sum, gate_up_sum, down_sum = ctx.sums
-        activated = gradient @ down
-        d_inner = swiglu_backward_(inner, activated)  # activated becomes silu(gate) · up
-        down_sum.add_product(gradient, activated)
-        gate_up_sum.add_product(d_inner, normed)
-        rows = (d_inner @ gate_up, hidden, gradient)
-        d_hidden, d_norm = ctx.ops.normed_backward(rows, (norm,), ctx.eps)
-        output_sum.add_product(d_hidden, attended)
-        return d_hidden @ output, d_hidden, None, None, None, d_norm, None, None, None
+        attended, hidden, normed, gate_up, *weights = ctx.saved_tensors
+        d_attended, d_hidden, d_gate_up, d_norm, activated = ctx.ops.layer_output_backward(
+            (gradient, hidden, gate_up), tuple(weights), ctx.eps
+        )
+        output, both, down = ctx.sums
+        down.add_product(gradient, activated)
+        both.add_product(d_gate_up, normed)
+        output.add_product(d_hidden, attended)
+        return *[None] * 3, d_attended, d_hidden, *[None] * 3, d_norm

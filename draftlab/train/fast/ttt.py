@@ -110,7 +110,6 @@ class _Unroll:
         angles = head.rope.angles(torch.cat([positions, positions[torch.cat(teachers)] - 1]))
         sizes = [len(positions), *map(len, teachers)]
         first, *self.angles = zip(*(x.split(sizes) for x in angles), strict=True)
-        query_width = len(hidden_weights[0])
         self.every = every = Projections(
             ops,
             self.eps,
@@ -118,12 +117,11 @@ class _Unroll:
             weights.query,
             weights.key_value,
             embedded,
-            slice(None),
             (*weights.query_norm, *weights.key_norm),
             layer.norm_before_residual,
         )
-        self.queries = every._replace(key_value=None, columns=slice(query_width))
-        keys = every._replace(query=None, columns=slice(query_width, None))
+        self.queries = every._replace(key_value=None)
+        keys = every._replace(query=None)
         # Each position reads the token of the next one. The last position reads the first's; no
         # query sees its key.
         following = torch.arange(len(positions), device=positions.device).roll(-1)

@@ -184,14 +184,14 @@ def test_training_runs_all_depths_side_by_side(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("wrong", "reason"),
     [
-        (lambda *rows: tuple(2 * x for x in FUSED_OPS.add_norm(*rows)), "eager steps differ"),
+        (lambda *rows: tuple(2 * x for x in FUSED_OPS.layer_output(*rows)), "eager steps differ"),
         (None, "TypeError"),
     ],
 )
 def test_failing_or_wrong_compiled_code_is_not_used(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], wrong: object, reason: str
 ) -> None:
-    ops = FUSED_OPS._replace(add_norm=wrong)
+    ops = FUSED_OPS._replace(layer_output=wrong)
     monkeypatch.setattr(choose_forward, "compiled_ops", lambda: ops)
     module = distillation_module(random_norms_head(**changes), compile=True)
     assert module.head_forward.ops == FUSED_OPS
