@@ -33,7 +33,7 @@ from draftlab.kernels.distill_types import (
 )
 
 _CPU_BUFFER = 8 << 20  # bytes that stay in a cache
-_MIN_GPU_BUFFER = 64 << 20  # below, launches would cost more than they save
+_MIN_GPU_BUFFER = 256 << 20  # below, launches would cost more than they save
 
 
 @dataclass(frozen=True)
