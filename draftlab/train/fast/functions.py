@@ -91,32 +91,35 @@ class _LayerInputs(torch.autograd.Function):
             normed, origin, index, *weights,
         )  # fmt: skip
         ctx.set_materialize_grads(False)
-        ctx.projections, ctx.embedded = projections, (embedded.shape, embedded.dtype)
-        ctx.num_previous = len(previous)
+        ctx.ops, ctx.eps = projections.ops, projections.eps
+        ctx.norm_before_residual = projections.norm_before_residual
+        ctx.embedded, ctx.num_previous = (embedded.shape, embedded.dtype), len(previous)
+        # Not the matrices: nodes of a graph live on behind its backward pass.
+        shared = projections.query, projections.key_value, projections.embedded
+        ctx.sums = tuple(None if each is None else each.sum for each in shared)
         residual = normed if projections.norm_before_residual and origin is not None else hidden
         return previous.view_as(previous), residual, query, key, value
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_previous, d_residual, *d_rotated) -> tuple[Tensor | None, ...]:
-        saved, projections = ctx.saved_tensors, ctx.projections
+        saved, (query, key_value, embedded) = ctx.saved_tensors, ctx.sums
         rows, (normed, origin, index), weights = saved[:6], saved[6:9], saved[9:]
         d_hidden, d_normed = d_previous if origin is None else d_residual, None
-        if origin is not None and projections.norm_before_residual:
+        if origin is not None and ctx.norm_before_residual:
             d_hidden, d_normed = None, d_residual
-        d_products, d_hidden, *d_norms = projections.ops.layer_inputs_backward(
-            (*rows, *d_rotated, d_hidden, d_normed), weights, projections.eps
+        d_products, d_hidden, *d_norms = ctx.ops.layer_inputs_backward(
+            (*rows, *d_rotated, d_hidden, d_normed), weights, ctx.eps
         )
-        query, key_value = projections.query, projections.key_value
-        width = 0 if query is None else len(query.tensor)
+        width = 0 if query is None else len(weights[1])
         if query is not None:
-            query.sum.add_product(d_products[:, :width], normed)
+            query.add_product(d_products[:, :width], normed)
         if key_value is not None:
-            key_value.sum.add_product(d_products[:, width:], normed)
+            key_value.add_product(d_products[:, width:], normed)
         shape, dtype = ctx.embedded
         start = 0 if query is not None else shape[1] - d_products.shape[1]
         columns = slice(start, start + d_products.shape[1])
-        projections.embedded.sum.add_rows(index, columns, d_products, shape, dtype)
+        embedded.add_rows(index, columns, d_products, shape, dtype)
         if origin is not None:
             d_hidden = branch_gradient(d_previous, origin, d_hidden, ctx.num_previous)
         return None, d_hidden, *[None] * 5, d_norms[0], None, None, *d_norms[1:]

@@ -15,9 +15,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftlab.kernels.add_rows import add_rows_
-from draftlab.kernels.swiglu import swiglu, swiglu_backward_
-
-_ALL = slice(None)
 
 
 class _Sum:
@@ -58,7 +55,7 @@ class _Sum:
 
 
 class Shared:
-    """A matrix that operations of one graph use through `product`, `gated_product` and `rows`.
+    """A matrix that operations of one graph use through `product` and `functions.py`.
 
     Its gradient is complete when the last of these in the backward pass has added its share.
     """
@@ -70,14 +67,6 @@ class Shared:
     def product(self, x: Tensor) -> Tensor:
         """Return x Wᵀ [n, out] for x [n, in] and this W [out, in], in their common dtype."""
         return _Product.apply(x, self.tensor, self.sum)
-
-    def gated_product(self, gate_up: Tensor) -> Tensor:
-        """Return `product` of silu(gate) · up, which is not saved, for gate_up [n, 2 in]."""
-        return _GatedProduct.apply(gate_up, self.tensor, self.sum)
-
-    def rows(self, index: Tensor, columns: slice = _ALL) -> Tensor:
-        """Return some columns of the rows [n, …] at int64 index [n], which has no row twice."""
-        return _Rows.apply(self.tensor, self.sum, index, columns)
 
 
 class _Collected(torch.autograd.Function):
@@ -112,38 +101,6 @@ class _Product(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             ctx.total.add_product(gradient, x)
         return gradient @ weight if ctx.needs_input_grad[0] else None, None, None
-
-
-class _GatedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor, total: _Sum) -> Tensor:
-        ctx.save_for_backward(gate_up, weight)
-        ctx.total = total
-        return swiglu(gate_up) @ weight.T
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        gate_up, weight = ctx.saved_tensors
-        inner = gradient @ weight
-        gate_up_gradient = swiglu_backward_(gate_up, inner)  # inner becomes silu(gate) · up
-        if ctx.needs_input_grad[1]:
-            ctx.total.add_product(gradient, inner)
-        return gate_up_gradient, None, None
-
-
-class _Rows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, total: _Sum, index: Tensor, columns: slice) -> Tensor:
-        ctx.save_for_backward(index)
-        ctx.total, ctx.columns, ctx.like = total, columns, (tensor.shape, tensor.dtype)
-        return tensor[:, columns].index_select(0, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        ctx.total.add_rows(*ctx.saved_tensors, ctx.columns, gradient, *ctx.like)
-        return None, None, None, None
 
 
 def branch(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:

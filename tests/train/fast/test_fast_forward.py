@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +18,7 @@ from draftlab.train.fast.block import FastBlock
 from draftlab.train.fast.choose_forward import compiled_ops
 from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps
 from draftlab.train.fast.parallel import FastParallel
+from draftlab.train.fast.shared_gradients import Shared
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.objectives.block import block_outputs
 from draftlab.train.objectives.loss import DraftTeacher
@@ -146,6 +149,33 @@ def test_in_16_bit_nothing_is_widened(changes: dict[str, object]) -> None:
     for name, value in reference_step(model, batch).items():
         assert actual[name].dtype == (torch.bfloat16 if "step" in name else torch.float32)
         assert (actual[name].float() - value).norm() <= 0.05 * value.norm(), name
+
+
+@pytest.mark.parametrize("changes", [{}, PEAGLE, DSPARK], ids=str)
+def test_a_graph_keeps_no_weights_behind_its_backward_pass(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    """The loss lives on while the next pass runs."""
+    weights: list[weakref.ref] = []
+    initialise = Shared.__init__
+
+    def recorded(self: Shared, tensor: Tensor) -> None:
+        initialise(self, tensor)
+        weights.append(weakref.ref(self.tensor))
+
+    monkeypatch.setattr(Shared, "__init__", recorded)
+    model, batch = random_norms_head(**changes), ragged_batch()
+    gc.collect()
+    gc.disable()
+    try:
+        outputs = fast_forward(model)(torch.float32)(model, batch)
+        loss = sum(o.output.sum() for o in outputs)
+        del outputs
+        loss.backward()
+        assert len(weights) > 3
+        assert [each() for each in weights] == [None] * len(weights)
+    finally:
+        gc.enable()
 
 
 def test_training_runs_the_fast_unroll(monkeypatch: pytest.MonkeyPatch) -> None:
