@@ -84,6 +84,25 @@ def test_outputs_and_gradients_equal_the_reference(changes: dict[str, object]) -
         assert_same(again, actual, 0)
 
 
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("step", range(4))
+def test_a_loss_may_read_one_step_alone(step: int, recompute: bool) -> None:
+    """The steps behind it then have no gradients."""
+    model, batch = random_norms_head(norm_before_residual=True), ragged_batch()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    actual, expected = (
+        torch.autograd.grad(
+            list(forward(model, batch))[step].output.square().sum(),
+            weights,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        for forward in (FastUnroll(torch.float64, recompute=recompute), unroll)
+    )
+    torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("changes", [DSPARK | {"num_layers": 2}, DFLASH, DSPARK_CAUSAL], ids=str)
@@ -208,6 +227,16 @@ def test_training_runs_all_depths_side_by_side(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(choose_forward, "compiled_ops", lambda: compiled_ops("aot_eager"))
     module = distillation_module(model, compile=True)
     assert module.description == "all depths run side by side, small operations are compiled"
+
+
+def test_heads_do_not_share_the_variants_of_compiled_ops() -> None:
+    """torch.compile limits the variants of a code object, and runs eager steps beyond."""
+    heads = [compiled_ops("eager") for _ in range(2)]
+    limits = {"recompile_limit": 1, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limits):
+        for width, ops in enumerate(heads, 3):
+            rows = torch.full((2, width), 3.0)
+            torch.testing.assert_close(ops.normed((rows,), (None,), 0.0), rows / 3)
 
 
 @pytest.mark.parametrize("changes", [{}, PEAGLE | {"num_layers": 2}, DSPARK], ids=str)
