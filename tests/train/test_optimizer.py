@@ -113,3 +113,8 @@ def test_a_resumed_training_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_deepspeed_splits_matrices() -> None:
     with pytest.raises(ValidationError, match="expected parallel ddp or fsdp2, found zero2"):
         TrainSettings(optimizer="muon", parallel="zero2")
+
+
+def test_a_rate_of_adamw_beside_muon_needs_muon() -> None:
+    with pytest.raises(ValidationError, match="adamw_learning_rate is for optimizer=muon"):
+        TrainSettings(adamw_learning_rate=1e-3)
