@@ -39,13 +39,13 @@ from draftlab.train.distributed.ending import EndingSignal
 from draftlab.train.distributed.ranks import Ranks, idle_note
 from draftlab.train.distributed.wrap import wrap
 from draftlab.train.flops import mean_context, measure_mfu
-from draftlab.train.initial_head import initial_head
 from draftlab.train.metrics import MetricsLog, Window, speed_line
 from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.replay import Replay
 from draftlab.train.settings import TrainSettings
+from draftlab.train.untrained_head import untrained_head
 from draftlab.train.validation import Validation, split_records, validate
 from draftlab.train.verification import ShardVerification
 
@@ -97,7 +97,7 @@ class Trainer:
         rules = self.objective.sampling, self.objective.imitates_states
         packer = Packer(store, settings, seed, *rules, uses_one_row(self.device))
         self.loader = BatchLoader(packer, self.ranks)
-        head = initial_head(config, parts, vocabulary, seed)
+        head = untrained_head(config, parts, vocabulary, seed)
         if initial is not None:
             monitor.say(start_from(head, initial, "head.init"))
         self.head = head.to(self.device)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftlab.heads.head import DraftHead
+from draftlab.kernels.ttt_attention import document_starts
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.fast import choose_forward
@@ -21,7 +22,7 @@ from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.fast.shared_gradients import Shared
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.objectives.block import block_outputs
-from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.objectives.loss import DraftTeacher, row_starts
 from draftlab.train.objectives.parallel import parallel_outputs
 from draftlab.train.objectives.ttt import unroll
 from draftlab.train.settings import TrainSettings
@@ -101,6 +102,18 @@ def test_a_loss_may_read_one_step_alone(step: int, recompute: bool) -> None:
         for forward in (FastUnroll(torch.float64, recompute=recompute), unroll)
     )
     torch.testing.assert_close(actual, expected)
+
+
+def test_padding_rows_see_no_key() -> None:
+    """Their outputs are not read, but keys that they saw would cost time."""
+    batch = ragged_batch()
+    starts = document_starts(batch.documents)
+    for rows in batch.steps:
+        found = row_starts(starts, rows).flatten()
+        expected = torch.full_like(found, starts.shape[1])
+        expected[rows.valid_rows] = starts.gather(1, rows.index).flatten()[rows.valid_rows]
+        assert len(rows.valid_rows) < len(found)
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""The head that a training begins with."""
+"""The head as it is before training."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from draftlab.target_model.parts import TargetParts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 
 
-def initial_head(
+def untrained_head(
     config: HeadConfig, parts: TargetParts, vocabulary: DraftVocabulary, seed: int
 ) -> DraftHead:
-    """Return a float32 head on the CPU with the values that `initialise_head` sets.
+    """Return a float32 head on the CPU, with the values that `initialise_head` sets.
 
     Args:
         parts: of the target, in any dtype.
