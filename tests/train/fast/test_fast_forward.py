@@ -22,7 +22,7 @@ from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.fast.shared_gradients import Shared
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.objectives.block import block_outputs
-from draftlab.train.objectives.loss import DraftTeacher, row_starts
+from draftlab.train.objectives.loss import DraftTeacher, row_starts, weighted_loss
 from draftlab.train.objectives.parallel import parallel_outputs
 from draftlab.train.objectives.ttt import unroll
 from draftlab.train.settings import TrainSettings
@@ -108,12 +108,21 @@ def test_padding_rows_see_no_key() -> None:
     """Their outputs are not read, but keys that they saw would cost time."""
     batch = ragged_batch()
     starts = document_starts(batch.documents)
+    assert any(len(rows.valid_rows) < rows.index.numel() for rows in batch.steps)
     for rows in batch.steps:
         found = row_starts(starts, rows).flatten()
         expected = torch.full_like(found, starts.shape[1])
         expected[rows.valid_rows] = starts.gather(1, rows.index).flatten()[rows.valid_rows]
-        assert len(rows.valid_rows) < len(found)
         assert torch.equal(found, expected)
+
+
+def test_sums_of_steps_add_up_to_the_loss() -> None:
+    model, batch = random_norms_head(), ragged_batch()
+    teacher, weights = DraftTeacher.of(parts(), model), [0.8**k for k in range(4)]
+    loss, sums = weighted_loss(unroll(model, batch), model, teacher, batch, weights)
+    torch.testing.assert_close(sums.loss @ torch.tensor(weights), loss.detach())
+    assert sums.count.tolist() == batch.counts
+    assert torch.equal(sums.hits, sums.hits.round())
 
 
 @pytest.mark.gpu
