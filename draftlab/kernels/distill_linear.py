@@ -77,8 +77,8 @@ def distill_linear(
         frozen: [D, F], weights without gradient of hidden's first F columns; hidden is then
             [R, F + H].
         buffer_bytes: for the logits of a chunk; None: on a GPU the size of lm_head in the products'
-            dtype. A chunk then has about H rows for any D, and adding its product to lm_head's
-            gradient costs a few percent of computing it.
+            dtype, but at least 256 MiB. A chunk then has about H rows or more for any D, and adding
+            its product to lm_head's gradient costs a few percent of computing it.
 
     Raises:
         ValueError: if shapes do not fit together, or `kl_weight` or `labels` are not those that the

@@ -14,8 +14,7 @@ import torch
 from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
-from draftlab.heads.folder import new_head
-from draftlab.heads.head import DraftHead, initialise_head
+from draftlab.heads.head import DraftHead
 from draftlab.heads.initial import start_from
 from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.kernels.cuda_device import out_of_memory_error
@@ -46,6 +45,7 @@ from draftlab.train.optimizer import learning_rate
 from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.replay import Replay
 from draftlab.train.settings import TrainSettings
+from draftlab.train.untrained_head import untrained_head
 from draftlab.train.validation import Validation, split_records, validate
 from draftlab.train.verification import ShardVerification
 
@@ -97,15 +97,7 @@ class Trainer:
         rules = self.objective.sampling, self.objective.imitates_states
         packer = Packer(store, settings, seed, *rules, uses_one_row(self.device))
         self.loader = BatchLoader(packer, self.ranks)
-        head = new_head(config)
-        initialise_head(
-            head,
-            embeddings=parts.embeddings.float(),
-            final_norm=next(parts.norm.parameters()).float(),
-            lm_head=parts.lm_head.float(),
-            target_ids=vocabulary.target_ids,
-            seed=seed,
-        )
+        head = untrained_head(config, parts, vocabulary, seed)
         if initial is not None:
             monitor.say(start_from(head, initial, "head.init"))
         self.head = head.to(self.device)

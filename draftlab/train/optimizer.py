@@ -140,15 +140,12 @@ MOMENTUM = 0.95
 _QUINTIC = 3.4445, -4.7750, 2.0315
 """Coefficients of x, x³ and x⁵ in Muon's Newton–Schulz iteration, which brings singular values into
 [0.7, 1.2] in five rounds instead of to 1 in many."""
-
-
 MAX_BATCH = 1 << 24
 """Elements of the matrices that are made orthogonal together, which takes memory."""
 
 
 def orthogonalise(matrices: Tensor) -> Tensor:
-    """Return U · S' · Vᵀ of matrices U · S · Vᵀ [b, m, n], in their dtype, with S' between 0.7 and
-    1.2.
+    """Return U · S' · Vᵀ of matrices U · S · Vᵀ [b, m, n], in their dtype, with S' in [0.7, 1.2].
 
     Products are smallest for m ≤ n. Singular values below about 1/1000 of a matrix's Frobenius norm
     stay smaller.

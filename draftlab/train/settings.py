@@ -198,8 +198,7 @@ class TrainSettings(Settings):
     learning_rate: float = Field(default=1e-3, gt=0)
     """Peak learning rate of the schedule."""
     adamw_learning_rate: float | None = Field(default=None, gt=0)
-    """muon: peak learning rate of what AdamW steps (lm_head, embeddings and vectors), with the same
-    schedule; None: learning_rate."""
+    """muon: peak learning rate of what AdamW steps; None: learning_rate."""
     warmup: float = Field(default=0.04, ge=0, lt=1)
     """Share of the steps in which the learning rate rises."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -232,9 +231,8 @@ class TrainSettings(Settings):
     validate_every: int | None = Field(default=None, ge=1)
     """Steps between validations; None: only at the end."""
     early_stopping: int | None = Field(default=None, ge=1)
-    """Number of validations without a higher predicted AL after which training ends. The head is
-    then the best validation's. None: training goes to its last step. In either case train/best/ has
-    the best validation's head."""
+    """Number of validations without a higher predicted AL after which training ends with the best
+    validation's head, which train/best/ always has. None: training goes to its last step."""
     checkpoint_every: int = Field(default=500, ge=1)
     """Steps between checkpoints."""
     log_every: int = Field(default=10, ge=1)
@@ -269,6 +267,8 @@ class TrainSettings(Settings):
                 f"optimizer=muon takes whole matrices, which DeepSpeed splits: expected parallel "
                 f"ddp or fsdp2, found {self.parallel}"
             )
+        if self.adamw_learning_rate and self.optimizer == "adamw":
+            raise ValueError("adamw_learning_rate is for optimizer=muon: set learning_rate instead")
         if self.replay is not None and (self.parallel != "ddp" or self.anchor_parts > 1):
             raise ValueError(
                 "replay runs the whole head on a whole batch: expected parallel ddp and "

@@ -30,7 +30,7 @@ STEPS, CUT = 8, 4
 SIGNALLED = "ddp-eagle3-signalled"
 """A case in which rank 1 receives a SIGTERM after step 5."""
 DIVERGING = tuple(f"{parallel}-eagle3-diverging" for parallel in ("ddp", "zero1", "zero3"))
-MUON = {"optimizer": "muon", "learning_rate": 2e-3}
+MUON = {"optimizer": "muon", "learning_rate": 2e-3, "adamw_learning_rate": 1e-3}
 SETTINGS: dict[str, dict[str, Any]] = {
     name: {"learning_rate": 1e30, "warmup": 0.0} for name in DIVERGING
 }

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftlab.heads.family import get_family
+from draftlab.train import optimizer
 from draftlab.train.checkpoint import trainable
 from draftlab.train.optimizer import Muon, new_optimizer, orthogonalise
 from draftlab.train.settings import TrainSettings
@@ -48,6 +49,24 @@ def test_steps_as_torch_muon(weight_decay: float) -> None:
             y.data.copy_(x.data)
 
 
+def test_matrices_of_one_size_step_as_each_would_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Upright ones, small gradients, more than one batch, and one without gradient."""
+    monkeypatch.setattr(optimizer, "MAX_BATCH", 2 * 24 * 64)
+    generator = torch.Generator().manual_seed(0)
+    shapes, scales = ((24, 64), (64, 24), (64, 24), (24, 64), (24, 64)), (1.0, 1e-3, 1e2, 1.0, None)
+    own, alone = ([torch.zeros(shape, requires_grad=True) for shape in shapes] for _ in range(2))
+    muons = [Muon([{"params": x, "muon": True}], lr=1e-2) for x in (own, *([y] for y in alone))]
+    for _ in range(2):
+        for x, y, scale in zip(own, alone, scales, strict=True):
+            gradient = torch.randn(x.shape, generator=generator)
+            x.grad, y.grad = (None if scale is None else scale * gradient for _ in range(2))
+        for muon in muons:
+            muon.step()
+    for x, y, scale in zip(own, alone, scales, strict=True):
+        torch.testing.assert_close(x, y)
+        assert bool(x.any()) == (scale is not None)
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_singular_values_are_near_one(number: int) -> None:
     matrix = matrices(1)[number]
@@ -65,11 +84,9 @@ def test_singular_values_are_near_one(number: int) -> None:
 def test_matrices_with_a_row_for_each_token_and_vectors_have_adamw(family: str) -> None:
     config = synthetic.config(family=family)
     head = get_family(family).new_head(config)
-    optimizer = new_optimizer(head, TrainSettings(optimizer="muon"), CPU)
-    steps = {
-        id(p) for group in optimizer.param_groups if group.get("muon") for p in group["params"]
-    }
-    all_steps = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    groups = new_optimizer(head, TrainSettings(optimizer="muon"), CPU).param_groups
+    steps = {id(p) for group in groups if group.get("muon") for p in group["params"]}
+    all_steps = [id(p) for group in groups for p in group["params"]]
     names = {name for name, p in trainable(head).items() if id(p) in steps}
     assert sorted(all_steps) == sorted(id(p) for p in trainable(head).values())
     assert names == {
@@ -82,10 +99,10 @@ def test_matrices_with_a_row_for_each_token_and_vectors_have_adamw(family: str) 
 def test_adamw_has_its_own_learning_rate(tmp_path: Path) -> None:
     """A vector moves by the rate in AdamW's first step, whatever its gradient's size is."""
     settings = {**MUON, "steps": 1, "warmup": 0.0}
-    rates = {"same": {}, "quarter": {"adamw_learning_rate": MUON["learning_rate"] / 4}}
+    rates = {"same": None, "quarter": MUON["learning_rate"] / 4}
     moved = {}
     for name, rate in rates.items():
-        trainer, _ = train(tmp_path / name, **settings, **rate)
+        trainer, _ = train(tmp_path / name, **settings | {"adamw_learning_rate": rate})
         moved[name] = trainer.head
     start = torch.ones(())
     for name, weight in trainable(moved["same"]).items():
@@ -93,8 +110,9 @@ def test_adamw_has_its_own_learning_rate(tmp_path: Path) -> None:
         if name.endswith("norm.weight"):
             ratio = float((other - start).norm() / (weight - start).norm())
             assert ratio == pytest.approx(0.25, rel=0.01), name
-        elif name.startswith("layers.") and name.endswith("proj.weight"):
-            assert torch.equal(other, weight), name
+        else:
+            of_muon = name.startswith(("fc.", "layers."))
+            assert torch.equal(other, weight) == of_muon, name
 
 
 def test_a_resumed_training_goes_on_to_the_bit(tmp_path: Path) -> None:
@@ -113,3 +131,8 @@ def test_a_resumed_training_goes_on_to_the_bit(tmp_path: Path) -> None:
 def test_deepspeed_splits_matrices() -> None:
     with pytest.raises(ValidationError, match="expected parallel ddp or fsdp2, found zero2"):
         TrainSettings(optimizer="muon", parallel="zero2")
+
+
+def test_a_rate_of_adamw_beside_muon_needs_muon() -> None:
+    with pytest.raises(ValidationError, match="adamw_learning_rate is for optimizer=muon"):
+        TrainSettings(adamw_learning_rate=1e-3)

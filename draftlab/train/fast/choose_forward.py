@@ -3,7 +3,7 @@ recomputation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch._dynamo import maybe_mark_dynamic
 
 from draftlab.heads.head import DraftHead
 from draftlab.store.store import Record
+from draftlab.target_model.function_copy import copy_function
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps
 from draftlab.train.flops import kept_bytes
@@ -33,8 +34,10 @@ class _CompiledOp:
         backend: of torch.compile.
     """
 
-    def __init__(self, op: Callable[..., Any], backend: str) -> None:
-        self.compiled = torch.compile(op, backend=backend)
+    def __init__(self, op: FunctionType, backend: str) -> None:
+        # The number of variants is limited for each code object: other heads have other copies.
+        copied = copy_function(op, op.__globals__, op.__code__.replace())
+        self.compiled = torch.compile(copied, backend=backend)
 
     def __call__(self, rows: tuple[Tensor | None, ...], *rest: Any) -> Any:
         for tensor in rows:
@@ -46,6 +49,7 @@ class _CompiledOp:
 def compiled_ops(backend: str = "inductor") -> FusedOps:
     """Return compiled `FusedOps`, which run norms and rotations in few kernels."""
     # An operation is compiled for queries, keys or both; for one row; and for thousands of rows.
+    # The limit is the process's: a higher one only lets other functions have more variants, too.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 32)
     return FusedOps(*(_CompiledOp(op, backend) for op in FUSED_OPS))

@@ -90,7 +90,6 @@ class _LayerInputs(torch.autograd.Function):
             previous if origin is None else hidden, *angles, *products,
             normed, origin, index, *weights,
         )  # fmt: skip
-        ctx.set_materialize_grads(False)
         ctx.ops, ctx.eps = projections.ops, projections.eps
         ctx.norm_before_residual = projections.norm_before_residual
         ctx.embedded, ctx.num_previous = (embedded.shape, embedded.dtype), len(previous)

@@ -106,12 +106,12 @@ def layer_inputs(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor | Non
 def layer_inputs_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor | None, ...]:
     """Return the gradients of the products, side by side [n, Q + K], and of hidden states.
 
-    Behind them those of the weights of norms: of hidden states, of queries, of keys.
+    The gradients of norms' weights follow: of hidden states, queries and keys.
 
     Args:
         rows: hidden states; cosines and sines; the products that norms read, and what is added to
             them; the gradients of queries, keys and values; other gradients of hidden states and
-            of normed ones. What there is not is None.
+            of normed ones. Absent ones are None.
         weights: those of `layer_inputs`.
     """
     hidden, cosines, sines, *products, addend, d_query, d_key, d_value, d_hidden, d_normed = rows

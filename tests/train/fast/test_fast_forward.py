@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftlab.heads.head import DraftHead
+from draftlab.kernels.ttt_attention import document_starts
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.fast import choose_forward
@@ -21,7 +22,7 @@ from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.fast.shared_gradients import Shared
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.objectives.block import block_outputs
-from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.objectives.loss import DraftTeacher, row_starts, weighted_loss
 from draftlab.train.objectives.parallel import parallel_outputs
 from draftlab.train.objectives.ttt import unroll
 from draftlab.train.settings import TrainSettings
@@ -82,6 +83,46 @@ def test_outputs_and_gradients_equal_the_reference(changes: dict[str, object]) -
     if fast is FastUnroll:
         again = train_step(model, FastUnroll(torch.float64, recompute=True)(model, batch), batch)
         assert_same(again, actual, 0)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("step", range(4))
+def test_a_loss_may_read_one_step_alone(step: int, recompute: bool) -> None:
+    """The steps behind it then have no gradients."""
+    model, batch = random_norms_head(norm_before_residual=True), ragged_batch()
+    weights = [p for p in model.parameters() if p.requires_grad]
+    actual, expected = (
+        torch.autograd.grad(
+            list(forward(model, batch))[step].output.square().sum(),
+            weights,
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        for forward in (FastUnroll(torch.float64, recompute=recompute), unroll)
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_padding_rows_see_no_key() -> None:
+    """Their outputs are not read, but keys that they saw would cost time."""
+    batch = ragged_batch()
+    starts = document_starts(batch.documents)
+    assert any(len(rows.valid_rows) < rows.index.numel() for rows in batch.steps)
+    for rows in batch.steps:
+        found = row_starts(starts, rows).flatten()
+        expected = torch.full_like(found, starts.shape[1])
+        expected[rows.valid_rows] = starts.gather(1, rows.index).flatten()[rows.valid_rows]
+        assert torch.equal(found, expected)
+
+
+def test_sums_of_steps_add_up_to_the_loss() -> None:
+    model, batch = random_norms_head(), ragged_batch()
+    teacher, weights = DraftTeacher.of(parts(), model), [0.8**k for k in range(4)]
+    loss, sums = weighted_loss(unroll(model, batch), model, teacher, batch, weights)
+    torch.testing.assert_close(sums.loss @ torch.tensor(weights), loss.detach())
+    assert sums.count.tolist() == batch.counts
+    assert torch.equal(sums.hits, sums.hits.round())
 
 
 @pytest.mark.gpu
@@ -208,6 +249,16 @@ def test_training_runs_all_depths_side_by_side(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(choose_forward, "compiled_ops", lambda: compiled_ops("aot_eager"))
     module = distillation_module(model, compile=True)
     assert module.description == "all depths run side by side, small operations are compiled"
+
+
+def test_heads_do_not_share_the_variants_of_compiled_ops() -> None:
+    """torch.compile limits the variants of a code object, and runs eager steps beyond."""
+    heads = [compiled_ops("eager") for _ in range(2)]
+    limits = {"recompile_limit": 1, "fail_on_recompile_limit_hit": True}
+    with torch._dynamo.config.patch(limits):
+        for width, ops in enumerate(heads, 3):
+            rows = torch.full((2, width), 3.0)
+            torch.testing.assert_close(ops.normed((rows,), (None,), 0.0), rows / 3)
 
 
 @pytest.mark.parametrize("changes", [{}, PEAGLE | {"num_layers": 2}, DSPARK], ids=str)

@@ -1,0 +1,30 @@
+"""The head as it is before training."""
+
+from __future__ import annotations
+
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.folder import new_head
+from draftlab.heads.head import DraftHead, initialise_head
+from draftlab.target_model.parts import TargetParts
+from draftlab.text.draft_vocabulary import DraftVocabulary
+
+
+def untrained_head(
+    config: HeadConfig, parts: TargetParts, vocabulary: DraftVocabulary, seed: int
+) -> DraftHead:
+    """Return a float32 head on the CPU, with the values that `initialise_head` sets.
+
+    Args:
+        parts: of the target, in any dtype.
+        seed: of the values that are random.
+    """
+    head = new_head(config)
+    initialise_head(
+        head,
+        embeddings=parts.embeddings.float(),
+        final_norm=next(parts.norm.parameters()).float(),
+        lm_head=parts.lm_head.float(),
+        target_ids=vocabulary.target_ids,
+        seed=seed,
+    )
+    return head
