@@ -73,7 +73,9 @@ class AdaptiveSteps:
         self.shape = StepShape(drafter.k, confidence=True)
         self._decision = Decision(ShapeFamily(drafter.k), 0)
         self._phases: deque[tuple[ShapeFamily, int]] = deque()  # families of coming steps
-        self._family, self._steps_left, self._rows = self._decision.family, 0, 0
+        self._family, self._steps_left = self._decision.family, 0
+        # Sequences of the latest step, rows of its graph, and whether those have changed since.
+        self._rows, self._padded, self._size_changed = 0, 0, False
         self.any_behind = False
         # Results that the policy has not seen.
         self._results: deque[tuple[list[int], list[int]]] = deque(maxlen=MOST_ROWS)
@@ -126,7 +128,7 @@ class AdaptiveSteps:
 
     def shape_of(self, rows: int) -> StepShape:
         """Return the shape of the next step, if `rows` sequences are left for it."""
-        if rows != self._rows and self.shape.budget is not None:
+        if self.shape.budget is not None and rows != self._rows:
             return self._family.shape(padded_size(self.batch, rows))
         return self.shape
 
@@ -137,20 +139,24 @@ class AdaptiveSteps:
             Sequences whose draft KV cache has to catch up before.
         """
         rows = len(running)
-        if self._steps_left > 0 and rows == self._rows and not self.any_behind:
+        if rows != self._rows:  # requests end in most steps of a large batch
+            self._rows, padded = rows, padded_size(self.batch, rows)
+            self._size_changed |= padded != self._padded
+            self._padded = padded
+        if self._steps_left > 0 and not self._size_changed and not self.any_behind:
             self._steps_left -= 1
             return []
         return self._choose(running, rows) if rows else []
 
     def _choose(self, running: list[Sequence], rows: int) -> list[Sequence]:
-        padded = padded_size(self.batch, rows)
+        padded = self._padded
         if not self._steps_left and not self._phases:
             started = perf_counter()
             self._decide(padded)
             self.policy.decision_ms = 1e3 * (perf_counter() - started)
-        elif rows != self._rows:
+        elif self._size_changed:
             self._change_family(self.policy.family(padded))
-        self._rows = rows
+        self._size_changed = False
         if not self._steps_left:
             self._family, self._steps_left = self._phases.popleft()
         self._steps_left -= 1
@@ -210,17 +216,23 @@ class AdaptiveSteps:
             confidence: float32 [B, k], or [B, 0] if none was stated.
         """
         _, accepted, num_drafts, _ = results
-        num_drafts = num_drafts.copy()
-        for row, (sequence, epoch) in enumerate(launch.sequences):
-            if sequence.epoch != epoch or (launch.any_behind and not sequence.has_draft_cache):
+        stated, self._stated = self._stated, launch.shape.confidence
+        if self._steps_left * len(accepted) > MOST_ROWS and not launch.shape.confidence:
+            return  # enough rows will follow before the next decision
+        useless = [row for row, (s, epoch) in enumerate(launch.sequences) if s.epoch != epoch]
+        if launch.any_behind:
+            rows = enumerate(launch.sequences)
+            useless += [row for row, (s, _) in rows if not s.has_draft_cache]
+        if useless:
+            num_drafts = num_drafts.copy()
+            for row in useless:
                 num_drafts[row] = 0  # its drafts tell nothing
         if launch.shape.budget is None:
             self._results.append((accepted, num_drafts))
-        if launch.shape.confidence and self._stated:
+        if launch.shape.confidence and stated:
             # A copy, since a result's pinned memory is used again.
             columns = np.array(accepted), np.array(num_drafts), confidence.numpy().copy()
             self._confidence.append(columns)
-        self._stated = launch.shape.confidence
 
     def _show_results(self) -> None:
         """Show the policy the results of the steps since the last time, one K after the other."""
