@@ -30,6 +30,7 @@ from typing import Protocol
 import numpy as np
 
 from draftlab.engine.step_costs import ShapeFamily
+from draftlab.engine.wall_times import Window
 
 Array = np.ndarray
 
@@ -108,6 +109,9 @@ class Policy(Protocol):
     def observe_answer(self, tokens: int) -> None:
         """Take in the number of tokens of an answer that has ended."""
 
+    def observe_window(self, window: Window) -> None:
+        """Take in the wall time of steps of one family."""
+
     def decide(self, rows: int) -> Decision:
         """Decide the next steps of `rows` rows."""
 
@@ -144,7 +148,7 @@ class CyclePolicy:
     def observe(self, *_: Array) -> None:
         """Ignore results."""
 
-    observe_confidence = observe_answer = observe
+    observe_confidence = observe_answer = observe_window = observe
 
     def decide(self, rows: int) -> Decision:
         """Return the next family."""
