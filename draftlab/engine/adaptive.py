@@ -8,7 +8,8 @@ A fixed K drafts too much on a busy GPU and too little on an idle one. Here each
 
 Times are those on the device or on the host, whichever are longer. An admission is a request's
 prefill and first drafts, with the K in force; where steps and answers are short, it counts.
-`AdaptivePolicy.token_ms` also has the tokens and steps behind an answer's end.
+`AdaptivePolicy.token_ms` also has the tokens and steps behind an answer's end. The wall time that
+steps take on a GPU corrects the modelled one (`wall_times.py`).
 
 How many survive is known from results that the host has read, a step or more ago. So the shape
 depends on nothing that the drafts of the step itself decide, and within a budget drafts are chosen
