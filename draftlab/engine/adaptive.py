@@ -8,7 +8,8 @@ A fixed K drafts too much on a busy GPU and too little on an idle one. Here each
 
 Times are those on the device or on the host, whichever are longer. An admission is a request's
 prefill and first drafts, with the K in force; where steps and answers are short, it counts.
-`AdaptivePolicy.token_ms` also has the tokens and steps behind an answer's end.
+`AdaptivePolicy.token_ms` also has the tokens and steps behind an answer's end. The wall time that
+steps take on a GPU corrects the modelled one (`wall_times.py`).
 
 How many survive is known from results that the host has read, a step or more ago. So the shape
 depends on nothing that the drafts of the step itself decide, and within a budget drafts are chosen
@@ -30,6 +31,7 @@ from typing import Protocol
 import numpy as np
 
 from draftlab.engine.step_costs import ShapeFamily
+from draftlab.engine.wall_times import Window
 
 Array = np.ndarray
 
@@ -108,6 +110,9 @@ class Policy(Protocol):
     def observe_answer(self, tokens: int) -> None:
         """Take in the number of tokens of an answer that has ended."""
 
+    def observe_window(self, window: Window) -> None:
+        """Take in the wall time of steps of one family."""
+
     def decide(self, rows: int) -> Decision:
         """Decide the next steps of `rows` rows."""
 
@@ -144,7 +149,7 @@ class CyclePolicy:
     def observe(self, *_: Array) -> None:
         """Ignore results."""
 
-    observe_confidence = observe_answer = observe
+    observe_confidence = observe_answer = observe_window = observe
 
     def decide(self, rows: int) -> Decision:
         """Return the next family."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil, exp
 
@@ -12,7 +11,8 @@ from draftlab.engine.acceptance_rates import AcceptanceRates
 from draftlab.engine.adaptive import AdaptiveVerification, Decision
 from draftlab.engine.admission_costs import AdmissionCosts
 from draftlab.engine.step_costs import ShapeFamily, StepCosts
-from draftlab.engine.survival import SurvivalModel
+from draftlab.engine.survival import SurvivalModel, accepted_parts
+from draftlab.engine.wall_times import TRIAL_STEPS, WallTimes, Window
 
 Array = np.ndarray
 FIRST_ROWS, FIRST_STEPS = 32, 8
@@ -59,7 +59,7 @@ class AdaptivePolicy:
         self.answer_tokens, self.late_steps, self._answers = answer_tokens, 0, 0
         self.host_ms, self.decision_ms, self.catch_up_ms = 0.0, 0.5, FIRST_CATCH_UP_MS
         self.rates = AcceptanceRates(k, settings.memory)
-        self.survival = SurvivalModel(k, settings.window)
+        self.survival, self.times = SurvivalModel(k, settings.window), WallTimes()
         self._everything = self._current = ShapeFamily(k)
         self._trial: ShapeFamily | None = None
         self._expected: dict[ShapeFamily, float] = {}
@@ -68,7 +68,7 @@ class AdaptivePolicy:
         self._accepted_parts: dict[tuple[int, float], float] = {}
         self._most_steps, self._since_confidence = FIRST_STEPS, CONFIDENCE_EVERY
         self._credit_ms = self._elapsed_ms = 0.0
-        self._has_new_confidence = False
+        self._has_new_confidence = self._all_draft = False
 
     @property
     def families(self) -> list[ShapeFamily]:
@@ -99,15 +99,19 @@ class AdaptivePolicy:
         self._answers = min(self._answers + 1, ANSWERS)
         self.answer_tokens += (tokens - self.answer_tokens) / self._answers
 
+    def observe_window(self, window: Window) -> None:
+        """Take in the wall time of steps of one family."""
+        self.times.add(window)
+
     def ms(self, family: ShapeFamily, rows: int) -> float:
-        """Return the milliseconds from one step to the next."""
+        """Return the modelled milliseconds from one step to the next."""
         return max(self.costs.ms(family, rows), self.host_ms)
 
     def token_ms(self, family: ShapeFamily, rows: int) -> float:
         """Return in how many milliseconds each row emits a token, if requests always wait.
 
         An answer's first token comes from the prefill. Between its steps lie the admissions of all
-        rows.
+        rows. The modelled time is corrected by measured wall times.
         """
         expected = self._expected[replace(family, confidence=False)]
         overshoot = self._overshoot[family.k] * (expected - 1)
@@ -119,12 +123,13 @@ class AdaptivePolicy:
             family.k, admitted / share, self.costs.ms(family, rows), self.host_ms
         )
         step_ms = self.ms(family, rows) + share * extra_ms
-        return steps * step_ms / self.answer_tokens
+        return steps * step_ms * self.times.ratio(family, rows) / self.answer_tokens
 
     def decide(self, rows: int) -> Decision:
         """Decide the next steps of `rows` rows."""
         self._credit_ms += self.settings.trial_share * self._elapsed_ms
         self._expect()
+        self.times.fit(rows, self.costs, self.admissions, self.host_ms)
         current, self._trial = self._best(rows), None
         if self._current.k and not current.k:
             self.rates.forget(SUSPENDED_ROWS)
@@ -134,7 +139,14 @@ class AdaptivePolicy:
             # The results of the last step are not there yet when the next one begins.
             decision = Decision(self._everything, max(FIRST_STEPS, missing + 1))
         else:
-            decision = self._next_trial(rows) or self._next_look(rows) or self._next_steps(rows)
+            decision = (
+                self._next_timing(rows, known=False)
+                or self._next_trial(rows)
+                or self._next_look(rows)
+                or self._next_timing(rows, known=True)
+                or self._next_steps(rows)
+            )
+        self._all_draft = decision.family.k > 0 and decision.most_rows is None
         self._elapsed_ms = decision.steps * self.ms(decision.family, rows)
         return decision
 
@@ -232,6 +244,30 @@ class AdaptivePolicy:
         self._trial = family
         return Decision(family, steps, most_rows=None if self._current.k else drafting)
 
+    def _next_timing(self, rows: int, *, known: bool) -> Decision | None:
+        """Return steps of a family whose wall time is unknown, or known from the oldest trial.
+
+        The first trial of a family needs no credit, since the model may be wrong about its loss.
+        """
+        current = self._current
+        if not (self.times.active and self._all_draft and (current.k or not known)):
+            return None
+        longest_ms = 2 * self.token_ms(current, rows)
+        rivals = [
+            f
+            for f in self._expected
+            if f.k and f.share == 1 and f != current and self.token_ms(f, rows) < longest_ms
+        ]
+        family = self.times.next_trial(rivals, rows, known=known)
+        if family is None:
+            return None
+        lost_ms = TRIAL_STEPS * self._lost_ms(family, rows) + self.decision_ms
+        if known and not self._pay(lost_ms):
+            return None
+        self.times.note_trial(family, rows)
+        self._trial = family
+        return Decision(family, TRIAL_STEPS)
+
     def _expect(self) -> None:
         """Compute the expected tokens of a row by family."""
         if self._has_new_confidence:
@@ -245,19 +281,12 @@ class AdaptivePolicy:
             for tokens, expected in zip(self.rates.overshoot(), levels, strict=True)
         ]
         shares = [family for family in self.families if family.share < 1]
-        if (
-            shares
-            and self.survival.is_known
-            and (self._current.share < 1 or not self._accepted_parts)
-        ):
+        chosen = self._current.share < 1
+        if shares and self.survival.is_known and (chosen or not self._accepted_parts):
             survival = self.survival.survival()
-            if self._current.share < 1:  # counts of chosen drafts tell nothing of the others
+            if chosen:  # counts of chosen drafts tell nothing of the others
                 levels = [1.0, *(1 + survival.mean(0).cumsum()).tolist()]
-            self._accepted_parts = {
-                key: part
-                for k in {family.k for family in shares}
-                for key, part in _accepted_parts(survival, k, shares)
-            }
+            self._accepted_parts = accepted_parts(survival, shares)
         self._expected = {
             family: levels[family.k] for family in self.families if not family.confidence
         }
@@ -267,15 +296,3 @@ class AdaptivePolicy:
                 del self._expected[family]
             else:
                 self._expected[family] = 1 + part * (levels[family.k] - 1)
-
-
-def _accepted_parts(
-    survival: Array, k: int, families: Sequence[ShapeFamily]
-) -> list[tuple[tuple[int, float], float]]:
-    """Return for each share of K = k which part of all accepted drafts its drafts are."""
-    largest = np.sort(survival[:, :k].astype(np.float32), axis=None)[::-1].cumsum(dtype=np.float64)
-    return [
-        ((k, family.share), float(largest[int(family.share * len(largest)) - 1] / largest[-1]))
-        for family in families
-        if family.k == k
-    ]

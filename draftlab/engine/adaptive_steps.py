@@ -32,6 +32,7 @@ from draftlab.engine.in_flight import InFlight
 from draftlab.engine.sampling import Request
 from draftlab.engine.step import Step, StepShape
 from draftlab.engine.step_costs import ShapeFamily, StepCosts
+from draftlab.engine.wall_times import START_STEPS, WallClock
 
 MOST_ROWS = 4096
 """Rows of results that a decision reads at most."""
@@ -73,13 +74,15 @@ class AdaptiveSteps:
         self.shape = StepShape(drafter.k, confidence=True)
         self._decision = Decision(ShapeFamily(drafter.k), 0)
         self._phases: deque[tuple[ShapeFamily, int]] = deque()  # families of coming steps
-        self._family, self._steps_left, self._rows = self._decision.family, 0, 0
+        self._family, self._steps_left = self._decision.family, 0
+        self._rows, self._padded, self._size_changed = 0, 0, False  # rows, and those of the graph
         self.any_behind = False
         # Results that the policy has not seen.
         self._results: deque[tuple[list[int], list[int]]] = deque(maxlen=MOST_ROWS)
         self._confidence: deque[tuple[np.ndarray, ...]] = deque(maxlen=MOST_ROWS)
         self._stated = False  # whether the latest result's step stated confidence
         self._woke_s: float | None = None
+        self._clock = WallClock()
         self._host_s: deque[float] = deque(maxlen=TIMED_STEPS)
 
     def measure(self, requests: Collection[Request]) -> None:
@@ -88,6 +91,8 @@ class AdaptiveSteps:
         Raises:
             UserError: a prompt is empty or leaves no room for an answer.
         """
+        self._end_window()
+        self._clock.read_s = None  # no requests ran since then
         if self.policy is not None or not requests:
             return
         check_prompts(requests, self.step.max_length)
@@ -113,8 +118,7 @@ class AdaptiveSteps:
         Args:
             answer_tokens: of an answer, as long as none has ended.
         """
-        arguments = self.step.k, costs, admissions, answer_tokens, self.settings
-        self.policy = AdaptivePolicy(*arguments)
+        self.policy = AdaptivePolicy(self.step.k, costs, admissions, answer_tokens, self.settings)
         self.policy.late_steps = int(self.batch.device.type == "cuda")
 
     def first_drafts(self, requests: Collection[Request]) -> set[tuple[int, bool]]:
@@ -126,7 +130,7 @@ class AdaptiveSteps:
 
     def shape_of(self, rows: int) -> StepShape:
         """Return the shape of the next step, if `rows` sequences are left for it."""
-        if rows != self._rows and self.shape.budget is not None:
+        if self.shape.budget is not None and rows != self._rows:
             return self._family.shape(padded_size(self.batch, rows))
         return self.shape
 
@@ -137,22 +141,29 @@ class AdaptiveSteps:
             Sequences whose draft KV cache has to catch up before.
         """
         rows = len(running)
-        if self._steps_left > 0 and rows == self._rows and not self.any_behind:
+        if rows != self._rows:  # requests end in most steps of a large batch
+            self._rows = rows
+            if (padded := padded_size(self.batch, rows)) != self._padded:
+                self._end_window()
+                self._padded, self._size_changed = padded, True
+        if self._steps_left > 0 and not self._size_changed and not self.any_behind:
             self._steps_left -= 1
             return []
         return self._choose(running, rows) if rows else []
 
     def _choose(self, running: list[Sequence], rows: int) -> list[Sequence]:
-        padded = padded_size(self.batch, rows)
+        padded = self._padded
         if not self._steps_left and not self._phases:
             started = perf_counter()
             self._decide(padded)
             self.policy.decision_ms = 1e3 * (perf_counter() - started)
-        elif rows != self._rows:
+        elif self._size_changed:
             self._change_family(self.policy.family(padded))
-        self._rows = rows
+        self._size_changed = False
         if not self._steps_left:
             self._family, self._steps_left = self._phases.popleft()
+            if not self._phases:
+                self._clock.start(self._family, padded, self._steps_left)
         self._steps_left -= 1
         shape = self._family.shape(padded)
         if self.shape.k and not shape.k:
@@ -172,6 +183,7 @@ class AdaptiveSteps:
         """Show the policy the results since the last time, and plan steps until the next."""
         policy = self.policy
         self._show_results()
+        self._end_window()
         if self._host_s:
             policy.host_ms = 1e3 * median(self._host_s)
         scale = policy.scale
@@ -184,13 +196,29 @@ class AdaptiveSteps:
         self._plan(family, decision.steps)
 
     def _plan(self, family: ShapeFamily, steps: int) -> None:
-        """Append steps of a family to the phases."""
+        """Append steps of a family to the phases; wall time is taken of those of the last phase."""
+        self._clock.stop()
         if family.share < 1 and not self.shape.confidence:
             # Drafts without confidence cannot be chosen from.
             self._phases.append((ShapeFamily(family.k, confidence=True), 1))
             steps -= 1
+        if steps > START_STEPS:
+            self._phases.append((family, START_STEPS))
+            steps -= START_STEPS
         if steps:
             self._phases.append((family, steps))
+
+    def _end_window(self) -> None:
+        """Show the policy the wall time of the steps of now; another window follows the next ones.
+
+        The first steps are in none, since they may capture graphs, and follow other steps.
+        """
+        window, decision = self._clock.stop(self._steps_left), self._decision
+        if self.policy and window and decision.most_rows is None:
+            self.policy.observe_window(window)
+        if self._steps_left > START_STEPS and not self._phases:
+            self._phases.append((self._family, self._steps_left - START_STEPS))
+            self._steps_left = START_STEPS
 
     def _change_family(self, family: ShapeFamily) -> None:
         """Change the family of the steps until the next decision."""
@@ -210,17 +238,19 @@ class AdaptiveSteps:
             confidence: float32 [B, k], or [B, 0] if none was stated.
         """
         _, accepted, num_drafts, _ = results
+        stated, self._stated = self._stated, launch.shape.confidence
+        if self._steps_left * len(accepted) > MOST_ROWS and not launch.shape.confidence:
+            return  # enough rows will follow before the next decision
         num_drafts = num_drafts.copy()
         for row, (sequence, epoch) in enumerate(launch.sequences):
             if sequence.epoch != epoch or (launch.any_behind and not sequence.has_draft_cache):
                 num_drafts[row] = 0  # its drafts tell nothing
         if launch.shape.budget is None:
             self._results.append((accepted, num_drafts))
-        if launch.shape.confidence and self._stated:
+        if launch.shape.confidence and stated:
             # A copy, since a result's pinned memory is used again.
             columns = np.array(accepted), np.array(num_drafts), confidence.numpy().copy()
             self._confidence.append(columns)
-        self._stated = launch.shape.confidence
 
     def _show_results(self) -> None:
         """Show the policy the results of the steps since the last time, one K after the other."""
@@ -242,21 +272,23 @@ class AdaptiveSteps:
         """Take in when the host waited for a result; it worked from the last time until then."""
         if self._woke_s is not None:
             self._host_s.append(from_s - self._woke_s)
-        self._woke_s = to_s
+        self._woke_s = self._clock.read_s = to_s
 
     def finished(self, sequence: Sequence) -> None:
         """Take in the length of a finished answer."""
         self.policy.observe_answer(len(sequence.tokens) - len(sequence.request.prompt_ids))
 
-    def interrupt(self) -> None:
-        """Note that the host does something other than steps: a prefill."""
+    def admitted(self, requests: int) -> None:
+        """Note that the host launches a prefill of requests, rather than a step."""
         self._woke_s = None
+        self._clock.admitted(requests)
 
     def caught_up(self, took_ms: float) -> None:
         """Take in how long it took the rows of `choose` to catch up."""
         if self._decision.most_rows is not None:
             self.policy.catch_up_ms = took_ms
-        self.interrupt()
+        self._woke_s = None
+        self._clock.stop()
 
     def _write_calibration(self) -> None:
         """Copy the policy's calibration to the device."""

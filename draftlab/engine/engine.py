@@ -225,7 +225,7 @@ class Engine:
         drafts = drafts or (self.adaptive or self.step).shape
         k, confidence = drafts.k, drafts.confidence
         if self.adaptive is not None:
-            self.adaptive.interrupt()
+            self.adaptive.admitted(len(sequences))
         index = self.input_batch.index([sequence.slot for sequence in sequences])
         self.input_batch.set_requests(index, [sequence.request for sequence in sequences])
         for sequence in sequences:

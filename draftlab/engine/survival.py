@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+
+from draftlab.engine.step_costs import ShapeFamily
 
 Array = np.ndarray
 PRIOR, NEWTON_STEPS = 4.0, 4
@@ -94,3 +98,16 @@ class SurvivalModel:
             bias_step = (a * gradient_bias - b * gradient_scale) / determinant
             self.scale = self.scale + scale_step.clip(-1, 1)
             self.bias = self.bias + bias_step.clip(-1, 1)
+
+
+def accepted_parts(
+    survival: Array, families: Sequence[ShapeFamily]
+) -> dict[tuple[int, float], float]:
+    """Return by K and share which part of all accepted drafts those of the share are."""
+    parts = {}
+    for family in families:
+        flat = np.sort(survival[:, : family.k].astype(np.float32), axis=None)
+        largest = flat[::-1].cumsum(dtype=np.float64)
+        part = largest[int(family.share * len(largest)) - 1] / largest[-1]
+        parts[family.k, family.share] = float(part)
+    return parts

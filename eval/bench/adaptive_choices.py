@@ -25,8 +25,10 @@ def choices(engine: Engine, run: LoadRun) -> list[str]:
         f"{k}: {each[1]:.2f} / {policy.admissions.host[k][1]:.2f}"
         for k, each in sorted(policy.admissions.device.items())
     )
+    ratios = ", ".join(f"{f.k}: {policy.times.ratio(f, rows):.2f}" for f in whole)
     return [
         f"steps by their drafts: {shares}; answers of {policy.answer_tokens:.0f} tokens",
         f"measured ms of a step by K: {ms}; of the host: {policy.host_ms:.3f}",
         f"measured ms of one admission by K, device / host: {admissions}",
+        f"wall time over modelled time by K: {ratios}",
     ]

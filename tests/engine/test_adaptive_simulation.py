@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from draftlab.engine.adaptive_policy import AdaptivePolicy
 from draftlab.engine.step import StepShape
 from tests.helpers.simulated_steps import Machine, SimulatedEngine
 
@@ -52,8 +53,9 @@ def regret(
     budgets, told = options.pop("budgets", False), options.pop("told", True)
     at = rates if callable(rates) else lambda _: rates
     random = np.random.default_rng(0)
+    k = options.pop("k", K)
     machine = Machine(device, host_ms, at, rows, random=random, **options)
-    engine = SimulatedEngine(machine, K, budgets=budgets)
+    engine = SimulatedEngine(machine, k, budgets=budgets)
     if not told:
         policy = engine.steps.policy
         policy.answer_tokens, policy.observe_answer = 10**9, lambda tokens: None
@@ -61,7 +63,7 @@ def regret(
     if not callable(rates):
         engine.run(until_ms)
     rate = engine.run(until_ms)
-    return 1 - rate / max(machine.fixed_rate(k, until_ms) for k in FIXED), engine
+    return 1 - rate / max(machine.fixed_rate(k, until_ms) for k in FIXED if k <= engine.k), engine
 
 
 @pytest.mark.parametrize("budgets", [False, True])
@@ -139,6 +141,26 @@ def test_admissions_enter_the_choice(
     work = {"answer_tokens": answer_tokens, "admission_ms": admission, "told": told}
     lost, _ = regret(device, rates, rows, host_ms=0.1, **work)
     assert lost <= bound if told else lost > 0.03
+
+
+STEP_MS = {0: 0.293, 1: 0.510, 2: 0.555, 3: 0.591, 5: 0.680}
+ADMISSION_MS = {0: 0.52, 1: 0.66, 2: 0.68, 3: 0.70, 5: 0.75}
+EMBEDDED = [0.81, 0.78, 0.825, 0.79, 0.83]  # AL 1.81, 2.96 and 3.71 with K = 1, 3 and 5
+
+
+@pytest.mark.parametrize("fault", [None, "no wall times"])
+def test_wall_times_correct_costs_that_are_wrong(
+    fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An H100's costs with the embedded target. Of requests admitted together each took 0.48 ms of
+    wall time, whatever K. By their costs alone plain decoding is best, and it is by far the worst.
+    """
+    if fault:
+        monkeypatch.setattr(AdaptivePolicy, "observe_window", lambda self, window: None)
+    work = {"answer_tokens": 45, "admission_ms": lambda k: 0.48}
+    work["admission_as_measured"] = ADMISSION_MS.__getitem__
+    lost, _ = regret(lambda s, _: STEP_MS[s.k], EMBEDDED, 64, host_ms=0.667, k=5, **work)
+    assert lost > 0.1 if fault else lost <= 0.02
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,8 @@ def test_what_adaptive_steps_measured_and_chose_is_printed(
     options = {"synthetic": True, "rounds": 2, "seconds": 0.0}
     points, _ = bench_load.measure(lambda: made, (2,), parts(), **options)
     assert [point.fixed_k for point in points] == [True, True, False]
-    steps, ms, admissions = capsys.readouterr().out.splitlines()[-4:-1]
+    steps, ms, admissions, ratios = capsys.readouterr().out.splitlines()[-5:-1]
+    assert "wall time over modelled time by K: 0: 1.00" in ratios  # a CPU takes none
     assert "answers of" in steps
     assert [text.partition(":")[0] for text in ms.partition("K: ")[2].split(", ")][:4] == [*"0123"]
     assert "1: " in admissions

@@ -34,6 +34,7 @@ class Machine:
         own_ms: what adaptive steps add to the host's time of every step.
         answer_tokens: of every answer, after which another request takes its row.
         admission_ms: of a request on the device, from the number of its first drafts.
+        admission_as_measured: what is measured of it before; None: the same.
     """
 
     device_ms: Callable[[StepShape, int], float]
@@ -47,6 +48,7 @@ class Machine:
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     answer_tokens: int = 10**9
     admission_ms: Callable[[int], float] = lambda k: 0.0
+    admission_as_measured: Callable[[int], float] | None = None
 
     def step_ms(self, shape: StepShape, extra_host_ms: float = 0.0) -> float:
         """Return the time of a step."""
@@ -114,8 +116,9 @@ class SimulatedEngine:
             family: {rows: machine.device_ms(family.shape(rows), rows) * factor}
             for family, factor in zip(families, noise, strict=True)
         }
+        admission_ms = machine.admission_as_measured or machine.admission_ms
         admissions = {
-            k: {1: machine.admission_ms(k) * (1 + machine.noise * machine.random.uniform(-1, 1))}
+            k: {1: admission_ms(k) * (1 + machine.noise * machine.random.uniform(-1, 1))}
             for k in {family.k for family in families}
         }
         no_time = {k: {1: 0.0} for k in admissions}
@@ -181,8 +184,9 @@ class SimulatedEngine:
                 sequences[row] = self._admitted()
                 left[row], tokens = machine.answer_tokens - 1, tokens + 1
                 steps.policy.observe_answer(machine.answer_tokens)
-                steps.interrupt()
-            time_ms += machine.admissions_ms(shape.k, len(ended)) if ended else 0.0
+            if ended:
+                steps.admitted(len(ended))
+                time_ms += machine.admissions_ms(shape.k, len(ended))
             left -= emitted
             ended = np.flatnonzero(left == 0).tolist()
         return tokens / time_ms
