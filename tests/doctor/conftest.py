@@ -59,10 +59,11 @@ def diagnose_copy(session: TargetSession, copy_head: CopyHead) -> Callable[..., 
 @pytest.fixture
 def untrained_eagle(session: TargetSession, copy_head: CopyHead) -> Path:
     """An initialised EAGLE head of the first generation."""
-    config = reference_config(family="eagle", boundaries=[12], draft_vocab_size=6144)
+    chain_only = {"norm_before_residual": False}  # the reference head, a chain, has it
+    config = reference_config(family="eagle", boundaries=[12], draft_vocab_size=6144, **chain_only)
     initial = initial_tensors(config, session.target.parts)
     tensors = {name: tensor.bfloat16() for name, tensor in initial.items()}
     return copy_head(
         lambda stored: (stored.clear(), stored.update(tensors)),
-        **config.model_dump(mode="json", by_alias=True),
+        **chain_only | config.model_dump(mode="json", by_alias=True),
     )

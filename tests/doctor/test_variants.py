@@ -16,7 +16,7 @@ from draftlab.doctor.diagnose import diagnose
 from draftlab.doctor.findings import Diagnosis
 from draftlab.doctor.head_variant import HeadVariant
 from draftlab.doctor.hypothesis import HypothesisContext
-from draftlab.doctor.input_hypotheses import features
+from draftlab.doctor.input_hypotheses import boundaries, features
 from draftlab.doctor.score import Score, Scorer
 from draftlab.doctor.search import VariantResult
 from draftlab.doctor.target_session import TargetSession
@@ -77,13 +77,13 @@ def make_absolute(tensors: Tensors) -> None:
 @pytest.mark.parametrize(
     ("change", "fields", "kind", "name", "message"),
     [
-        (None, {"boundaries": [3, 7, 10]}, "boundaries", "boundaries − 1", "one too high"),
+        (None, {"boundaries": [1, 5, 8]}, "boundaries", "boundaries + 1", "outputs of layers"),
         (
             None,
-            {"norm_before_residual": True},
+            {"norm_before_residual": False},
             "norm flags",
-            "norm_before_residual: false",
-            "norm_before_residual is not",
+            "norm_before_residual: true",
+            "norm_before_residual is",
         ),
         (
             None,
@@ -114,11 +114,21 @@ def test_a_mistake_is_named_with_the_variant_that_corrects_it(
 
 
 def test_two_mistakes_are_both_named(diagnose_copy: DiagnoseCopy) -> None:
-    diagnosis = diagnose_copy(boundaries=[1, 5, 8], norm_before_residual=True)
+    diagnosis = diagnose_copy(boundaries=[1, 5, 8], norm_before_residual=False)
     assert fault_kinds(diagnosis) == ["norm flags", "boundaries"]
     assert "more)" not in diagnosis.verdict  # the verdict names both
     al = lengths(diagnosis)
-    assert al["norm_before_residual: false, boundaries + 1"] > al["norm_before_residual: false"]
+    assert al["norm_before_residual: true, boundaries + 1"] > al["norm_before_residual: true"]
+
+
+def test_boundaries_that_are_one_too_high_are_supposed() -> None:
+    """Few answers do not show this mistake, which costs the reference head little."""
+    head = make_head(boundaries=(3, 4, 5))
+    context = HypothesisContext(6, None, {}, frozenset(), frozenset(), ())
+    supposed = {h.name: h for h in boundaries(HeadVariant(head.config, {}), context)}
+    lower = supposed["boundaries − 1"]
+    assert lower.variant.config.boundaries == (2, 3, 4)
+    assert "one too high" in lower.mistake
 
 
 @pytest.mark.parametrize(
