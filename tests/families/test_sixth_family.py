@@ -24,6 +24,7 @@ from draftlab.heads.family import Family, families, get_family, register
 from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import RMSNorm
+from draftlab.pipeline.resolve import reference_head
 from draftlab.train.objectives.objective import Objective
 from draftlab.train.objectives.ttt import ttt_weights, unroll
 from tests.helpers.small_run import draftlab, new_workshop
@@ -162,12 +163,14 @@ def test_names_belong_to_one_family() -> None:
         get_family("medusa")
 
 
-def test_config_files_of_schema_1_are_read() -> None:
+def test_config_files_of_schema_1_are_read(tmp_path: Path) -> None:
     """Schema 1 wrote the options of all families, and `ptd` for `peagle`."""
-    head = load_config(Path("draftlab/embedded/heads/reference"))
-    fields = json.loads(Path("draftlab/embedded/heads/reference/draftlab.json").read_text())
-    assert fields["schema"] == 1
-    assert head.family == "eagle3"
+    fields = json.loads((reference_head() / "draftlab.json").read_text())
+    for name in ("norm_before_fc", "fc_norm", "norm_output"):  # they came with schema 2
+        del fields[name]
+    fields |= {"schema": 1, "mask_token_id": None}
+    (tmp_path / "draftlab.json").write_text(json.dumps(fields))
+    assert load_config(tmp_path).family == "eagle3"
     parallel = {**fields, "family": "ptd", "mask_token_id": 3, "embeddings": "own", "schema": 2}
     assert make_head_config(**parallel).family == "peagle"
     identity = make_head_config(**parallel).identity()
