@@ -1,4 +1,4 @@
-"""What adaptive verification measured and chose, as lines of text."""
+"""Lines of text about what adaptive verification measured and chose."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ def choices(engine: Engine, run: LoadRun) -> list[str]:
     rows = padded_size(engine.input_batch, engine.input_batch.num_slots)
     whole = [f for f in policy.families if f.share == 1 and not f.confidence]
     ms = ", ".join(f"{f.k}: {policy.costs.ms(f, rows):.3f}" for f in whole)
-    admissions = ", ".join(
-        f"{k}: {each[1]:.2f} / {policy.admissions.host[k][1]:.2f}"
-        for k, each in sorted(policy.admissions.device.items())
+    costs = policy.admissions
+    admissions = "; ".join(
+        f"{k}: " + ", ".join(f"{n} {ms:.2f} / {costs.host[k][n]:.2f}" for n, ms in each.items())
+        for k, each in sorted(costs.device.items())
     )
     ratios = ", ".join(f"{f.k}: {policy.times.ratio(f, rows):.2f}" for f in whole)
     return [
         f"steps by their drafts: {shares}; answers of {policy.answer_tokens:.0f} tokens",
         f"measured ms of a step by K: {ms}; of the host: {policy.host_ms:.3f}",
-        f"measured ms of one admission by K, device / host: {admissions}",
+        f"measured ms of admissions by K and requests, device / host: {admissions}",
         f"wall time over modelled time by K: {ratios}",
     ]

@@ -10,7 +10,7 @@ import pytest
 
 from draftlab.engine.adaptive_policy import AdaptivePolicy
 from draftlab.engine.step import StepShape
-from tests.helpers.simulated_steps import Machine, SimulatedEngine
+from tests.helpers.simulated_steps import ENDLESS, Machine, SimulatedEngine
 
 K = 7
 FIXED = 0, 1, 2, 3, 5, 7
@@ -50,15 +50,16 @@ def regret(
 
     Where the rates are constant, the policy has learned them for as long a time before.
     """
-    budgets, told = options.pop("budgets", False), options.pop("told", True)
+    budgets = options.pop("budgets", False)
+    knows_answers = options.pop("knows_answers", True)
     at = rates if callable(rates) else lambda _: rates
     random = np.random.default_rng(0)
     k = options.pop("k", K)
     machine = Machine(device, host_ms, at, rows, random=random, **options)
     engine = SimulatedEngine(machine, k, budgets=budgets)
-    if not told:
+    if not knows_answers:
         policy = engine.steps.policy
-        policy.answer_tokens, policy.observe_answer = 10**9, lambda tokens: None
+        policy.answer_tokens, policy.observe_answer = ENDLESS, lambda tokens: None
     until_ms = STEPS * device(StepShape(0), rows)
     if not callable(rates):
         engine.run(until_ms)
@@ -103,7 +104,7 @@ def test_plain_decoding_is_reached_where_it_is_best(
     assert lost <= 0.01
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("knows_answers", [True, False])
 @pytest.mark.parametrize(
     ("device", "rates", "rows", "answer_tokens", "admission", "bound"),
     [
@@ -135,12 +136,13 @@ def test_admissions_enter_the_choice(
     answer_tokens: int,
     admission: Callable[[int], float],
     bound: float,
-    told: bool,
+    knows_answers: bool,
 ) -> None:
     """A policy that weighs steps alone, as if answers had no end, chooses too many drafts."""
-    work = {"answer_tokens": answer_tokens, "admission_ms": admission, "told": told}
+    work = {"answer_tokens": answer_tokens, "admission_ms": admission}
+    work["knows_answers"] = knows_answers
     lost, _ = regret(device, rates, rows, host_ms=0.1, **work)
-    assert lost <= bound if told else lost > 0.03
+    assert lost <= bound if knows_answers else lost > 0.03
 
 
 STEP_MS = {0: 0.293, 1: 0.510, 2: 0.555, 3: 0.591, 5: 0.680}

@@ -1,4 +1,4 @@
-"""What adaptive steps do between decisions, and which wall times they show the policy."""
+"""Steps between two decisions, and the wall times that adaptive steps report to the policy."""
 
 from __future__ import annotations
 

@@ -96,9 +96,9 @@ def test_an_adaptive_configuration_is_compared_with_the_best_fixed_k() -> None:
 def test_what_adaptive_steps_measured_and_chose_is_printed(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = workload(folder, concurrency=(2,), k=(3,), adaptive=True)
+    adaptive = workload(folder, concurrency=(2,), k=(3,), adaptive=True)
     options = {"synthetic": True, "rounds": 2, "seconds": 0.0}
-    points, _ = bench_load.measure(lambda: made, (2,), parts(), **options)
+    points, _ = bench_load.measure(lambda: adaptive, (2,), parts(), **options)
     assert [point.fixed_k for point in points] == [True, True, False]
     steps, ms, admissions, ratios = capsys.readouterr().out.splitlines()[-5:-1]
     assert "wall time over modelled time by K: 0: 1.00" in ratios  # a CPU takes none

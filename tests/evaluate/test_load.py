@@ -143,7 +143,7 @@ def test_a_round_ends_with_its_measured_requests() -> None:
 
 @pytest.mark.parametrize("graphs", [None, "graphs"])
 def test_configurations_take_turns_there_and_back(graphs: str | None) -> None:
-    """Where graphs were captured, all are warmed up again after the last capture."""
+    """All configurations are warmed up again after the last capture of a graph."""
     order: list[int] = []
 
     class Logged(Simulation):

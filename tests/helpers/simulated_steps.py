@@ -18,6 +18,9 @@ from draftlab.engine.in_flight import InFlight
 from draftlab.engine.step import StepShape
 from draftlab.engine.step_costs import StepCosts
 
+ENDLESS = 10**9
+"""Tokens of an answer that does not end."""
+
 
 @dataclass
 class Machine:
@@ -46,7 +49,7 @@ class Machine:
     noise: float = 0.01
     own_ms: float = 0.002
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
-    answer_tokens: int = 10**9
+    answer_tokens: int = ENDLESS
     admission_ms: Callable[[int], float] = lambda k: 0.0
     admission_as_measured: Callable[[int], float] | None = None
 
@@ -63,7 +66,7 @@ class Machine:
     def fixed_rate(self, k: int, until_ms: float) -> float:
         """Return the expected tokens a millisecond of a fixed K up to a time."""
         step = max(self.device_ms(StepShape(k), self.rows), self.host_ms)
-        if self.answer_tokens == 10**9:
+        if self.answer_tokens == ENDLESS:
             times = np.linspace(0, until_ms, 200, endpoint=False)
             tokens = [self.rows * (1 + np.cumprod(self.rates(t)[:k]).sum()) for t in times]
             return float(np.mean(tokens)) / step

@@ -17,7 +17,7 @@ from draftlab.train.fast.shared_gradients import Shared, branch_gradient
 
 
 class Projections(NamedTuple):
-    """What turns hidden states into queries, keys and values.
+    """Weights and operations that make queries, keys and values of hidden states.
 
     Attributes:
         ops: the operations. eps: of norms.

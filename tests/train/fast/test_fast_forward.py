@@ -110,10 +110,10 @@ def test_padding_rows_see_no_key() -> None:
     starts = document_starts(batch.documents)
     assert any(len(rows.valid_rows) < rows.index.numel() for rows in batch.steps)
     for rows in batch.steps:
-        found = row_starts(starts, rows).flatten()
-        expected = torch.full_like(found, starts.shape[1])
+        of_rows = row_starts(starts, rows).flatten()
+        expected = torch.full_like(of_rows, starts.shape[1])
         expected[rows.valid_rows] = starts.gather(1, rows.index).flatten()[rows.valid_rows]
-        assert torch.equal(found, expected)
+        assert torch.equal(of_rows, expected)
 
 
 def test_sums_of_steps_add_up_to_the_loss() -> None:
