@@ -29,7 +29,7 @@ from draftlab.engine.generation_state import Sequence, check_prompts
 from draftlab.engine.in_flight import InFlight, copy_to_host
 from draftlab.engine.input_batch import InputBatch
 from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
-from draftlab.engine.prefill import prefill
+from draftlab.engine.prefill import launch_prefill
 from draftlab.engine.sampling import Generation, Request
 from draftlab.engine.scheduler import BlockPool, Scheduler
 from draftlab.engine.small_prefill import SmallPrefill
@@ -180,7 +180,7 @@ class Engine:
         while scheduler.waiting or scheduler.running or in_flight:
             if admitted := scheduler.admit():
                 with use_device(self.target.device):
-                    in_flight.append(self._prefill(admitted))
+                    in_flight += self._prefill(admitted)
                 yield from collect(self.max_in_flight)
             if self.adaptive is not None and (behind := self.adaptive.choose(scheduler.running)):
                 yield from self._catch_up(behind, in_flight, collect)
@@ -196,13 +196,11 @@ class Engine:
 
     def _reserve_blocks(self, scheduler: Scheduler, steps_in_flight: int) -> bool:
         """Return whether every running sequence has blocks for its next step."""
-        for sequence in scheduler.running:
-            num_blocks = len(sequence.blocks)
-            if not scheduler.allocate(sequence, steps_in_flight):
-                return False
-            if len(sequence.blocks) > num_blocks:
-                self.input_batch.set_blocks(sequence.slot, sequence.blocks)
-        return True
+        extended, is_enough = scheduler.reserve(steps_in_flight)
+        if extended:
+            blocks = [sequence.blocks for sequence in extended]
+            self.input_batch.set_blocks(self._index(extended), blocks)
+        return is_enough
 
     def _catch_up(
         self, sequences: list[Sequence], in_flight: deque[InFlight], collect: Collect
@@ -212,36 +210,38 @@ class Engine:
         yield from collect(0)  # the host knows all their tokens then, and which have finished
         with use_device(self.target.device):
             if sequences := [sequence for sequence in sequences if sequence.slot >= 0]:
-                in_flight.append(self._prefill(sequences))
+                in_flight += self._prefill(sequences)
         yield from collect(0)
         self.adaptive.caught_up(1e3 * (time.perf_counter() - started))
 
-    def _prefill(self, sequences: list[Sequence], drafts: StepShape | None = None) -> InFlight:
+    def _prefill(
+        self, sequences: list[Sequence], drafts: StepShape | None = None
+    ) -> list[InFlight]:
         """Launch the prefill of admitted sequences and propose their first drafts.
 
         Args:
             drafts: a shape whose drafts to propose; None: that of the steps.
         """
         drafts = drafts or (self.adaptive or self.step).shape
-        k, confidence = drafts.k, drafts.confidence
         if self.adaptive is not None:
             self.adaptive.admitted(len(sequences))
-        index = self.input_batch.index([sequence.slot for sequence in sequences])
+        index = self._index(sequences)
         self.input_batch.set_requests(index, [sequence.request for sequence in sequences])
+        self.input_batch.set_blocks(index, [sequence.blocks for sequence in sequences])
         for sequence in sequences:
-            self.input_batch.set_blocks(sequence.slot, sequence.blocks)
-            sequence.has_draft_cache = k > 0
-        shape = self.small_prefill and self.small_prefill.shape(sequences, drafts=k > 0)
-        if shape:
-            launched = copy_to_host(sequences, self.small_prefill(sequences, shape))
-            if k:
-                self.small_prefill.draft(sequences, shape, k, confidence=confidence)
-            return launched
-        result, verified = prefill(self.step, sequences, index, self.prefill_tokens, drafts=k > 0)
-        launched = copy_to_host(sequences, result)  # first tokens do not wait for drafts
-        if verified is not None:
-            self.step.draft(index, verified, k, confidence=confidence)
-        return launched
+            sequence.has_draft_cache = drafts.k > 0
+        batches = [(sequences, None)]
+        if self.small_prefill is not None:
+            batches = self.small_prefill.batches(sequences, drafts=drafts.k > 0)
+        return [
+            launch_prefill(self.step, batch, drafts, self.prefill_tokens)
+            if shape is None
+            else self.small_prefill.launch(batch, shape, drafts)
+            for batch, shape in batches
+        ]
+
+    def _index(self, sequences: list[Sequence]) -> Tensor:
+        return self.input_batch.index([sequence.slot for sequence in sequences])
 
     def _decode(self, running: list[Sequence]) -> InFlight:
         """Launch a step of the running sequences."""

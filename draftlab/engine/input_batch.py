@@ -88,7 +88,8 @@ class InputBatch(SlotBuffers):
         for buffer, values in pairs:
             buffer[index] = values.to(self.device, non_blocking=True)
 
-    def set_blocks(self, slot: int, blocks: Sequence[int]) -> None:
-        """Write a slot's row of the block table, padded with block 0."""
-        padding = [0] * (self.block_table.shape[1] - len(blocks))
-        self.block_table[slot] = self.to_device([*blocks, *padding], torch.int32)
+    def set_blocks(self, index: Tensor, blocks: Sequence[Sequence[int]]) -> None:
+        """Write the rows of slots `index` in the block table, padded with block 0."""
+        width = self.block_table.shape[1]
+        rows = [[*each, *[0] * (width - len(each))] for each in blocks]
+        self.block_table[index] = self.to_device(rows, torch.int32)

@@ -14,13 +14,31 @@ from torch import Tensor
 
 from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.generation_state import Sequence
-from draftlab.engine.step import Step
+from draftlab.engine.in_flight import InFlight, copy_to_host
+from draftlab.engine.step import Step, StepShape
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.kernels.sampling import sample_token
 from draftlab.kernels.step_layout import pack_results
 from draftlab.target_model.model import HiddenStates
 
 Tokens = tuple[int, ...]
+
+
+def launch_prefill(
+    step: Step, sequences: list[Sequence], drafts: StepShape, chunk_tokens: int
+) -> InFlight:
+    """Launch the prefill of sequences in chunks, then their first drafts.
+
+    Args:
+        drafts: a shape whose drafts to propose.
+        chunk_tokens: see `prefill`.
+    """
+    index = step.input_batch.index([sequence.slot for sequence in sequences])
+    result, verified = prefill(step, sequences, index, chunk_tokens, drafts=drafts.k > 0)
+    launched = copy_to_host(sequences, result)  # first tokens do not wait for drafts
+    if verified is not None:
+        step.draft(index, verified, drafts.k, confidence=drafts.confidence)
+    return launched
 
 
 @torch.inference_mode()

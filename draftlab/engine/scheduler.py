@@ -89,6 +89,21 @@ class Scheduler:
         known = len(sequence.tokens) + steps_in_flight * (self.k + 1)
         return self.pool.allocate(sequence.blocks, min(known + 1 + 2 * self.k, self.max_length))
 
+    def reserve(self, steps_in_flight: int) -> tuple[list[Sequence], bool]:
+        """Allocate blocks for the next step of every running sequence.
+
+        Returns:
+            The sequences that got blocks, and whether there are enough.
+        """
+        extended = []
+        for sequence in self.running:
+            num_blocks = len(sequence.blocks)
+            if not self.allocate(sequence, steps_in_flight):
+                return extended, False
+            if len(sequence.blocks) > num_blocks:
+                extended.append(sequence)
+        return extended, True
+
     def preempt(self) -> None:
         """Return the sequence admitted last to the front of the queue."""
         sequence = self.running[-1]

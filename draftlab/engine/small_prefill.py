@@ -3,7 +3,8 @@
 Requests that replace finished ones are prefilled one or two at a time. The host then takes longer
 to launch the kernels of such a prefill than the GPU to run them, and running requests wait. Here
 prompts are padded to one of a few shapes, and on CUDA each shape is captured on first use: one
-graph runs the target and samples the first tokens, and another one proposes the first drafts.
+graph runs the target and samples the first tokens, and another one proposes the first drafts. More
+prompts than a shape holds are several batches, since `prefill` takes ten times as long as a graph.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.generation_state import Sequence
+from draftlab.engine.in_flight import InFlight, copy_to_host
 from draftlab.engine.prefill import emit_first_tokens
-from draftlab.engine.step import GraphedStep, Step
+from draftlab.engine.step import GraphedStep, Step, StepShape
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.model import HiddenStates
 
@@ -51,24 +53,47 @@ class SmallPrefill:
         self._drafts: dict[tuple[int, int, bool], _Call] = {}
         self._verified: dict[int, VerifiedFeatures] = {}  # by rows: what first drafts begin from
 
-    def shape(self, sequences: list[Sequence], *, drafts: bool) -> PrefillShape | None:
-        """Return the shape that newly admitted sequences fit; None: they need `prefill`.
+    def batches(
+        self, sequences: list[Sequence], *, drafts: bool
+    ) -> list[tuple[list[Sequence], PrefillShape | None]]:
+        """Split newly admitted sequences into batches of one shape each; None: it needs `prefill`.
 
-        Equal prompts do, since they are computed once there, and so do preempted sequences.
+        Prompts of similar lengths come together. Not split are equal prompts, which are computed
+        once, preempted sequences, and the many that only the start of a suite admits.
 
         Args:
             drafts: whether to extend the draft model's cache.
         """
-        prompts = [sequence.tokens for sequence in sequences]
-        rows = _smallest(self.ROWS, len(prompts))
-        columns = _smallest(self.COLUMNS, max(map(len, prompts)))
-        if rows is None or columns is None or rows * columns > self.max_tokens:
-            return None
-        if any(s.resumed for s in sequences):
-            return None
-        if len(set(map(tuple, prompts))) < len(prompts):
-            return None
-        return PrefillShape(rows, columns, any(s.limited for s in sequences), drafts)
+        prompts = [tuple(sequence.tokens) for sequence in sequences]
+        if (
+            len(sequences) > 2 * self.ROWS[-1]
+            or len(set(prompts)) < len(prompts)
+            or any(sequence.resumed for sequence in sequences)
+        ):
+            return [(sequences, None)]
+        batches: list[tuple[list[Sequence], PrefillShape | None]] = []
+        rest = sorted(sequences, key=lambda sequence: len(sequence.tokens))
+        while rest:
+            count, columns = self._fitting(rest)
+            if columns is None:  # the longest prompt is too long, and so may be others
+                count = sum(self._fitting([one])[1] is None for one in rest)
+            batch, rest = rest[-count:], rest[:-count]
+            rows, limited = _smallest(self.ROWS, count), any(one.limited for one in batch)
+            fits = columns is not None and rows is not None
+            batches.append((batch, PrefillShape(rows, columns, limited, drafts) if fits else None))
+        return batches
+
+    def _fitting(self, sequences: list[Sequence]) -> tuple[int, int | None]:
+        """Return how many of the last sequences fit one shape, and its columns.
+
+        Args:
+            sequences: in the order of their lengths.
+        """
+        columns = _smallest(self.COLUMNS, len(sequences[-1].tokens))
+        fitting = [rows for rows in self.ROWS if rows * (columns or 0) <= self.max_tokens]
+        if columns is None or not fitting:
+            return 0, None
+        return min(fitting[-1], len(sequences)), columns
 
     @torch.inference_mode()
     def __call__(self, sequences: list[Sequence], shape: PrefillShape) -> Tensor:
@@ -84,18 +109,18 @@ class SmallPrefill:
         return self._prefill(shape)(self.step.input_batch.to_device(rows, torch.int64))
 
     @torch.inference_mode()
-    def draft(
-        self, sequences: list[Sequence], shape: PrefillShape, k: int, *, confidence: bool
-    ) -> None:
-        """Extend the draft model's cache by the last pair of the prompts of the latest call.
+    def launch(self, sequences: list[Sequence], shape: PrefillShape, drafts: StepShape) -> InFlight:
+        """Launch the prefill of sequences, then their first drafts.
 
         Args:
-            k: first drafts to propose and store.
-            confidence: whether to state their confidence, if the drafter does.
+            drafts: a shape whose drafts to propose.
         """
-        slots = [sequence.slot for sequence in sequences]
-        index = self.step.input_batch.index(slots, shape.rows)
-        self._first_drafts(shape.rows, k, confidence)(index[:, None])
+        launched = copy_to_host(sequences, self(sequences, shape))
+        if drafts.k:
+            slots = [sequence.slot for sequence in sequences]
+            index = self.step.input_batch.index(slots, shape.rows)
+            self._first_drafts(shape.rows, drafts.k, drafts.confidence)(index[:, None])
+        return launched
 
     @torch.inference_mode()
     def capture(

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple, overload
 
 import numpy as np
@@ -21,7 +22,10 @@ from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard_table import ShardTable, WrittenShard
 
 LIST_THREADS = 4
-"""Threads that ask for the sizes of a folder's files: over a network each answer takes long."""
+"""Threads that ask for the sizes of a folder's files where each answer takes long."""
+SLOW_S = 5e-5
+"""Seconds of an answer from which on threads pay, as over a network. A local disk's cache answers
+in 3 µs, and threads would then wait for each other at the interpreter's lock."""
 NO_TIME = -(2**63)
 """In place of the time of a file's last change: there is no file, or it is not known."""
 _CHUNK = 64
@@ -208,17 +212,20 @@ class ShardSizes(NamedTuple):
 
     @classmethod
     def of(cls, folder: Path) -> ShardSizes:
-        """List a folder once. Several threads ask for the files' sizes.
+        """List a folder once. Where answers are slow, several threads ask for the files' sizes.
 
         Raises:
             UserError: a shard is a symbolic link that leads out of the folder.
         """
         descriptor = os.open(folder, os.O_RDONLY)  # so that no file's whole path is looked up
         try:
-            pool = ThreadPoolExecutor(LIST_THREADS, "list")
-            with os.scandir(descriptor) as entries, pool:
-                chunks = _Chunks(entries)
-                parts = list(pool.map(lambda _: _file_columns(folder, chunks), range(LIST_THREADS)))
+            with os.scandir(descriptor) as entries:
+                started = perf_counter()
+                parts = [_file_columns(folder, islice(entries, _CHUNK))]
+                if perf_counter() - started < SLOW_S * _CHUNK:
+                    parts.append(_file_columns(folder, entries))
+                else:
+                    parts += _in_threads(folder, entries)
         finally:
             os.close(descriptor)
         columns = zip(*parts, strict=True)
@@ -238,25 +245,25 @@ class ShardSizes(NamedTuple):
         return result
 
 
-class _Chunks:
-    """Gives the entries of a folder to several threads, some at a time."""
+def _in_threads(folder: Path, entries: Iterator[os.DirEntry[str]]) -> list[tuple[array[int], ...]]:
+    """Return the shards among the files of a folder, as several threads see them."""
+    lock = threading.Lock()
 
-    def __init__(self, entries: Iterator[os.DirEntry[str]]) -> None:
-        self._entries, self._lock = entries, threading.Lock()
+    def next_entries() -> list[os.DirEntry[str]]:
+        with lock:
+            return list(islice(entries, _CHUNK))
 
-    def __iter__(self) -> Iterator[list[os.DirEntry[str]]]:
-        while True:
-            with self._lock:
-                chunk = list(islice(self._entries, _CHUNK))
-            if not chunk:
-                return
-            yield chunk
+    def columns(_: int) -> tuple[array[int], ...]:
+        return _file_columns(folder, chain.from_iterable(iter(next_entries, [])))
+
+    with ThreadPoolExecutor(LIST_THREADS, "list") as pool:
+        return list(pool.map(columns, range(LIST_THREADS)))
 
 
-def _file_columns(folder: Path, chunks: _Chunks) -> tuple[array[int], array[int], array[int]]:
-    """Return numbers, sizes and times of the shards among the files that a thread gets."""
+def _file_columns(folder: Path, entries: Iterable[os.DirEntry[str]]) -> tuple[array[int], ...]:
+    """Return numbers, sizes and times of the shards among files, as in `ShardSizes`."""
     numbers, sizes, times = array("q"), array("q"), array("q")
-    for entry in chain.from_iterable(chunks):
+    for entry in entries:
         number = _number_of(entry.name)
         if number < 0:
             continue

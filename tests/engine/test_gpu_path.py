@@ -85,7 +85,8 @@ def steps(
     for slot, request in enumerate(requests):
         batch.length[slot], batch.newest[slot] = 1, request.prompt_ids[0]
         batch.drafts[slot], batch.stored[slot] = torch.tensor(drafts), K
-        batch.set_blocks(slot, [1 + slot * width + i for i in range(width)])
+        blocks = [1 + slot * width + i for i in range(width)]
+        batch.set_blocks(batch.index([slot]), [blocks])
     if batch.draft_logits is not None:
         batch.draft_log_sum.fill_(float(torch.tensor(200.0).log()))  # logits are 0
     if on_gpu:

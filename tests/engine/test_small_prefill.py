@@ -41,16 +41,30 @@ def test_tokens_and_counters_are_the_reference_engines(kind: str | None, tempera
         assert len(engine.small_prefill.shapes) >= len(requests) // options["batch"]
 
 
-def test_prompts_that_fit_no_shape() -> None:
+def test_prompts_that_fit_no_shape_or_several() -> None:
+    """Each group of lengths is admitted at once. The engine has 2,048 tokens of a pass."""
     target, heads, prompts = embedded("cpu")
     ids = prompts[0][1][:1]  # the shortest prompt that there can be
-    engine = small_engine(target, drafter_of(heads["chain"], 0.0), batch=17, max_length=600)
-    groups = [[ids], [ids, ids], [ids * 600], [ids * (n + 1) for n in range(17)]]
-    groups.append([ids * (n + 500) for n in range(5)])  # 8 × 512 tokens
-    for group in groups:
-        requests = [Request(str(n), tuple(t)[:590], 4) for n, t in enumerate(group)]
-        run(engine, requests)
-    assert engine.small_prefill.shapes == [PrefillShape(1, 32, limited=False, drafts=True)]
+    groups = {
+        (1,): [(1, 32)],
+        (1, 1): [],  # equal prompts
+        (590,): [],
+        range(1, 18): [(16, 32), (1, 32)],
+        range(500, 505): [(4, 512), (1, 512)],
+        (590, 3, 580, 200, 1): [(4, 256)],  # the three short ones
+        range(1, 34): [],  # so many come at the start of a suite alone
+    }
+    engine = small_engine(target, drafter_of(heads["chain"], 0.0), batch=33, max_length=600)
+    for lengths, shapes in groups.items():
+        engine.small_prefill.shapes = []
+        requests = [Request(str(n), ids * length, 4) for n, length in enumerate(lengths)]
+        answers = {g.id: g.token_ids for g in run(engine, requests)}
+        expected = [PrefillShape(*shape, limited=False, drafts=True) for shape in shapes]
+        assert engine.small_prefill.shapes == expected
+        alone = Engine(target, batch=1, max_length=600)
+        for request in requests[:: max(len(requests) // 3, 1)]:
+            (one,) = run(alone, [request])
+            assert answers[request.id] == one.token_ids
 
 
 @pytest.mark.parametrize("kind", ["chain", "parallel", "block"])

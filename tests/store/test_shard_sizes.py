@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftlab.errors import UserError
+from draftlab.store import shard
 from draftlab.store.shard import NO_TIME, ShardSizes, shard_file
 
 SHARDS = {0: 3, 7: 0, 99_999: 5, 100_000: 1, 10**17: 2}
@@ -20,7 +21,12 @@ OTHERS = (
 )
 
 
-def test_only_files_with_names_of_shards_are_shards(tmp_path: Path) -> None:
+@pytest.mark.parametrize("slow_s", [1e9, 0.0], ids=["one thread", "threads"])
+def test_only_files_with_names_of_shards_are_shards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_s: float
+) -> None:
+    monkeypatch.setattr(shard, "SLOW_S", slow_s)
+    monkeypatch.setattr(shard, "_CHUNK", 3)
     files = {shard_file(number): size for number, size in SHARDS.items()} | dict.fromkeys(OTHERS, 1)
     for name, size in files.items():
         (tmp_path / name).write_bytes(b"x" * size)
