@@ -1,15 +1,17 @@
 """Train on a window beside a full store: speed, shares of waiting, and the same bits.
 
     python eval/lab/window.py [--folder DIR] [--tokens 600000] [--window 6GB] [--steps 100]
+    python eval/lab/window.py --target embedded --window 200MB --steps 400
     python eval/lab/window.py --gpus 1        # one GPU records and trains
     python eval/lab/window.py --tiny          # the same on a CPU, in a minute
 
-A target of Llama-3.1-8B's shapes with random weights is written into DIR (16 GB). An EAGLE3 head is
-trained on random conversations twice: on a full store (`record.keep=all`, another 33 kB a token)
-on one GPU, and on a window with `--gpus 2`, where one GPU trains and the other one records. A line
-of JSON for each has tokens/s of the training, the shares of its time in which it waited for
-shards of the window and for other data, and the share of its time in which the recording waited for
-room, all without the first tenth of the steps. The heads must have the same bytes.
+A target of Llama-3.1-8B's shapes with random weights is written into DIR (16 GB), or the target is
+the embedded one. An EAGLE3 head is trained on random conversations twice: on a full store
+(`record.keep=all`, another 33 kB a token) on one GPU, and on a window with `--gpus 2`, where one
+GPU trains and the other one records. A line of JSON for each has tokens/s of the training, the
+shares of its time in which it waited for shards of the window and for other data, and the share of
+its time in which the recording waited for room, all without the first tenth of the steps, in which
+code is compiled. The heads must have the same bytes.
 """
 
 from __future__ import annotations
@@ -37,17 +39,14 @@ from eval.bench.random_models import target_config
 from eval.measurements import Measurements, add_options, child_environment, require
 
 RECIPE = {
-    "target": "target",
     "prompts": {"source": "prompts.jsonl"},
     "regenerate": {"enabled": False},
     "export": {"formats": []},
 }
 
 
-def write_target(folder: Path, tiny: bool) -> Any:
-    """Write a Llama with random weights and the embedded target's tokenizer; return the latter."""
-    embedded = local_target(TargetSettings(path="embedded"))
-    tokenizer = AutoTokenizer.from_pretrained(embedded)
+def write_target(folder: Path, embedded: Path, tokenizer: Any, tiny: bool) -> None:
+    """Write a Llama with random weights and the embedded target's tokenizer."""
     special: dict[str, Any] = {
         name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")
     }
@@ -62,7 +61,6 @@ def write_target(folder: Path, tiny: bool) -> Any:
     for path in embedded.iterdir():
         if path.suffix in (".json", ".jinja", ".txt") and not (folder / path.name).exists():
             shutil.copy(path, folder / path.name)
-    return tokenizer
 
 
 def write_prompts(path: Path, tokens: int, tokenizer: Any, longest: int) -> None:
@@ -125,6 +123,7 @@ def main() -> int:
     parser.add_argument("--window", default="6GB")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--target", choices=("8b", "embedded"), default="8b")
     parser.add_argument("--tiny", action="store_true", help="a tiny target on a CPU")
     parser.add_argument("settings", nargs="*", help="of the recipe, such as train.batch_rows=16")
     add_options(parser)
@@ -140,7 +139,13 @@ def main() -> int:
         settings += ["train.batch_rows=2"]
     settings += options.settings
     device = torch.device("cpu" if options.tiny else "cuda")
-    conditions = {"tokens": options.tokens, "gpus": options.gpus, "settings": settings}
+    is_written = options.tiny or options.target == "8b"
+    conditions = {
+        "target": options.target,
+        "tokens": options.tokens,
+        "gpus": options.gpus,
+        "settings": settings,
+    }
     if options.results is not None:
         options.results = options.results.absolute()
     parts = Measurements(options, conditions, device)
@@ -148,9 +153,13 @@ def main() -> int:
         size = 34e3 * options.tokens + (0 if options.tiny else 17e9)
         require(gpus=0 if options.tiny else options.gpus, disk=(Path(name), size))
         os.chdir(name)
-        tokenizer = write_target(Path("target"), options.tiny)
+        embedded = local_target(TargetSettings(path="embedded"))
+        tokenizer = AutoTokenizer.from_pretrained(embedded)
+        if is_written:
+            write_target(Path("target"), embedded, tokenizer, options.tiny)
         write_prompts(Path("prompts.jsonl"), options.tokens, tokenizer, 2048)
-        Path("window.yaml").write_text(json.dumps(RECIPE))
+        recipe = {"target": "target" if is_written else "embedded"} | RECIPE
+        Path("window.yaml").write_text(json.dumps(recipe))
         gpus = ["--gpus", str(options.gpus)] if options.gpus > 1 else []
 
         def part(run: str, own: list[str], words: list[str]) -> dict[str, Any]:
