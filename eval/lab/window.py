@@ -1,7 +1,7 @@
 """Train on a window beside a full store: speed, shares of waiting, and the same bits.
 
     python eval/lab/window.py [--folder DIR] [--tokens 600000] [--window 6GB] [--steps 100]
-    python eval/lab/window.py --target embedded --window 200MB --steps 400
+    python eval/lab/window.py --target embedded --window 400MB --steps 400
     python eval/lab/window.py --gpus 1        # one GPU records and trains
     python eval/lab/window.py --tiny          # the same on a CPU, in a minute
 
