@@ -7,8 +7,10 @@ less:
     ms = bias + row · rows + Σ_j knee_j · max(0, rows − r_j) + draft · K + pair · K·B
 
 Plain decoding has a bias of its own. `knee_j` lets a row cost more once products are bound by
-arithmetic. With `tiles`, a constant is added behind each of `TILES` rows, where kernels need
-another tile or another kernel runs. The fit minimises relative errors (non-negative least squares).
+arithmetic. A detailed model adds what depends on the kernels that run: a constant behind each of
+`TILES` rows, where another tile is needed, and for every measured batch a constant, a constant of
+plain decoding and a cost of a draft, since a head's kernels depend on the batch. The fit minimises
+relative errors (non-negative least squares).
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ Steps = Mapping[Shape, float]
 
 KNEES = (64, 128, 256)
 TILES = (*(2**i for i in range(13)), 192, 384)
-TILE_PENALTY = 0.02
-"""Weight of the tiles' coefficients in the fit: without need no tile is fitted."""
+DETAIL_PENALTY = 0.1
+"""Weight of a detailed model's further coefficients: none is fitted without need."""
 CLIFF = 1.25
 """A step that takes this multiple of the cost model's time is a cliff."""
 CLIFF_BEYOND = 1.6
@@ -42,14 +44,19 @@ MIN_SHAPES = 6
 
 @dataclass(frozen=True)
 class CostModel:
-    """A fitted cost model: its coefficients, and whether it has tiles."""
+    """A fitted cost model.
+
+    Attributes:
+        coefficients: one of each feature.
+        batches: those with costs of their own in a detailed model; None: the model is not detailed.
+    """
 
     coefficients: np.ndarray
-    tiles: bool
+    batches: Sequence[int] | None
 
     def ms(self, batch: int, k: int) -> float:
-        """Return the milliseconds of a step."""
-        return float(_features([(batch, k)], tiles=self.tiles)[0] @ self.coefficients)
+        """Return the milliseconds of a step; a batch that was not measured has no own costs."""
+        return float(_features([(batch, k)], self.batches)[0] @ self.coefficients)
 
 
 @dataclass(frozen=True)
@@ -82,25 +89,28 @@ class Cliff:
         )
 
 
-def fit_cost_model(steps: Steps, *, tiles: bool = False) -> CostModel:
+def fit_cost_model(steps: Steps, *, detailed: bool = False) -> CostModel:
     """Return the cost model of measured steps."""
     times = np.array([*steps.values()])
-    features = _features([*steps], tiles=tiles) / times[:, None]
-    errors = np.ones(len(times))
-    if tiles:
-        penalty = np.zeros((len(TILES), features.shape[1]))
-        penalty[:, -len(TILES) :] = TILE_PENALTY / times.mean() * np.eye(len(TILES))
-        features, errors = np.vstack([features, penalty]), np.append(errors, np.zeros(len(TILES)))
-    return CostModel(nnls(features, errors)[0], tiles)
+    batches = sorted({batch for batch, _ in steps}) if detailed else None
+    features = _features([*steps], batches) / times[:, None]
+    shared = _features([*steps], None).shape[1]
+    penalty = DETAIL_PENALTY / times.mean() * np.eye(features.shape[1])[shared:]
+    errors = np.append(np.ones(len(times)), np.zeros(len(penalty)))
+    features = np.vstack([features, penalty])
+    return CostModel(nnls(features, errors)[0], batches)
 
 
-def _features(shapes: Sequence[Shape], *, tiles: bool) -> np.ndarray:
-    """Return the features of shapes, float64 [N, F]."""
+def _features(shapes: Sequence[Shape], batches: Sequence[int] | None) -> np.ndarray:
+    """Return the features of shapes, float64 [N, F]; with `batches` those of a detailed model."""
     batch, k = np.array(shapes, dtype=float).T
     rows = batch * (k + 1)
     columns = [k > 0, k == 0, rows, k, k * batch]
     columns += [np.maximum(0, rows - knee) for knee in KNEES]
-    columns += [rows > tile for tile in TILES] if tiles else []
+    if batches is not None:
+        columns += [rows > tile for tile in TILES]
+        for own in batches:
+            columns += [batch == own, (batch == own) & (k == 0), (batch == own) * k]
     return np.stack(columns, axis=1).astype(float)
 
 

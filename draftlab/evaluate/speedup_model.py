@@ -154,7 +154,7 @@ class SpeedupTable:
             return None
         if not several:
             return next(iter(own.values()))
-        costs = fit_cost_model(steps, tiles=len({b for b, _ in steps}) > 1)
+        costs = fit_cost_model(steps, detailed=True)
         differences = [ms - costs.ms(batch, i) for i, ms in own.items()]
         return costs.ms(batch, k) + float(np.interp(k, [*own], differences))
 

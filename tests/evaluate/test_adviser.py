@@ -130,6 +130,31 @@ def test_a_tile_is_known_from_other_batches() -> None:
     assert neighbours < 0.8 * tiles(32, 2)
 
 
+def test_slow_drafts_of_one_batch_do_not_count_at_others() -> None:
+    """A draft costs more at batch 16: another kernel of the head runs, for no number of rows."""
+
+    def ms(batch: int, k: int) -> float:
+        return 0.4 + 0.004 * batch * (k + 1) + (0.12 if batch == 16 else 0.05) * k
+
+    batches = (1, 2, 4, 8, 16, 32)
+    for ks in (range(9), (0, 1, 3, 5, 8)):
+        steps = table_of({(b, k): ms(b, k) for b in batches for k in ks})
+        for batch in batches:
+            for k in range(2, 8):
+                assert steps.step_ms(batch, k, without=k) == pytest.approx(ms(batch, k), rel=0.01)
+
+
+def test_a_parallel_heads_steps_follow_their_rows() -> None:
+    """With one timed K all steps are equal; with several they cost what their rows do."""
+
+    def ms(batch: int, k: int) -> float:
+        return 5.0 + 0.01 * batch * (k + 1) + (0.8 if k else 0)
+
+    for batches in ((8,), (1, 8, 32)):
+        steps = {(b, k): ms(b, k) for b in batches for k in (0, 1, 4, 8)}
+        assert table_of(steps, flat=True).step_ms(8, 6) == pytest.approx(ms(8, 6), rel=0.01)
+
+
 def test_a_left_out_k_plays_no_part_at_any_batch() -> None:
     steps = {(b, k): 5.0 + 0.1 * b + k for b in (1, 2, 4) for k in (1, 2, 3)}
     planted = {shape: ms * (100 if shape[1] == 2 else 1) for shape, ms in steps.items()}

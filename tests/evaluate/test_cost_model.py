@@ -36,8 +36,8 @@ def noisy(cost: Cost, seed: int, sigma: float = 0.03) -> dict[tuple[int, int], f
 
 def test_additive_costs_are_fitted_exactly() -> None:
     steps = {(b, k): additive(b, k) for b in (1, 4, 32) for k in (0, 1, 3, 5)}
-    for tiles in (False, True):
-        costs = fit_cost_model(steps, tiles=tiles)
+    for detailed in (False, True):
+        costs = fit_cost_model(steps, detailed=detailed)
         for batch, k in ((2, 2), (16, 4), (32, 0), (8, 1)):
             assert costs.ms(batch, k) == pytest.approx(additive(batch, k), rel=0.01)
 
@@ -45,10 +45,25 @@ def test_additive_costs_are_fitted_exactly() -> None:
 def test_more_rows_or_drafts_never_cost_less() -> None:
     generator = np.random.default_rng(3)
     steps = {(b, k): float(generator.uniform(1, 9)) for b in BATCHES for k in KS}
-    costs = fit_cost_model(steps, tiles=True)
-    drafted = [[costs.ms(b, k) for k in KS if k] for b in BATCHES]
-    assert (np.diff(drafted, axis=0) >= -1e-9).all()
-    assert (np.diff(drafted, axis=1) >= -1e-9).all()
+    for detailed in (False, True):
+        costs = fit_cost_model(steps, detailed=detailed)
+        drafted = [[costs.ms(b, k) for k in KS if k] for b in BATCHES]
+        assert (np.diff(drafted, axis=1) >= -1e-9).all()
+        if not detailed:  # a batch may have costs of its own in a detailed model
+            assert (np.diff(drafted, axis=0) >= -1e-9).all()
+
+
+def test_drafts_of_one_batch_may_cost_more_in_a_detailed_model() -> None:
+    def slow_drafts(batch: int, k: int) -> float:
+        return additive(batch, k) + (0.5 * k if batch == 16 else 0)
+
+    steps = {(b, k): slow_drafts(b, k) for b in (1, 4, 8, 16, 32) for k in (0, 1, 4, 7)}
+    costs = fit_cost_model(steps, detailed=True)
+    for batch in (8, 16, 32):
+        for k in (2, 5):
+            assert costs.ms(batch, k) == pytest.approx(slow_drafts(batch, k), rel=0.01)
+    assert costs.ms(12, 4) == pytest.approx(additive(12, 4), rel=0.01)  # it was not measured
+    assert fit_cost_model(steps).ms(16, 5) < 0.95 * slow_drafts(16, 5)  # a cliff stays one
 
 
 @pytest.mark.parametrize("cost", [additive, bandwidth_then_arithmetic, parallel_head])
