@@ -64,7 +64,7 @@ class Cliff:
     """A measured step that takes far longer than others suggest.
 
     Attributes:
-        expected_ms: what the cost model of the other steps gives, or the time of `larger`.
+        expected_ms: what the other steps suggest, or the time of `larger`.
         larger: a larger batch with the same K whose step is faster; None if the model tells.
     """
 
@@ -84,8 +84,8 @@ class Cliff:
             return f"{text}, longer than one at batch {self.larger} ({self.expected_ms:.2f} ms)"
         ratio = self.step_ms / self.expected_ms
         return (
-            f"{text}, {ratio:.2f} × the {self.expected_ms:.2f} ms that the other steps' costs of a "
-            "row and of a draft suggest: a kernel is slow at this shape, or the machine was busy"
+            f"{text}, {ratio:.2f} × the {self.expected_ms:.2f} ms that the other steps suggest: a "
+            "kernel is slow at this shape, or the machine was busy"
         )
 
 
@@ -117,15 +117,15 @@ def _features(shapes: Sequence[Shape], batches: Sequence[int] | None) -> np.ndar
 def find_cliffs(steps: Steps) -> list[Cliff]:
     """Return the steps that take far longer than the others suggest, the farthest first.
 
-    Each step is compared with a model of all others; the farthest is then set aside, so that it
-    does not spoil the comparison of the rest.
+    Each step is compared with all others; the farthest is then set aside, so that it does not spoil
+    the comparison of the rest.
     """
     cliffs: list[Cliff] = []
     rest = dict(steps)
     while len(rest) >= MIN_SHAPES:
         # Plain decoding has a bias of its own, which takes other steps of it to know.
         judged = [shape for shape in rest if sum((k > 0) == (shape[1] > 0) for _, k in rest) > 2]
-        expected = {shape: _from_others(shape, rest) for shape in judged}
+        expected = {shape: _expected_ms(shape, rest) for shape in judged}
         excess = {
             shape: rest[shape] / ms / _limit(shape, rest)
             for shape, ms in expected.items()
@@ -135,11 +135,19 @@ def find_cliffs(steps: Steps) -> list[Cliff]:
         if shape is None or excess[shape] < 1:
             break
         cliffs.append(Cliff(*shape, rest.pop(shape), expected[shape]))
-    return cliffs + _undercut(rest)
+    cliffs += _undercut(rest)
+    return sorted(cliffs, key=lambda cliff: cliff.expected_ms / cliff.step_ms)
 
 
-def _from_others(shape: Shape, steps: Steps) -> float:
-    return fit_cost_model({one: ms for one, ms in steps.items() if one != shape}).ms(*shape)
+def _expected_ms(shape: Shape, steps: Steps) -> float:
+    """Return the milliseconds that the other steps suggest; 0 if none of them is smaller.
+
+    A step takes at least as long as any with no larger batch and no more drafts. (One with drafts
+    does all that one of plain decoding does.) Below all others the model would extrapolate.
+    """
+    others = {one: ms for one, ms in steps.items() if one != shape}
+    smaller = [ms for (b, k), ms in others.items() if b <= shape[0] and k <= shape[1]]
+    return max(fit_cost_model(others).ms(*shape), *smaller) if smaller else 0.0
 
 
 def _limit(shape: Shape, steps: Steps) -> float:

@@ -7,17 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from draftlab.evaluate.cost_model import Shape, find_cliffs
+from draftlab.evaluate.cost_model import Cliff, Shape, find_cliffs
 from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.results import LoadPoint, Row, Timing
 from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.evaluate.speedup_model import Measured, conditions
+from draftlab.evaluate.speedup_model import conditions
 
 MIN_PROMPTS = 30
 MIN_TIMED_PROMPTS = 10
 MAX_CLIFFS = 3
-"""Steps that are named for a head under the same conditions."""
+"""Warnings of slow steps for a head under the same conditions."""
 SLOWDOWN = 0.995
 """A speed-up below this is a slowdown; 0.995 is still printed as 1.00."""
 
@@ -88,12 +88,12 @@ def with_cliff_warnings(rows: Sequence[Row]) -> list[Row]:
 def with_load_cliff_warnings(points: Sequence[LoadPoint]) -> list[LoadPoint]:
     """Return the points with warnings about steps that take far longer than others suggest.
 
-    The steps are those without prefills.
+    The steps hold prefills of other requests: without them their times are only estimates.
     """
     steps = [
-        (point, (point.concurrency, point.k), measured.step_ms)
+        (point, (point.concurrency, point.k), point.step_ms)
         for point in points
-        if point.fixed_k and (measured := Measured.from_load(point)) is not None
+        if point.fixed_k and point.step_ms
     ]
     texts = _cliff_texts(steps)
     return [
@@ -122,14 +122,30 @@ def _cliff_texts(
     for key, members in (drafted or plain).items():
         group = plain.get(key[:2], []) + members if drafted else members
         owner = {shape: id(one) for one, shape, _ in group}
-        cliffs = find_cliffs({shape: ms for _, shape, ms in group})
-        for number, cliff in enumerate(cliffs[:MAX_CLIFFS], 1):
+        for cliff, text in summarize_cliffs(find_cliffs({shape: ms for _, shape, ms in group})):
             shape = cliff.batch, cliff.k
             if (owner[shape], shape) in told:
                 continue
             told.add((owner[shape], shape))
-            text = cliff.text
-            if number == MAX_CLIFFS < len(cliffs):
-                text += f"; {len(cliffs) - MAX_CLIFFS} more such steps, as if the machine was busy"
             texts.setdefault(owner[shape], []).append(text)
     return texts
+
+
+def summarize_cliffs(cliffs: Sequence[Cliff]) -> list[tuple[Cliff, str]]:
+    """Return a warning for each batch with cliffs, beside the first of them, at most `MAX_CLIFFS`.
+
+    Plain decoding, which is compared beside every head, has a warning of its own. The last warning
+    counts the steps that none names.
+    """
+    batches: dict[tuple[int, bool], list[Cliff]] = {}
+    for cliff in cliffs:
+        batches.setdefault((cliff.batch, cliff.k > 0), []).append(cliff)
+    named = [*batches.values()][:MAX_CLIFFS]
+    warnings = []
+    for first, *others in named:
+        ks = ", ".join(str(k) for k in sorted(one.k for one in others))
+        warnings.append((first, first.text + (f"; the same holds for K = {ks}" if others else "")))
+    if left := len(cliffs) - sum(len(group) for group in named):
+        last, text = warnings[-1]
+        warnings[-1] = last, f"{text}; {left} more such steps, as if the machine was busy"
+    return warnings

@@ -37,6 +37,7 @@ from draftlab.evaluate.results import Timing
 from draftlab.evaluate.speedup_model import Measured, SpeedupTable
 from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.evaluate.timing import TimedRun
+from draftlab.evaluate.warnings import summarize_cliffs
 from draftlab.evaluate.workload import Workload
 from eval.measurements import Measurements, add_options, print_table, require
 
@@ -158,8 +159,8 @@ def check(timings: dict[Shape, Timing]) -> dict[str, Any]:
     print_table(["batch", *(f"K = {k}" for k in ks)], rows)
     summary = check_summary([*checks.values()])
     print(f"{summary['close']} of {summary['timed']} predictions within 5 %; {summary['text']}")
-    for cliff in find_cliffs(steps):
-        print(f"warning: {cliff.text}")
+    for _, text in summarize_cliffs(find_cliffs(steps)):
+        print(f"warning: {text}")
     return summary
 
 

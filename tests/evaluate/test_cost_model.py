@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from draftlab.evaluate.cost_model import Steps, find_cliffs, fit_cost_model
-from draftlab.evaluate.warnings import with_cliff_warnings, with_load_cliff_warnings
+from draftlab.evaluate.warnings import (
+    summarize_cliffs,
+    with_cliff_warnings,
+    with_load_cliff_warnings,
+)
 from tests.helpers import sample_report as sample
 from tests.helpers.sample_report import with_timing
 
@@ -125,6 +129,21 @@ def test_a_step_beyond_the_others_may_bend() -> None:
     assert (cliff.batch, cliff.k) == (32, 8)
 
 
+def test_small_steps_may_all_take_as_long() -> None:
+    """Below eight rows nothing gets faster; a line through the larger steps would go below that."""
+    steps = {(b, k): max(0.21, 0.06 * b * (k + 1)) + 0.03 * k for b in BATCHES for k in KS}
+    assert find_cliffs(steps) == []
+    steps[4, 2] *= 1.5
+    assert [(c.batch, c.k) for c in find_cliffs(steps)] == [(4, 2)]
+
+
+def test_the_smallest_step_is_judged_by_larger_batches_alone() -> None:
+    steps = {(b, k): additive(b, k) for b in BATCHES for k in KS}
+    steps[1, 0] *= 1.5
+    (cliff,) = find_cliffs(steps)
+    assert (cliff.batch, cliff.k, cliff.larger) == (1, 0, 2)
+
+
 def test_a_larger_batch_that_is_faster_is_told() -> None:
     steps: Steps = {(1, 3): 5.0, (2, 3): 6.6, (4, 3): 5.2}
     (cliff,) = find_cliffs(steps)
@@ -162,8 +181,34 @@ def test_plain_decoding_is_warned_of_once_beside_several_heads() -> None:
     assert [len(texts) for texts in warned({(8, 0): 1.6})] == [1] + [0] * 6
 
 
-def test_at_most_three_cliffs_are_named_and_the_rest_are_counted() -> None:
-    plain, *drafted = warned({(8, 0): 1.6, (1, 1): 2.0, (8, 3): 2.0, (1, 5): 3.0})
+def test_cliffs_of_a_batch_are_one_warning() -> None:
+    """The first three batches are named, plain decoding apart; the other steps are counted."""
+    planted = {(8, 0): 1.6, (1, 1): 2.0, (1, 5): 3.0, (8, 3): 2.2, (4, 5): 2.5, (2, 3): 1.9}
+    steps = {
+        (b, k): additive(b, k) * planted.get((b, k), 1)
+        for b in (1, 2, 4, 8, 16)
+        for k in (0, 1, 3, 5)
+    }
+    cliffs, named = find_cliffs(steps), summarize_cliffs(find_cliffs(steps))
+    assert sorted((c.batch, c.k) for c in cliffs) == sorted(planted)
+    assert [(c.batch, c.k) for c, _ in named] == [(1, 5), (4, 5), (8, 3)]
+    assert named[0][1] == f"{cliffs[0].text}; the same holds for K = 1"
+    assert named[1][1] == named[1][0].text
+    assert named[2][1] == f"{named[2][0].text}; 2 more such steps, as if the machine was busy"
+    plain, *drafted = warned(planted)
     assert plain == []
-    assert [len(texts) for texts in drafted] == [1] * 6
-    assert sum("; 1 more such steps" in texts[0] for texts in drafted) == 2
+    assert [len(texts) for texts in drafted] == [0, 1, 2] * 2
+    assert summarize_cliffs([]) == []
+
+
+def test_prefills_under_load_are_part_of_the_judged_steps() -> None:
+    """L · TTFT may exceed the time of an answer, where admissions overlap with steps."""
+    points = [
+        sample.load_point(c, k, step_ms=additive(c, k) * (1.6 if (c, k) == (8, 3) else 1))
+        for c in (1, 4, 8, 16)
+        for k in (0, 1, 3, 5)
+    ]
+    slow = points[0].ttft_ms.model_copy(update={"mean": 1e4})
+    points = [p.model_copy(update={"ttft_ms": slow}) for p in points]
+    warned = {(p.concurrency, p.k): p.warnings for p in with_load_cliff_warnings(points)}
+    assert [shape for shape, texts in warned.items() if texts] == [(8, 3)]
