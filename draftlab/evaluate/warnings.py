@@ -13,6 +13,7 @@ from draftlab.evaluate.results import LoadPoint, Row, Timing
 from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.speedup_model import conditions
+from draftlab.formatting import count_text
 
 MIN_PROMPTS = 30
 MIN_TIMED_PROMPTS = 10
@@ -147,5 +148,6 @@ def summarize_cliffs(cliffs: Sequence[Cliff]) -> list[tuple[Cliff, str]]:
         warnings.append((first, first.text + (f"; the same holds for K = {ks}" if others else "")))
     if left := len(cliffs) - sum(len(group) for group in named):
         last, text = warnings[-1]
-        warnings[-1] = last, f"{text}; {left} more such steps, as if the machine was busy"
+        more = count_text(left, "more such step")
+        warnings[-1] = last, f"{text}; {more}, as if the machine was busy"
     return warnings
