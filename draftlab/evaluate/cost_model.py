@@ -5,12 +5,12 @@ model is additive, with coefficients that are not negative, so that more rows or
 less:
 
     ms = bias + row · rows + Σ_j knee_j · max(0, rows − r_j) + draft · K + pair · K·B
+         + Σ_j step_j · [rows > r_j]
 
 Plain decoding has a bias of its own. `knee_j` lets a row cost more once products are bound by
-arithmetic. A detailed model adds what depends on the kernels that run: a constant behind each of
-`TILES` rows, where another tile is needed, and for every measured batch a constant, a constant of
-plain decoding and a cost of a draft, since a head's kernels depend on the batch. The fit minimises
-relative errors (non-negative least squares).
+arithmetic, `step_j` once kernels need another tile. With `own_costs` every measured batch has a
+constant, a constant of plain decoding and a cost of a draft of its own, since a head's kernels
+depend on the batch. The fit minimises relative errors (non-negative least squares).
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Steps = Mapping[Shape, float]
 
 KNEES = (64, 128, 256)
 TILES = (*(2**i for i in range(13)), 192, 384)
-DETAIL_PENALTY = 0.1
-"""Weight of a detailed model's further coefficients: none is fitted without need."""
+PENALTY = 0.1
+"""Weight of the coefficients of tiles and of a batch: none is fitted without need."""
 CLIFF = 1.25
 """A step that takes this multiple of the cost model's time is a cliff."""
 CLIFF_BEYOND = 1.6
@@ -48,11 +48,11 @@ class CostModel:
 
     Attributes:
         coefficients: one of each feature.
-        batches: those with costs of their own in a detailed model; None: the model is not detailed.
+        batches: those with costs of their own.
     """
 
     coefficients: np.ndarray
-    batches: Sequence[int] | None
+    batches: Sequence[int]
 
     def ms(self, batch: int, k: int) -> float:
         """Return the milliseconds of a step; a batch that was not measured has no own costs."""
@@ -89,28 +89,27 @@ class Cliff:
         )
 
 
-def fit_cost_model(steps: Steps, *, detailed: bool = False) -> CostModel:
-    """Return the cost model of measured steps."""
+def fit_cost_model(steps: Steps, *, own_costs: bool) -> CostModel:
+    """Return the cost model of measured steps, with own costs of each batch or without."""
     times = np.array([*steps.values()])
-    batches = sorted({batch for batch, _ in steps}) if detailed else None
+    batches = sorted({batch for batch, _ in steps}) if own_costs else []
     features = _features([*steps], batches) / times[:, None]
-    shared = _features([*steps], None).shape[1]
-    penalty = DETAIL_PENALTY / times.mean() * np.eye(features.shape[1])[shared:]
+    penalised = len(TILES) + 3 * len(batches)
+    penalty = PENALTY / times.mean() * np.eye(features.shape[1])[-penalised:]
     errors = np.append(np.ones(len(times)), np.zeros(len(penalty)))
     features = np.vstack([features, penalty])
     return CostModel(nnls(features, errors)[0], batches)
 
 
-def _features(shapes: Sequence[Shape], batches: Sequence[int] | None) -> np.ndarray:
-    """Return the features of shapes, float64 [N, F]; with `batches` those of a detailed model."""
+def _features(shapes: Sequence[Shape], batches: Sequence[int]) -> np.ndarray:
+    """Return the features of shapes, float64 [N, F]; `batches` have costs of their own."""
     batch, k = np.array(shapes, dtype=float).T
     rows = batch * (k + 1)
     columns = [k > 0, k == 0, rows, k, k * batch]
     columns += [np.maximum(0, rows - knee) for knee in KNEES]
-    if batches is not None:
-        columns += [rows > tile for tile in TILES]
-        for own in batches:
-            columns += [batch == own, (batch == own) & (k == 0), (batch == own) * k]
+    columns += [rows > tile for tile in TILES]
+    for own in batches:
+        columns += [batch == own, (batch == own) & (k == 0), (batch == own) * k]
     return np.stack(columns, axis=1).astype(float)
 
 
@@ -143,11 +142,14 @@ def _expected_ms(shape: Shape, steps: Steps) -> float:
     """Return the milliseconds that the other steps suggest; 0 if none of them is smaller.
 
     A step takes at least as long as any with no larger batch and no more drafts. (One with drafts
-    does all that one of plain decoding does.) Below all others the model would extrapolate.
+    does all that one of plain decoding does.) Below all others the model would extrapolate. Own
+    costs of a batch could absorb a cliff.
     """
     others = {one: ms for one, ms in steps.items() if one != shape}
     smaller = [ms for (b, k), ms in others.items() if b <= shape[0] and k <= shape[1]]
-    return max(fit_cost_model(others).ms(*shape), *smaller) if smaller else 0.0
+    if not smaller:
+        return 0.0
+    return max(fit_cost_model(others, own_costs=False).ms(*shape), *smaller)
 
 
 def _limit(shape: Shape, steps: Steps) -> float:

@@ -154,7 +154,7 @@ class SpeedupTable:
             return None
         if not several:
             return next(iter(own.values()))
-        costs = fit_cost_model(steps, detailed=True)
+        costs = fit_cost_model(steps, own_costs=True)
         differences = [ms - costs.ms(batch, i) for i, ms in own.items()]
         return costs.ms(batch, k) + float(np.interp(k, [*own], differences))
 

@@ -32,6 +32,14 @@ def parallel_head(batch: int, k: int) -> float:
     return 5.0 + 0.01 * batch * (k + 1) + (0.8 if k else 0)
 
 
+def tiles(batch: int, k: int) -> float:
+    rows = batch * (k + 1)
+    return 0.25 + 0.002 * rows + 0.12 * sum(rows > r for r in (8, 16, 32)) + 0.04 * k
+
+
+COSTS = (additive, bandwidth_then_arithmetic, parallel_head, tiles)
+
+
 def noisy(cost: Cost, seed: int, sigma: float = 0.03) -> dict[tuple[int, int], float]:
     generator = np.random.default_rng(seed)
     noise = {(b, k): float(np.exp(generator.normal(0, sigma))) for b in BATCHES for k in KS}
@@ -40,8 +48,8 @@ def noisy(cost: Cost, seed: int, sigma: float = 0.03) -> dict[tuple[int, int], f
 
 def test_additive_costs_are_fitted_exactly() -> None:
     steps = {(b, k): additive(b, k) for b in (1, 4, 32) for k in (0, 1, 3, 5)}
-    for detailed in (False, True):
-        costs = fit_cost_model(steps, detailed=detailed)
+    for own_costs in (False, True):
+        costs = fit_cost_model(steps, own_costs=own_costs)
         for batch, k in ((2, 2), (16, 4), (32, 0), (8, 1)):
             assert costs.ms(batch, k) == pytest.approx(additive(batch, k), rel=0.01)
 
@@ -49,28 +57,29 @@ def test_additive_costs_are_fitted_exactly() -> None:
 def test_more_rows_or_drafts_never_cost_less() -> None:
     generator = np.random.default_rng(3)
     steps = {(b, k): float(generator.uniform(1, 9)) for b in BATCHES for k in KS}
-    for detailed in (False, True):
-        costs = fit_cost_model(steps, detailed=detailed)
+    for own_costs in (False, True):
+        costs = fit_cost_model(steps, own_costs=own_costs)
         drafted = [[costs.ms(b, k) for k in KS if k] for b in BATCHES]
         assert (np.diff(drafted, axis=1) >= -1e-9).all()
-        if not detailed:  # a batch may have costs of its own in a detailed model
+        if not own_costs:
             assert (np.diff(drafted, axis=0) >= -1e-9).all()
 
 
-def test_drafts_of_one_batch_may_cost_more_in_a_detailed_model() -> None:
+def test_drafts_of_one_batch_may_cost_more() -> None:
     def slow_drafts(batch: int, k: int) -> float:
         return additive(batch, k) + (0.5 * k if batch == 16 else 0)
 
     steps = {(b, k): slow_drafts(b, k) for b in (1, 4, 8, 16, 32) for k in (0, 1, 4, 7)}
-    costs = fit_cost_model(steps, detailed=True)
+    costs = fit_cost_model(steps, own_costs=True)
     for batch in (8, 16, 32):
         for k in (2, 5):
             assert costs.ms(batch, k) == pytest.approx(slow_drafts(batch, k), rel=0.01)
     assert costs.ms(12, 4) == pytest.approx(additive(12, 4), rel=0.01)  # it was not measured
-    assert fit_cost_model(steps).ms(16, 5) < 0.95 * slow_drafts(16, 5)  # a cliff stays one
+    shared = fit_cost_model(steps, own_costs=False)
+    assert shared.ms(16, 5) < 0.95 * slow_drafts(16, 5)  # a cliff stays one
 
 
-@pytest.mark.parametrize("cost", [additive, bandwidth_then_arithmetic, parallel_head])
+@pytest.mark.parametrize("cost", COSTS)
 def test_noisy_steps_without_a_cliff_raise_no_alarm(cost: Cost) -> None:
     for seed in range(20):
         assert find_cliffs(noisy(cost, seed)) == []
@@ -80,7 +89,7 @@ def test_noisy_steps_without_a_cliff_raise_no_alarm(cost: Cost) -> None:
         assert find_cliffs(few) == []
 
 
-@pytest.mark.parametrize("cost", [additive, bandwidth_then_arithmetic, parallel_head])
+@pytest.mark.parametrize("cost", COSTS)
 @pytest.mark.parametrize("shape", [(8, 3), (16, 8), (1, 1), (4, 0)])
 def test_a_planted_cliff_is_found_alone(cost: Cost, shape: tuple[int, int]) -> None:
     for seed in range(5):
