@@ -10,7 +10,9 @@ less:
 Plain decoding has a bias of its own. `knee_j` lets a row cost more once products are bound by
 arithmetic, `step_j` once kernels need another tile. With `own_costs` every measured batch has a
 constant, a constant of plain decoding and a cost of a draft of its own, since a head's kernels
-depend on the batch. The fit minimises relative errors (non-negative least squares).
+depend on the batch. Under load a step that emits more tokens holds more prefills of other requests:
+`prefill · (B − 1) · tokens(K)` is added. The fit minimises relative errors (non-negative least
+squares).
 """
 
 from __future__ import annotations
@@ -49,14 +51,17 @@ class CostModel:
     Attributes:
         coefficients: one of each feature.
         batches: those with costs of their own.
+        tokens: of a step under load, by K; empty: no requests are prefilled in steps.
     """
 
     coefficients: np.ndarray
     batches: Sequence[int]
+    tokens: Mapping[int, float]
 
     def ms(self, batch: int, k: int) -> float:
         """Return the milliseconds of a step; a batch that was not measured has no own costs."""
-        return float(_features([(batch, k)], self.batches)[0] @ self.coefficients)
+        features = _features([(batch, k)], self.batches, self.tokens)
+        return float(features[0] @ self.coefficients)
 
 
 @dataclass(frozen=True)
@@ -89,24 +94,33 @@ class Cliff:
         )
 
 
-def fit_cost_model(steps: Steps, *, own_costs: bool) -> CostModel:
-    """Return the cost model of measured steps, with own costs of each batch or without."""
+def fit_cost_model(
+    steps: Steps, *, own_costs: bool, tokens: Mapping[int, float] | None = None
+) -> CostModel:
+    """Return the cost model of measured steps, with own costs of each batch or without.
+
+    Args:
+        tokens: of a step by K, if other requests are prefilled in the steps.
+    """
     times = np.array([*steps.values()])
     batches = sorted({batch for batch, _ in steps}) if own_costs else []
-    features = _features([*steps], batches) / times[:, None]
+    features = _features([*steps], batches, tokens or {}) / times[:, None]
     penalised = len(TILES) + 3 * len(batches)
     penalty = PENALTY / times.mean() * np.eye(features.shape[1])[-penalised:]
     errors = np.append(np.ones(len(times)), np.zeros(len(penalty)))
     features = np.vstack([features, penalty])
-    return CostModel(nnls(features, errors)[0], batches)
+    return CostModel(nnls(features, errors)[0], batches, tokens or {})
 
 
-def _features(shapes: Sequence[Shape], batches: Sequence[int]) -> np.ndarray:
+def _features(
+    shapes: Sequence[Shape], batches: Sequence[int], tokens: Mapping[int, float]
+) -> np.ndarray:
     """Return the features of shapes, float64 [N, F]; `batches` have costs of their own."""
     batch, k = np.array(shapes, dtype=float).T
     rows = batch * (k + 1)
     columns = [k > 0, k == 0, rows, k, k * batch]
     columns += [np.maximum(0, rows - knee) for knee in KNEES]
+    columns += [(batch - 1) * [tokens.get(int(i), 0.0) for i in k]]
     columns += [rows > tile for tile in TILES]
     for own in batches:
         columns += [batch == own, (batch == own) & (k == 0), (batch == own) * k]

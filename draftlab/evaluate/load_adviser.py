@@ -1,7 +1,7 @@
 """The adviser under load: predict the goodput of every K at each measured concurrency.
 
-It is the model of `speedup_model.py`, with acceptance and steps of the decoded streams. The
-prefills of all running requests are part of an answer's time.
+It is the model of `speedup_model.py`, with acceptance and steps of the decoded streams. An answer
+also takes its TTFT, and the prefills of other requests are part of its steps.
 """
 
 from __future__ import annotations

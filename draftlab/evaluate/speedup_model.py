@@ -4,8 +4,8 @@ An answer of n tokens after the first takes
 
     answer(K) = fixed(K) + n / tokens_per_step(K) · step(K);   speed-up(K) = answer(0) / answer(K)
 
-with the milliseconds of a step and the tokens that it emits; `fixed` is the time of prefills, which
-TPOT leaves out (0) and load does not.
+with the milliseconds of a step and the tokens that it emits; `fixed` is the time to the first
+token, which TPOT leaves out (0) and load does not. Under load a step holds prefills of others.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class Measured:
     """The measurements of steps of one shape.
 
     Attributes:
-        step_ms: milliseconds of a step, without prefills.
+        step_ms: milliseconds of a step; under load prefills of other requests are part of it.
         acceptance: of the same prompts; None if it is unknown.
         speedup, speedup_ci: over plain decoding of the same prompts; None for plain decoding.
         step_ratio_ci: interval of `step_ms` over a step of plain decoding.
-        fixed_ms: milliseconds of an answer that no step of its own accounts for.
+        fixed_ms: milliseconds of an answer before its steps; not 0 under load.
         answer_tokens: tokens of an answer after its first; they matter with `fixed_ms` alone.
     """
 
@@ -88,21 +88,18 @@ class Measured:
     def from_load(cls, point: LoadPoint) -> Measured | None:
         """Return the measurement of a point under load; None without steps.
 
-        While a request runs, so do the prefills of all that run beside it, its own included.
+        The prefills of others stay in the steps. TTFTs do not tell how long these take: requests
+        that are admitted together share a prefill, and steps beside it are part of a TTFT.
         """
-        tokens = point.output_tokens / point.requests
-        answer_ms = 1e3 * point.mean_running * tokens / point.goodput_tok_s
-        fixed_ms = point.mean_running * point.ttft_ms.mean
-        if not point.tokens_per_step or answer_ms <= fixed_ms:
+        if not point.step_ms:
             return None
-        steps = (tokens - 1) / point.tokens_per_step
         return cls(
-            (answer_ms - fixed_ms) / steps,
+            point.step_ms,
             _acceptance(point.acceptance_at, point.tokens_per_step),
             point.speedup,
             point.speedup_ci,
-            fixed_ms=fixed_ms,
-            answer_tokens=tokens - 1,
+            fixed_ms=point.ttft_ms.mean,
+            answer_tokens=point.output_tokens / point.requests - 1,
         )
 
 
@@ -154,9 +151,20 @@ class SpeedupTable:
             return None
         if not several:
             return next(iter(own.values()))
-        costs = fit_cost_model(steps, own_costs=True)
+        tokens: dict[int, float] = {}
+        if self.measured[batch, 0].fixed_ms:
+            known = self._known_acceptance(batch, without)
+            for i in {k, *(i for _, i in steps)}:
+                tokens[i] = interpolate_acceptance(min(i, max(known)), known).tokens
+        costs = fit_cost_model(steps, own_costs=True, tokens=tokens)
         differences = [ms - costs.ms(batch, i) for i, ms in own.items()]
         return costs.ms(batch, k) + float(np.interp(k, [*own], differences))
+
+    def _known_acceptance(self, batch: int, without: int | None) -> dict[int, Acceptance]:
+        """Return the measured acceptance at a batch by K, but for the K that is left out."""
+        own = self.at_batch(batch).items()
+        known = {i: m.acceptance for i, m in own if i != without and m.acceptance}
+        return {0: Acceptance()} | known
 
     def predict(
         self,
@@ -187,8 +195,7 @@ class SpeedupTable:
         own = self.at_batch(batch)
         if not min(own) < k < max(own):
             return None
-        known = {i: m.acceptance for i, m in own.items() if i != k and m.acceptance}
-        predicted = self.predict(batch, k, known, without=k)
+        predicted = self.predict(batch, k, self._known_acceptance(batch, k), without=k)
         return predicted and predicted[2]
 
 

@@ -254,32 +254,6 @@ def test_untimed_rows_get_no_advice() -> None:
     assert advise([sample.baseline(), sample.row()]) is None
 
 
-def test_goodput_is_predicted_under_load() -> None:
-    """Where steps and acceptance are additive, each left-out K is predicted; plain may be best."""
-    report = sample.loaded_report()
-    load = {(one["temperature"], one["concurrency"]): one for one in report.adviser["load"]}
-    assert sorted(load) == [(t, c) for t in (0.0, 0.8) for c in (1, 4, 64)]
-    for (_, concurrency), one in load.items():
-        for p in one["predictions"]:
-            point = sample.load_point(concurrency, p["k"])
-            assert p["goodput_tok_s"] == pytest.approx(point.goodput_tok_s, rel=0.01)
-            if p["k"] in (1, 3, 5):
-                assert p["measured_speedup"] == point.speedup
-            if p["k"] == 3:
-                assert p["left_out_speedup"] == pytest.approx(point.speedup, rel=0.01)
-                assert (p["met"], p["close"]) == (True, True)
-    assert load[0.0, 1]["best_k"] > 2
-    assert load[0.0, 64]["best_k"] == 0
-    assert report.adviser["check"]["close"] == report.adviser["check"]["timed"] == 6
-    assert "6 are within 5 %" in report.adviser["check"]["text"]
-
-
-def test_configurations_without_a_fixed_k_have_no_place_in_a_table_by_k() -> None:
-    points = [sample.load_point(4, k) for k in (0, 1, 3, 5)]
-    odd = sample.load_point(4, 7, fixed_k=False, goodput_tok_s=1.0)
-    assert advise([], load=[*points, odd]) == advise([], load=points)
-
-
 @pytest.mark.parametrize(
     ("factor", "width", "met", "close"),
     [(1.04, 0.01, False, True), (1.06, 0.2, True, False), (1.06, 0.01, False, False)],

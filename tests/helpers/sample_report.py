@@ -218,13 +218,18 @@ def timed_report() -> Report:
     return with_adviser(rows)
 
 
-def load_point(concurrency: int, k: int, temperature: float = 0.0, **changes: Any) -> LoadPoint:
-    """Return a point whose times follow from a step of 5 ms, 0.3 more a draft and a row."""
+def load_point(
+    concurrency: int, k: int, temperature: float = 0.0, *, prefill_ms: float = 8.0, **changes: Any
+) -> LoadPoint:
+    """Return a point whose times follow from a step of 5 ms, 0.3 more a draft and a row.
+
+    Prefills run alone, one after the other.
+    """
     tokens = sum(0.7**i for i in range(k + 1))
     step_ms = 5 + 0.3 * k + 0.3 * concurrency * (k + 1)
-    answer_s = 1e-3 * (8 * concurrency + 63 / tokens * step_ms)  # 64 tokens
+    answer_s = 1e-3 * (prefill_ms * concurrency + 63 / tokens * step_ms)  # 64 tokens
     goodput, user = 64 * concurrency / answer_s, 1e3 * tokens / step_ms
-    plain = load_point(concurrency, 0).goodput_tok_s if k else goodput
+    plain = load_point(concurrency, 0, prefill_ms=prefill_ms).goodput_tok_s if k else goodput
     times = {
         f"{name}{ci}": (7.0, 8.0) if ci else 7.5
         for name in ("p50", "p90", "p99")
@@ -246,8 +251,8 @@ def load_point(concurrency: int, k: int, temperature: float = 0.0, **changes: An
         "user_tok_s": user,
         "user_tok_s_ci": (0.98 * user, 1.02 * user),
         "tpot_ms": Percentiles(mean=7.6, **times),
-        "ttft_ms": Percentiles(mean=8.0, **times),
-        "step_ms": step_ms + 1,
+        "ttft_ms": Percentiles(mean=prefill_ms, **times),
+        "step_ms": step_ms + prefill_ms * (concurrency - 1) * tokens / 63,
         "tokens_per_step": tokens,
         "acceptance_length": tokens if k else None,
         "acceptance_at": [0.7**i for i in range(1, k + 1)] if k else None,

@@ -1,0 +1,46 @@
+"""The adviser's predictions under load, for points with known times and acceptance."""
+
+from __future__ import annotations
+
+import pytest
+
+from draftlab.evaluate.adviser import advise
+from tests.helpers import sample_report as sample
+
+
+def test_goodput_is_predicted_under_load() -> None:
+    """Where steps and acceptance are additive, each left-out K is predicted; plain may be best."""
+    report = sample.loaded_report()
+    load = {(one["temperature"], one["concurrency"]): one for one in report.adviser["load"]}
+    assert sorted(load) == [(t, c) for t in (0.0, 0.8) for c in (1, 4, 64)]
+    for (_, concurrency), one in load.items():
+        for p in one["predictions"]:
+            point = sample.load_point(concurrency, p["k"])
+            assert p["goodput_tok_s"] == pytest.approx(point.goodput_tok_s, rel=0.01)
+            if p["k"] in (1, 3, 5):
+                assert p["measured_speedup"] == point.speedup
+            if p["k"] == 3:
+                assert p["left_out_speedup"] == pytest.approx(point.speedup, rel=0.01)
+                assert (p["met"], p["close"]) == (True, True)
+    assert load[0.0, 1]["best_k"] > 2
+    assert load[0.0, 64]["best_k"] == 0
+    assert report.adviser["check"]["close"] == report.adviser["check"]["timed"] == 6
+    assert "6 are within 5 %" in report.adviser["check"]["text"]
+
+
+def test_configurations_without_a_fixed_k_have_no_place_in_a_table_by_k() -> None:
+    points = [sample.load_point(4, k) for k in (0, 1, 3, 5)]
+    odd = sample.load_point(4, 7, fixed_k=False, goodput_tok_s=1.0)
+    assert advise([], load=[*points, odd]) == advise([], load=points)
+
+
+@pytest.mark.parametrize("prefill_ms", [0.1, 8.0, 60.0])
+@pytest.mark.parametrize("ks", [(0, 1, 3, 5), (0, 1, 2, 4, 8)])
+def test_prefills_in_steps_grow_with_the_tokens_of_a_step(
+    prefill_ms: float, ks: tuple[int, ...]
+) -> None:
+    """They are up to three fifths of an answer here; between two K's they follow no line."""
+    points = [sample.load_point(c, k, prefill_ms=prefill_ms) for c in (1, 4, 16) for k in ks]
+    advice = advise([], load=points)
+    assert advice["check"]["timed"] == 3 * (len(ks) - 3)
+    assert advice["check"]["worst_error"] < 0.015
