@@ -24,7 +24,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
 from acceptance_peers import MODULES, PEERS, WARMUP_STEPS, Task, Trained
+from acceptance_table import OURS, TEMPERATURES, Result, mean_al, table
 from options import decode, share_stages
 
 from draftlab.engine.sampling import Sampling
 from draftlab.errors import UserError
-from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.export.importing import import_head
 from draftlab.files import write_text
 from draftlab.heads.folder import load_head
@@ -72,25 +72,9 @@ SETTINGS = {
 }
 """Beside the recipes, which are made for a CPU: as many unrolled steps as drafts, larger heads, and
 what raised validation's AL at this number of tokens."""
-OURS, REPLAY, SAME_SECONDS = "ours", "ours, replay", "ours, replay for the same seconds"
+REPLAY, SAME_SECONDS = "ours, replay", "ours, replay for the same seconds"
 OUR_RATES = {"specforge": 4e-3}
 """Our learning rate for a peer's optimizer, where it is not the recipe's: AdamW on all weights."""
-TEMPERATURES = (0.0, 0.8)
-
-
-@dataclass(frozen=True)
-class Result:
-    """One trained head.
-
-    Attributes:
-        counters: by temperature, drafts and accepted drafts of each prompt, [P][2].
-    """
-
-    name: str
-    family: str
-    seed: int
-    trained: Trained
-    counters: dict[str, list[list[int]]]
 
 
 class Bench:
@@ -208,7 +192,7 @@ class Bench:
         if fields is None:
             raise TimeoutError(f"no time is left for {name} {family}, seed {seed}")
         result = Result(**fields | {"trained": Trained(**fields["trained"])})
-        print(f"{run}: AL {al([result], '0.0'):.3f} at T = 0, {result.trained}", flush=True)
+        print(f"{run}: AL {mean_al([result], '0.0'):.3f} at T = 0, {result.trained}", flush=True)
         return result
 
     def new_result(self, name: str, family: str, seed: int, train: Any) -> dict[str, Any]:
@@ -282,62 +266,6 @@ def our_training(folder: Path, recipe: Recipe, head: DraftHead) -> Trained:
     rate = recipe.train.learning_rate
     counts = int(steps[-1]), int(tokens.sum()), trained
     return Trained(*counts, rate, float(seconds.sum()), float(steady), peak)
-
-
-def al(results: Sequence[Result], temperature: str, index: Any = slice(None)) -> float:
-    """Return the mean of the seeds' AL over some prompts."""
-    values = []
-    for result in results:
-        drafts, accepted = np.array(result.counters[temperature])[index].sum(0)
-        values.append(1 + accepted / drafts)
-    return float(np.mean(values))
-
-
-def interval_text(value: float, low: float, high: float, sign: str = "") -> str:
-    return f"{value:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
-
-
-COLUMNS = (
-    "head | seeds | tokens seen | steps | trained parameters | learning rate | AL, T = 0 "
-    "| to ours | AL, T = 0.8 | to ours | seconds | steady | peak GiB"
-)
-
-
-def table(results: Sequence[Result]) -> str:
-    """Return the table. Intervals are over prompts, of the mean over the seeds of both heads."""
-    lines = [f"| {COLUMNS} |", "|---" * len(COLUMNS.split("|")) + "|"]
-    groups: dict[tuple[str, str], list[Result]] = {}
-    for result in results:
-        groups.setdefault((result.family, result.name), []).append(result)
-    for (family, name), group in groups.items():
-        ours = [r for r in groups[family, OURS] if r.seed in {g.seed for g in group}]
-        trained = [r.trained for r in group]
-        cells = [
-            f"{name}, {family}",
-            " ".join(str(r.seed) for r in group),
-            f"{np.mean([t.tokens_seen for t in trained]) / 1e6:.2f} M",
-            f"{np.mean([t.steps for t in trained]):.0f}",
-            f"{trained[0].parameters / 1e6:.2f} M",
-            f"{trained[0].learning_rate:g}",
-        ]
-        for temperature in map(str, TEMPERATURES):
-            count = len(group[0].counters[temperature])
-
-            def difference(index: Any, temperature: str = temperature) -> float:
-                return al(group, temperature, index) - al(ours, temperature, index)  # noqa: B023
-
-            def own(index: Any, temperature: str = temperature) -> float:
-                return al(group, temperature, index)  # noqa: B023
-
-            everything = np.arange(count)
-            cells.append(interval_text(own(everything), *bootstrap_interval(own, count)))
-            ends = bootstrap_interval(difference, count)
-            same = name == OURS
-            cells.append("" if same else interval_text(difference(everything), *ends, "+"))
-        for field in ("seconds", "steady_seconds", "peak_gib"):
-            cells.append(f"{np.mean([getattr(t, field) for t in trained]):.1f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
