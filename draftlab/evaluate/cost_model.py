@@ -127,18 +127,21 @@ def _features(
     return np.stack(columns, axis=1).astype(float)
 
 
-def find_cliffs(steps: Steps) -> list[Cliff]:
+def find_cliffs(steps: Steps, tokens: Mapping[int, float] | None = None) -> list[Cliff]:
     """Return the steps that take far longer than the others suggest, the farthest first.
 
     Each step is compared with all others; the farthest is then set aside, so that it does not spoil
     the comparison of the rest.
+
+    Args:
+        tokens: of a step by K, if other requests are prefilled in the steps.
     """
     cliffs: list[Cliff] = []
     rest = dict(steps)
     while len(rest) >= MIN_SHAPES:
         # Plain decoding has a bias of its own, which takes other steps of it to know.
         judged = [shape for shape in rest if sum((k > 0) == (shape[1] > 0) for _, k in rest) > 2]
-        expected = {shape: _expected_ms(shape, rest) for shape in judged}
+        expected = {shape: _expected_ms(shape, rest, tokens) for shape in judged}
         excess = {
             shape: rest[shape] / ms / _limit(shape, rest)
             for shape, ms in expected.items()
@@ -152,7 +155,7 @@ def find_cliffs(steps: Steps) -> list[Cliff]:
     return sorted(cliffs, key=lambda cliff: cliff.expected_ms / cliff.step_ms)
 
 
-def _expected_ms(shape: Shape, steps: Steps) -> float:
+def _expected_ms(shape: Shape, steps: Steps, tokens: Mapping[int, float] | None) -> float:
     """Return the milliseconds that the other steps suggest; 0 if none of them is smaller.
 
     A step takes at least as long as any with no larger batch and no more drafts. (One with drafts
@@ -163,7 +166,7 @@ def _expected_ms(shape: Shape, steps: Steps) -> float:
     smaller = [ms for (b, k), ms in others.items() if b <= shape[0] and k <= shape[1]]
     if not smaller:
         return 0.0
-    return max(fit_cost_model(others, own_costs=False).ms(*shape), *smaller)
+    return max(fit_cost_model(others, own_costs=False, tokens=tokens).ms(*shape), *smaller)
 
 
 def _limit(shape: Shape, steps: Steps) -> float:

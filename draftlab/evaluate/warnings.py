@@ -119,15 +119,18 @@ def _cliff_texts(
         else:
             drafted.setdefault((engine, temperature, head, draft_probs), []).append(step)
     texts: dict[int, list[str]] = {}
-    told: set[tuple[int, Shape]] = set()  # plain decoding is compared beside every head
+    reported: set[tuple[int, Shape]] = set()  # plain decoding is compared beside every head
     for key, members in (drafted or plain).items():
         group = plain.get(key[:2], []) + members if drafted else members
         owner = {shape: id(one) for one, shape, _ in group}
-        for cliff, text in summarize_cliffs(find_cliffs({shape: ms for _, shape, ms in group})):
+        points = [one for one, *_ in group if isinstance(one, LoadPoint)]
+        tokens = {point.k: point.tokens_per_step or 1.0 for point in points}
+        cliffs = find_cliffs({shape: ms for _, shape, ms in group}, tokens)
+        for cliff, text in summarize_cliffs(cliffs):
             shape = cliff.batch, cliff.k
-            if (owner[shape], shape) in told:
+            if (owner[shape], shape) in reported:
                 continue
-            told.add((owner[shape], shape))
+            reported.add((owner[shape], shape))
             texts.setdefault(owner[shape], []).append(text)
     return texts
 
