@@ -1,10 +1,10 @@
-"""Prefill of a few short prompts in static shapes, so that CUDA graphs hold it.
+"""Prefill of short prompts in static shapes, so that CUDA graphs hold it.
 
-Requests that replace finished ones are prefilled one or two at a time. The host then takes longer
+Requests that replace finished ones are prefilled a few at a time. The host then takes longer
 to launch the kernels of such a prefill than the GPU to run them, and running requests wait. Here
 prompts are padded to one of a few shapes, and on CUDA each shape is captured on first use: one
 graph runs the target and samples the first tokens, and another one proposes the first drafts. More
-prompts than a shape holds are several batches, since `prefill` takes ten times as long as a graph.
+prompts than a shape holds are split into several batches, since `prefill` takes much longer.
 """
 
 from __future__ import annotations
@@ -56,10 +56,11 @@ class SmallPrefill:
     def batches(
         self, sequences: list[Sequence], *, drafts: bool
     ) -> list[tuple[list[Sequence], PrefillShape | None]]:
-        """Split newly admitted sequences into batches of one shape each; None: it needs `prefill`.
+        """Split newly admitted sequences into batches, each with its shape; None: use `prefill`.
 
-        Prompts of similar lengths come together. Not split are equal prompts, which are computed
-        once, preempted sequences, and the many that only the start of a suite admits.
+        Prompts of similar lengths share a batch, and all too long ones do. `prefill` gets all
+        sequences if two prompts are equal, since it computes them once, if one of them was
+        preempted, or if they are many, as at the start of a suite alone.
 
         Args:
             drafts: whether to extend the draft model's cache.
@@ -84,7 +85,7 @@ class SmallPrefill:
         return batches
 
     def _fitting(self, sequences: list[Sequence]) -> tuple[int, int | None]:
-        """Return how many of the last sequences fit one shape, and its columns.
+        """Return how many of the last sequences fit one shape, and its columns; 0, None: none do.
 
         Args:
             sequences: in the order of their lengths.

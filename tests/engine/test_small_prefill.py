@@ -15,11 +15,16 @@ from tests.helpers.greedy_answers import outcomes, run
 
 
 class CountingPrefill(SmallPrefill):
-    """A prefill that keeps the shapes of its calls."""
+    """A prefill that keeps the shapes of its calls, and the numbers of prompts that it leaves."""
 
     def __call__(self, sequences, shape):
         self.shapes = [*getattr(self, "shapes", []), shape]
         return super().__call__(sequences, shape)
+
+    def batches(self, sequences, *, drafts):
+        batches = super().batches(sequences, drafts=drafts)
+        self.left = [len(batch) for batch, shape in batches if shape is None]
+        return batches
 
 
 def small_engine(*arguments, **options) -> Engine:
@@ -46,21 +51,22 @@ def test_prompts_that_fit_no_shape_or_several() -> None:
     target, heads, prompts = embedded("cpu")
     ids = prompts[0][1][:1]  # the shortest prompt that there can be
     groups = {
-        (1,): [(1, 32)],
-        (1, 1): [],  # equal prompts
-        (590,): [],
-        range(1, 18): [(16, 32), (1, 32)],
-        range(500, 505): [(4, 512), (1, 512)],
-        (590, 3, 580, 200, 1): [(4, 256)],  # the three short ones
-        range(1, 34): [],  # so many come at the start of a suite alone
+        (1,): ([(1, 32)], []),
+        (1, 1, 2): ([], [3]),  # equal prompts
+        (590,): ([], [1]),
+        range(1, 18): ([(16, 32), (1, 32)], []),
+        range(1, 33): ([(16, 32), (16, 32)], []),
+        range(500, 505): ([(4, 512), (1, 512)], []),
+        (590, 3, 580, 200, 1): ([(4, 256)], [2]),  # the two long ones share a pass
+        range(1, 34): ([], [33]),  # so many come at the start of a suite alone
     }
     engine = small_engine(target, drafter_of(heads["chain"], 0.0), batch=33, max_length=600)
-    for lengths, shapes in groups.items():
+    for lengths, (shapes, left) in groups.items():
         engine.small_prefill.shapes = []
         requests = [Request(str(n), ids * length, 4) for n, length in enumerate(lengths)]
         answers = {g.id: g.token_ids for g in run(engine, requests)}
         expected = [PrefillShape(*shape, limited=False, drafts=True) for shape in shapes]
-        assert engine.small_prefill.shapes == expected
+        assert (engine.small_prefill.shapes, engine.small_prefill.left) == (expected, left)
         alone = Engine(target, batch=1, max_length=600)
         for request in requests[:: max(len(requests) // 3, 1)]:
             (one,) = run(alone, [request])
@@ -87,8 +93,10 @@ def test_captures_before_requests_change_nothing(kind: str) -> None:
 
 def test_prompts_with_and_without_top_k_are_both_captured() -> None:
     target, _, prompts = embedded("cpu")
-    sampling = Sampling(0.8), Sampling(0.8, top_k=5)
+    sampling = Sampling(3.0), Sampling(3.0, top_k=2)
     requests = [Request(i, ids, 8, s) for (i, ids), s in zip(prompts[:2], sampling, strict=True)]
     engine = small_engine(target, batch=2, max_length=400)
     engine.capture_prefills(requests)
     assert {shape.limited for shape in engine.small_prefill._prefills} == {False, True}
+    expected = outcomes(run(Engine(target, batch=2, max_length=400), requests))
+    assert outcomes(run(engine, requests)) == expected

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from draftlab.evaluate.cost_model import Steps, find_cliffs, fit_cost_model
+from draftlab.evaluate.speedup_model import Measured
 from draftlab.evaluate.warnings import (
     summarize_cliffs,
     with_cliff_warnings,
@@ -65,18 +66,24 @@ def test_more_rows_or_drafts_never_cost_less() -> None:
             assert (np.diff(drafted, axis=0) >= -1e-9).all()
 
 
-def test_drafts_of_one_batch_may_cost_more() -> None:
-    def slow_drafts(batch: int, k: int) -> float:
-        return additive(batch, k) + (0.5 * k if batch == 16 else 0)
+@pytest.mark.parametrize("own_ms", [(0, 0, 0.5), (2, 2, 0), (2, 0, 0)], ids=str)
+def test_one_batch_may_cost_more(own_ms: tuple[float, float, float]) -> None:
+    """Its plain steps do, its steps with drafts, or each draft."""
+    plain_ms, drafted_ms, draft_ms = own_ms
 
-    steps = {(b, k): slow_drafts(b, k) for b in (1, 4, 8, 16, 32) for k in (0, 1, 4, 7)}
+    def slow_at_16(batch: int, k: int) -> float:
+        own = (drafted_ms + draft_ms * k) if k else plain_ms
+        return additive(batch, k) + (own if batch == 16 else 0)
+
+    steps = {(b, k): slow_at_16(b, k) for b in (1, 4, 8, 16, 32) for k in (0, 1, 4, 7)}
     costs = fit_cost_model(steps, own_costs=True)
     for batch in (8, 16, 32):
-        for k in (2, 5):
-            assert costs.ms(batch, k) == pytest.approx(slow_drafts(batch, k), rel=0.01)
+        for k in (0, 2, 5):
+            assert costs.ms(batch, k) == pytest.approx(slow_at_16(batch, k), rel=0.015)
     assert costs.ms(12, 4) == pytest.approx(additive(12, 4), rel=0.01)  # it was not measured
     shared = fit_cost_model(steps, own_costs=False)
-    assert shared.ms(16, 5) < 0.95 * slow_drafts(16, 5)  # a cliff stays one
+    slow = (16, 5) if draft_ms else (16, 0)
+    assert shared.ms(*slow) < 0.95 * slow_at_16(*slow)  # a cliff stays one
 
 
 @pytest.mark.parametrize("cost", COSTS)
@@ -227,3 +234,12 @@ def test_prefills_under_load_are_part_of_the_judged_steps() -> None:
     points = [p.model_copy(update={"ttft_ms": slow}) for p in points]
     warned = {(p.concurrency, p.k): p.warnings for p in with_load_cliff_warnings(points)}
     assert [shape for shape, texts in warned.items() if texts] == [(8, 3)]
+
+
+def test_points_without_steps_or_a_fixed_k_are_not_judged() -> None:
+    points = [sample.load_point(c, k) for c in (1, 4, 16) for k in (0, 1, 3, 5)]
+    none = sample.load_point(4, 7, step_ms=None)
+    adaptive = sample.load_point(16, 3, step_ms=1e3, fixed_k=False)
+    assert Measured.from_load(none) is None
+    judged = with_load_cliff_warnings([*points, none, adaptive])
+    assert [p.warnings for p in judged] == [p.warnings for p in [*points, none, adaptive]]

@@ -44,3 +44,27 @@ def test_prefills_in_steps_grow_with_the_tokens_of_a_step(
     advice = advise([], load=points)
     assert advice["check"]["timed"] == 3 * (len(ks) - 3)
     assert advice["check"]["worst_error"] < 0.015
+
+
+def test_a_concurrency_may_have_fewer_ks_than_others() -> None:
+    """The prefills in steps of a larger K are then known from the other concurrencies' steps."""
+    ks = {1: (0, 1, 2, 3, 5), 4: (0, 1, 2, 3), 16: (0, 1, 2, 3, 5)}
+    points = [sample.load_point(c, k, prefill_ms=20) for c in ks for k in ks[c]]
+    check = advise([], load=points)["check"]
+    assert check["timed"] == 2 + 1 + 2
+    assert check["worst_error"] < 0.05
+
+
+def test_the_acceptance_of_a_left_out_k_plays_no_part() -> None:
+    def left_out(**changes: object) -> list[float]:
+        points = [
+            sample.load_point(c, k, prefill_ms=60, **(changes if k == 3 else {}))
+            for c in (1, 4, 16)
+            for k in (0, 1, 3, 5)
+        ]
+        loads = advise([], load=points)["load"]
+        return [p["left_out_speedup"] for one in loads for p in one["predictions"] if p["k"] == 3]
+
+    expected = left_out()
+    assert len(expected) == 3
+    assert left_out(tokens_per_step=1.2, acceptance_at=[0.1, 0.05, 0.05]) == expected

@@ -40,6 +40,21 @@ def test_only_files_with_names_of_shards_are_shards(
     assert set(given.modified_ns.tolist()) == {NO_TIME}
 
 
+@pytest.mark.parametrize(("slow_s", "threads"), [(1e9, False), (0.0, True)])
+def test_each_shard_is_listed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_s: float, threads: bool
+) -> None:
+    """Also those whose answers tell whether threads pay."""
+    in_threads, calls = shard._in_threads, []
+    monkeypatch.setattr(shard, "_in_threads", lambda *a: calls.append(a) or in_threads(*a))
+    monkeypatch.setattr(shard, "SLOW_S", slow_s)
+    monkeypatch.setattr(shard, "_CHUNK", 3)
+    for number in range(20):
+        (tmp_path / shard_file(number)).touch()
+    assert sorted(ShardSizes.of(tmp_path).numbers.tolist()) == list(range(20))
+    assert bool(calls) == threads
+
+
 def test_a_link_in_the_folder_is_followed_and_one_out_of_it_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "store"
     folder.mkdir()
