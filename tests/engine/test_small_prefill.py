@@ -73,6 +73,23 @@ def test_prompts_that_fit_no_shape_or_several() -> None:
             assert answers[request.id] == one.token_ids
 
 
+@pytest.mark.parametrize("max_in_flight", [1, 3])
+def test_several_batches_may_be_in_flight(max_in_flight: int) -> None:
+    """As on a GPU. Some answers end with their prefill, and the small pool preempts some others."""
+    target, heads, prompts = embedded("cpu")
+    drafter = drafter_of(heads["chain"], 0.8)
+    requests = [
+        Request(i, (*ids[: (1, 20, 32, 33, 60)[n % 5]], n), (1, 2, 9, 30)[n % 4], Sampling(0.8))
+        for n, (i, ids) in enumerate(prompts[:24], 1)
+    ]
+    expected = outcomes(run(ReferenceEngine(target, drafter, batch=8, max_length=100), requests))
+    for options in ({}, {"num_blocks": 96, "block_size": 16}, {"prefill_tokens": 96}):
+        engine = small_engine(target, drafter, batch=24, max_length=100, **options)
+        engine.max_in_flight = max_in_flight
+        assert outcomes(run(engine, requests)) == expected
+        assert len(engine.small_prefill.shapes) >= 2
+
+
 @pytest.mark.parametrize("kind", ["chain", "parallel", "block"])
 def test_captures_before_requests_change_nothing(kind: str) -> None:
     """With adaptive steps of every number of drafts, which first drafts have too."""
