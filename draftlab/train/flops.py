@@ -104,8 +104,9 @@ def measure_mfu(
     """
     rate = matrix_rate(device, dtype)
     return flops / (rate * num_gpus), (
-        f"MFU: {rounded_text(flops / 1e9)} GFLOP a token, over {rounded_text(rate / 1e12)} TFLOP/s "
-        f"of a large product on each of the GPUs that have work ({num_gpus})"
+        f"MFU: {rounded_text(flops / 1e9)} GFLOP a token, as if every step ran every position (the "
+        f"rows that are skipped may raise it above 100 %), over {rounded_text(rate / 1e12)} "
+        f"TFLOP/s of a large product on each of the GPUs that have work ({num_gpus})"
     )
 
 
