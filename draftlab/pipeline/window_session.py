@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from draftlab.errors import UserError
 from draftlab.pipeline.window_shards import DamagedShardError, Demand, WindowShards, shard_number
-from draftlab.pipeline.worker_pool import MAX_ATTEMPTS, Outcome, Worker, WorkerPool
+from draftlab.pipeline.worker_pool import MAX_ATTEMPTS, Outcome, Worker, WorkerPool, done_futures
 from draftlab.store.shard_table import WrittenShard
 
 POLL_S = 0.05
@@ -109,11 +109,12 @@ class WindowSession:
         self.pool.hand_out("record_ahead", tasks, self.waiting, self.running)
         self._flush()
         if futures := [*self.running, *self.verifying]:
-            done = wait(futures, POLL_S, FIRST_COMPLETED).done
+            wait(futures, POLL_S, FIRST_COMPLETED)
+            verified = done_futures(self.verifying)
             # In the order of the calls: a later one reports what an earlier one computed.
-            for future in [future for future in self.running if future in done]:
+            for future in done_futures(self.running):
                 self._collect(future)
-            for future in done & self.verifying.keys():
+            for future in verified:
                 self._collect_verified(future)
         else:
             time.sleep(POLL_S)

@@ -10,7 +10,7 @@ import time
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -158,7 +158,8 @@ class WorkerPool(ABC):
                 if not running:
                     time.sleep(POLL_S)
                     continue
-                for future in wait(running, POLL_S, FIRST_COMPLETED).done:
+                wait(running, POLL_S, FIRST_COMPLETED)
+                for future in done_futures(running):
                     worker, number = running.pop(future)
                     try:
                         outcome = future.result()
@@ -239,6 +240,15 @@ class WorkerPool(ABC):
                 "its memory); the same command goes on after the finished tasks",
             )
         self.monitor.say(f"{reason}; its work is done by others")
+
+
+def done_futures(futures: Iterable[Future[Any]]) -> list[Future[Any]]:
+    """Return the futures that are done, in their order.
+
+    `wait` does not return those that the shutdown of their executor has cancelled, since no thread
+    takes them any more.
+    """
+    return [future for future in futures if future.done()]
 
 
 def has_text(log: Path) -> bool:

@@ -6,7 +6,7 @@ import errno
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -55,6 +55,19 @@ def test_a_shard_that_is_damaged_once_in_each_of_many_epochs_does_not() -> None:
         verify(one, DamagedShardError("other bytes"))
         verify(one, None)
     assert len(one.waiting) == 2 * MAX_ATTEMPTS
+
+
+def test_a_shard_whose_call_was_cancelled_with_its_worker_is_given_to_others() -> None:
+    """`concurrent.futures.wait` does not return a call that was cancelled before it began."""
+    one, call = session(), Future[Any]()
+    one.demand = cast(Any, SimpleNamespace(pop=lambda: None))
+    one.pool = cast(Any, SimpleNamespace(workers=[], hand_out=lambda *_: None))
+    one.announce = lambda: None
+    one.running[call] = cast(Any, SimpleNamespace()), 0
+    call.cancel()
+    one._make_shards()
+    assert list(one.waiting) == [0]
+    assert one.running == {}
 
 
 def test_what_waits_to_be_verified_is_left_when_the_training_ends() -> None:

@@ -66,6 +66,33 @@ def never(_: int) -> bool:
     return False
 
 
+class CancellingWorker(FakeWorker):
+    """A worker that ends at its first call; its other calls are cancelled before they begin."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__("node 9", log, never)
+        self.calls: list[Future[Outcome]] = []
+
+    def call(self, method: str, *arguments: Any) -> Future[Outcome]:
+        self.calls.append(Future())
+        if len(self.calls) == 1:
+            self.calls[0].set_exception(WorkerLostError("killed by SIGKILL"))
+        return self.calls[-1]
+
+    def close(self) -> None:
+        for call in self.calls:
+            call.cancel()
+
+
+@pytest.mark.timeout(60)
+def test_calls_that_were_cancelled_before_they_began_are_done_by_others(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with FakePool(log, never) as pool:
+        pool.new.insert(0, CancellingWorker(log))
+        assert sorted(pool.run("double", range(6))) == [(i, 2 * i) for i in range(6)]
+    assert len(pool.all[0].tasks) == 6
+
+
 def test_every_task_is_done_once_and_lines_are_said_once(tmp_path: Path) -> None:
     with FakePool(tmp_path / "log", never, never, never) as pool:
         results = list(pool.run("double", range(30)))
