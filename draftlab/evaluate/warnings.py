@@ -123,6 +123,7 @@ def _cliff_texts(
     for key, members in (drafted or plain).items():
         group = plain.get(key[:2], []) + members if drafted else members
         owner = {shape: id(one) for one, shape, _ in group}
+        # The tokens of a step hardly depend on the concurrency: those of any point of a K serve.
         points = [one for one, *_ in group if isinstance(one, LoadPoint)]
         tokens = {point.k: point.tokens_per_step or 1.0 for point in points}
         cliffs = find_cliffs({shape: ms for _, shape, ms in group}, tokens)

@@ -23,7 +23,7 @@ from draftlab.store.shard_table import ShardTable, WrittenShard
 
 LIST_THREADS = 4
 """Threads that ask for the sizes of a folder's files where each answer takes long."""
-SLOW_S = 5e-5
+SLOW_ANSWER_S = 5e-5
 """Seconds of an answer from which on threads pay, as over a network. A local disk's cache answers
 in 3 µs, and threads would then wait for each other at the interpreter's lock."""
 NO_TIME = -(2**63)
@@ -222,10 +222,10 @@ class ShardSizes(NamedTuple):
             with os.scandir(descriptor) as entries:
                 started = perf_counter()
                 parts = [_file_columns(folder, islice(entries, _CHUNK))]
-                if perf_counter() - started < SLOW_S * _CHUNK:
+                if perf_counter() - started < SLOW_ANSWER_S * _CHUNK:
                     parts.append(_file_columns(folder, entries))
                 else:
-                    parts += _in_threads(folder, entries)
+                    parts += _list_in_threads(folder, entries)
         finally:
             os.close(descriptor)
         columns = zip(*parts, strict=True)
@@ -245,8 +245,10 @@ class ShardSizes(NamedTuple):
         return result
 
 
-def _in_threads(folder: Path, entries: Iterator[os.DirEntry[str]]) -> list[tuple[array[int], ...]]:
-    """Return the shards among the files of a folder, as several threads see them."""
+def _list_in_threads(
+    folder: Path, entries: Iterator[os.DirEntry[str]]
+) -> list[tuple[array[int], ...]]:
+    """Have several threads take entries in turn; return the columns of each (`_file_columns`)."""
     lock = threading.Lock()
 
     def next_entries() -> list[os.DirEntry[str]]:

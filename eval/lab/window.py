@@ -139,9 +139,9 @@ def main() -> int:
         settings += ["train.batch_rows=2"]
     settings += options.settings
     device = torch.device("cpu" if options.tiny else "cuda")
-    is_written = options.tiny or options.target == "8b"
+    target = "tiny" if options.tiny else options.target
     conditions = {
-        "target": options.target,
+        "target": target,
         "tokens": options.tokens,
         "gpus": options.gpus,
         "settings": settings,
@@ -150,15 +150,15 @@ def main() -> int:
         options.results = options.results.absolute()
     parts = Measurements(options, conditions, device)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
-        size = 34e3 * options.tokens + (0 if options.tiny else 17e9)
+        size = 34e3 * options.tokens + (17e9 if target == "8b" else 0)
         require(gpus=0 if options.tiny else options.gpus, disk=(Path(name), size))
         os.chdir(name)
         embedded = local_target(TargetSettings(path="embedded"))
         tokenizer = AutoTokenizer.from_pretrained(embedded)
-        if is_written:
+        if target != "embedded":
             write_target(Path("target"), embedded, tokenizer, options.tiny)
         write_prompts(Path("prompts.jsonl"), options.tokens, tokenizer, 2048)
-        recipe = {"target": "target" if is_written else "embedded"} | RECIPE
+        recipe = {"target": "embedded" if target == "embedded" else "target"} | RECIPE
         Path("window.yaml").write_text(json.dumps(recipe))
         gpus = ["--gpus", str(options.gpus)] if options.gpus > 1 else []
 

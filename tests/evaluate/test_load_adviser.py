@@ -9,7 +9,7 @@ from tests.helpers import sample_report as sample
 
 
 def test_goodput_is_predicted_under_load() -> None:
-    """Where steps and acceptance are additive, each left-out K is predicted; plain may be best."""
+    """The points' costs are additive, so that predictions are exact. At 64 no K beats K = 0."""
     report = sample.loaded_report()
     load = {(one["temperature"], one["concurrency"]): one for one in report.adviser["load"]}
     assert sorted(load) == [(t, c) for t in (0.0, 0.8) for c in (1, 4, 64)]
@@ -39,7 +39,7 @@ def test_configurations_without_a_fixed_k_have_no_place_in_a_table_by_k() -> Non
 def test_prefills_in_steps_grow_with_the_tokens_of_a_step(
     prefill_ms: float, ks: tuple[int, ...]
 ) -> None:
-    """They are up to three fifths of an answer here; between two K's they follow no line."""
+    """Prefills take up to three fifths of an answer here, and are no linear function of K."""
     points = [sample.load_point(c, k, prefill_ms=prefill_ms) for c in (1, 4, 16) for k in ks]
     advice = advise([], load=points)
     assert advice["check"]["timed"] == 3 * (len(ks) - 3)

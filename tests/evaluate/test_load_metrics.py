@@ -97,7 +97,7 @@ def test_prefills_of_others_are_part_of_a_step_and_of_the_percentiles() -> None:
 def test_the_adviser_leaves_the_prefills_of_others_in_a_step(
     concurrency: int, beside_s: float
 ) -> None:
-    """Where a TTFT holds a step that runs beside it, C of them take longer than an answer."""
+    """With `beside_s` a TTFT contains a step, and the TTFTs of all requests exceed an answer."""
     run, _ = simulate(concurrency, tokens_a_step=6)
     for one in run.rounds:
         one.measured[:] = [

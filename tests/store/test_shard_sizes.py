@@ -25,7 +25,7 @@ OTHERS = (
 def test_only_files_with_names_of_shards_are_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_s: float
 ) -> None:
-    monkeypatch.setattr(shard, "SLOW_S", slow_s)
+    monkeypatch.setattr(shard, "SLOW_ANSWER_S", slow_s)
     monkeypatch.setattr(shard, "_CHUNK", 3)
     files = {shard_file(number): size for number, size in SHARDS.items()} | dict.fromkeys(OTHERS, 1)
     for name, size in files.items():
@@ -45,9 +45,9 @@ def test_each_shard_is_listed_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slow_s: float, threads: bool
 ) -> None:
     """Also those whose answers tell whether threads pay."""
-    in_threads, calls = shard._in_threads, []
-    monkeypatch.setattr(shard, "_in_threads", lambda *a: calls.append(a) or in_threads(*a))
-    monkeypatch.setattr(shard, "SLOW_S", slow_s)
+    in_threads, calls = shard._list_in_threads, []
+    monkeypatch.setattr(shard, "_list_in_threads", lambda *a: calls.append(a) or in_threads(*a))
+    monkeypatch.setattr(shard, "SLOW_ANSWER_S", slow_s)
     monkeypatch.setattr(shard, "_CHUNK", 3)
     for number in range(20):
         (tmp_path / shard_file(number)).touch()
