@@ -4,6 +4,7 @@
     python eval/lab/window.py --target embedded --window 400MB --steps 400
     python eval/lab/window.py --gpus 1        # one GPU records and trains
     python eval/lab/window.py --tiny          # the same on a CPU, in a minute
+    python eval/lab/window.py --tiny --target embedded record.backend=vllm record.vllm.python=FILE
 
 A target of Llama-3.1-8B's shapes with random weights is written into DIR (16 GB), or the target is
 the embedded one. An EAGLE3 head is trained on random conversations twice: on a full store
@@ -139,7 +140,7 @@ def main() -> int:
         settings += ["train.batch_rows=2"]
     settings += options.settings
     device = torch.device("cpu" if options.tiny else "cuda")
-    target = "tiny" if options.tiny else options.target
+    target = "tiny" if options.tiny and options.target == "8b" else options.target
     conditions = {
         "target": target,
         "tokens": options.tokens,
