@@ -108,8 +108,9 @@ def _checked(answers: Path, sha256: str, monitor: Monitor) -> Iterator[Conversat
     manifest, count = answers.with_suffix(".json"), 0
     written = read_json(manifest, kind="manifest of answers") if manifest.exists() else {}
     total = written.get("conversations", 0)
+    expected = total or _count_lines(answers)  # given answers have no manifest
     for count, conversation in enumerate(iterate_conversations(answers, do=ANSWERS_HELP), 1):
-        monitor.progress("samples", count, max(count, total))
+        monitor.progress("samples", count, max(count, expected))
         yield conversation
     if written.get("sha256", sha256) != sha256:
         monitor.say(
@@ -117,6 +118,11 @@ def _checked(answers: Path, sha256: str, monitor: Monitor) -> Iterator[Conversat
             f"{count:,} conversations. To restore it, remove it: `draftlab prepare` generates all "
             "answers again"
         )
+
+
+def _count_lines(path: Path) -> int:
+    with open(path, "rb") as file:
+        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
 
 
 def build_samples(

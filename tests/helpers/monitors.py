@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from draftlab.progress import Monitor
 
 
 class RecordingMonitor(Monitor):
-    """Records all lines, and the arguments of the last `progress` call."""
+    """Records all lines, the last `progress` call, and how often each stage was reported done."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.last_progress: tuple = ()
+        self.times_done: Counter[str] = Counter()
 
     @property
     def text(self) -> str:
@@ -21,3 +24,4 @@ class RecordingMonitor(Monitor):
 
     def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
         self.last_progress = (stage, done, total, detail)
+        self.times_done[stage] += done >= total

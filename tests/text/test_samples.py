@@ -89,6 +89,7 @@ def test_the_index_holds_the_samples_and_is_made_again_when_anything_changed(
     samples, monitor = opened()
     assert samples == expected
     assert "indexing" in monitor.lines[0]
+    assert monitor.times_done["samples"] == 1  # a log has a line whenever a stage is done
     with monkeypatch.context() as patch:  # a second process reads no line of the file
         patch.setattr("draftlab.text.samples.iterate_conversations", None)
         samples, monitor = opened()
