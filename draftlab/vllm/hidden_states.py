@@ -44,7 +44,9 @@ SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "draftlab-states-"
 _LOCKED_AFTER_S = 60  # every folder in use is locked so long after it was made
 BATCH_SIZE = 256
-"""Maximum number of requests in a forward pass, as far as record.batch_tokens allows."""
+"""Maximum number of requests in a forward pass, as far as record.batch_tokens allows. A window has
+1: its shards are recorded again, and rounding depends on the requests that share a pass, which
+depend on when vLLM receives them."""
 
 
 class VllmStateSource:
@@ -100,7 +102,7 @@ class VllmStateSource:
                 "target": str(target.folder.resolve()),
                 "dtype": str(target.dtype).removeprefix("torch."),
                 "max_model_len": max(positions, 16),
-                "max_num_seqs": BATCH_SIZE,
+                "max_num_seqs": BATCH_SIZE if self.settings.window is None else 1,
                 "boundaries": self.boundaries,
                 "states_folder": str(folder),
                 "engine_extra": {

@@ -58,10 +58,12 @@ def workshop(answered: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 def test_a_window_gives_the_bits_of_a_full_store(
     workshop: Path, option: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    setups: list[dict[str, Any]] = []
     if option == "vllm":
         target = load_target(TargetSettings(path=str(workshop / "toy"), device="cpu"))
 
         def start(setup: dict[str, Any], *_: Any) -> StandIn:
+            setups.append(setup)
             return StandIn(target, [])(setup)
 
         monkeypatch.setattr(hidden_states, "VllmProcess", start)
@@ -75,6 +77,8 @@ def test_a_window_gives_the_bits_of_a_full_store(
         folder = workshop / "runs" / run / "head"
         heads.append({path.name: path.read_bytes() for path in folder.iterdir()})
     assert heads[0] == heads[1]
+    # Shards that are recorded again have the same bytes if no pass has several requests.
+    assert {setup["max_num_seqs"] for setup in setups} == ({1} if option == "vllm" else set())
     assert "of them again" in result.output
 
 

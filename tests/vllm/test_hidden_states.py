@@ -110,6 +110,7 @@ def test_the_store_equals_that_of_the_other_backend(
     assert_same(store, expected)
     assert setup["boundaries"] == [0, 2, 3, 4]
     assert (setup["max_model_len"], setup["dtype"]) == (66, "float32")
+    assert setup["max_num_seqs"] == hidden_states.BATCH_SIZE
     assert end == {"closed": True}
     assert not Path(setup["states_folder"]).exists()
     assert sorted(file_hashes(tmp_path / "one")) == sorted(file_hashes(tmp_path / "other"))
