@@ -7,6 +7,8 @@ are those of `train/fast/layers.py`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -68,6 +70,9 @@ class _BlockPass:
 
     Args:
         anchors: rows of the first step.
+
+    Attributes:
+        padded: rows of all slots, by slot: those of `anchors` for each.
     """
 
     def __init__(
@@ -77,12 +82,16 @@ class _BlockPass:
         self.ops, self.eps = ops, head.config.rms_norm_eps
         self.num_slots = head.config.block_size
         positions = batch.positions.flatten()
-        slots = torch.arange(1, self.num_slots + 1, device=positions.device)
-        slot_positions = (slots[:, None] + positions[anchors.origin]).flatten()
+        slots = torch.arange(self.num_slots, device=positions.device)[:, None]
+        slot_positions = (positions[anchors.origin] + 1 + slots).flatten()
         self.angles = head.rope.angles(torch.cat([positions, slot_positions]))
-        self.sizes = [len(positions), *[len(anchors.valid_rows)] * self.num_slots]
         self.starts = row_starts(document_starts(batch.documents), anchors)
-        self.slot_rows = slot_row_indices(anchors.index, self.num_slots)
+        self.key_rows = slot_row_indices(anchors.index, self.num_slots)
+        self.padded = replace(
+            anchors,
+            index=anchors.index.repeat(self.num_slots, 1),
+            valid_rows=(anchors.valid_rows + anchors.index.numel() * slots).flatten(),
+        )
 
     def run(self) -> Tensor:
         """Return the outputs [slots · n, H]."""
@@ -115,19 +124,19 @@ class _BlockPass:
 
     def attend(self, inputs: LayerInputs, window: int | None) -> Tensor:
         """Return attended values [slots · n, Q]."""
-        anchors, shape = self.anchors, self.batch.tokens.shape
-        query = inputs.query.unflatten(0, (self.num_slots, -1)).transpose(0, 1)
-        # A single split of each tensor: its gradient is concatenated once.
-        (key, *keys), (value, *values) = (x.split(self.sizes) for x in (inputs.key, inputs.value))
-        keys, values = (tuple(pad_rows(x, anchors) for x in slots) for slots in (keys, values))
+        query, key, value = (
+            pad_rows(x, self.padded).unflatten(0, (self.num_slots, -1))
+            for x in (inputs.query, inputs.key, inputs.value)
+        )
+        context = inputs.context_key, inputs.context_value
         attended = block_attention(
-            pad_rows(query, anchors),
-            (key.unflatten(0, shape), value.unflatten(0, shape)),
-            StepKeyValues(keys, values, self.slot_rows),
-            anchors.index,
+            query.permute(1, 2, 0, 3, 4),
+            tuple(x.unflatten(0, self.batch.tokens.shape) for x in context),
+            StepKeyValues(key.unbind(), value.unbind(), self.key_rows),
+            self.anchors.index,
             self.starts,
             window=window,
             is_causal=self.head.config.is_causal,
         )
-        by_slot = unpad_rows(attended, anchors).transpose(0, 1)
-        return by_slot.reshape(len(inputs.query), -1)
+        by_slot = attended.permute(2, 0, 1, 3, 4).flatten(0, 1)
+        return unpad_rows(by_slot, self.padded).flatten(1)

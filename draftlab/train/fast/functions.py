@@ -49,6 +49,7 @@ class LayerInputs(NamedTuple):
         residual: [n, H]; None for all rows of `previous`.
         query, key, value: [rows, heads, head_dim], the first two rotated; None where `Projections`
             has no weights.
+        context_key, context_value: [C, kv heads, head_dim]; None without context.
     """
 
     previous: Tensor
@@ -56,6 +57,8 @@ class LayerInputs(NamedTuple):
     query: Tensor | None
     key: Tensor | None
     value: Tensor | None
+    context_key: Tensor | None
+    context_value: Tensor | None
 
 
 def layer_inputs(
@@ -75,8 +78,7 @@ def layer_inputs(
             last row of hidden states stands for all further ones: the products are expanded.
         origin: int64 [n], rows of `previous`, none twice; None: all.
         index: int64 [n], rows of `embedded` that are added, none twice.
-        context: [C, H], rows without a norm whose keys and values precede the others; with it
-            `Projections` has both weights.
+        context: [C, H], rows without a norm of which keys and values are returned.
     """
     shared = projections.embedded, projections.query, projections.key_value
     embedded, *weights = (None if each is None else each.tensor for each in shared)
@@ -101,6 +103,10 @@ class _LayerInputs(torch.autograd.Function):
         ctx.ops, ctx.eps = projections.ops, projections.eps
         ctx.norm_before_residual = projections.norm_before_residual
         ctx.num_previous, ctx.num_context = len(previous), 0 if context is None else len(context)
+        context_key = context_value = None
+        if context is not None:
+            context_key, key = key[: len(context)], key[len(context) :]
+            context_value, value = value[: len(context)], value[len(context) :]
         ctx.embedded = None if embedded is None else (embedded.shape, embedded.dtype)
         # Not the matrices: nodes of a graph live on behind its backward pass.
         shared = projections.query, projections.key_value, projections.embedded
@@ -108,7 +114,8 @@ class _LayerInputs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if residual is not None and projections.norm_before_residual:
             residual = read
-        return previous.view_as(previous), residual, query, key, value
+        rotated = query, key, value, context_key, context_value
+        return previous.view_as(previous), residual, *rotated
 
     @staticmethod
     @once_differentiable

@@ -104,8 +104,9 @@ def layer_inputs(rows: Rows, weights: Weights, eps: float) -> Rows:
             of the norms of queries and of keys, or None.
 
     Returns:
-        The rows of `previous` (None: all), what the products read (None: these rows), queries, keys
-        and values. Then the products that norms of queries and of keys read, or None.
+        The rows of `previous` (None: all), what the products read (None: these rows), queries, and
+        keys and values, first those of `context`. Then the products that norms of queries and of
+        keys read, or None.
     """
     previous, context, origin, embedded, index, *angles = rows
     norm, query_weight, key_value_weight, query_norm, key_norm = weights
@@ -148,15 +149,19 @@ def layer_inputs_backward(rows: Rows, weights: Weights, eps: float) -> Rows:
 
     Args:
         rows: hidden states; cosines and sines; the products that norms read; the gradients of
-            queries, keys and values; other gradients of hidden states and of normed ones.
+            queries, keys and values, and of keys and values of `context`; other gradients of hidden
+            states and of normed ones.
         weights: those of `layer_inputs`.
     """
     hidden, *angles, query_product, key_value_product = rows[:5]
-    d_query, d_key, d_value, d_hidden, d_normed = rows[5:]
+    d_query, d_key, d_value, d_context_key, d_context_value, d_hidden, d_normed = rows[5:]
     norm, query_weight, key_value_weight, query_norm, key_norm = weights
-    num_context = 0 if d_query is None else len(angles[0]) - len(d_query)
+    num_context = 0 if d_context_key is None else len(d_context_key)
     d_key_value = d_context = d_norm = d_query_norm = d_key_norm = None
     if d_key is not None:
+        if num_context:
+            d_key = torch.cat([d_context_key, d_key])
+            d_value = torch.cat([d_context_value, d_value])
         d_key, d_key_norm = rotated_backward(d_key, key_value_product, key_norm, angles, eps)
         d_key_value = torch.cat([d_key, d_value.flatten(1)], 1)
         d_key_value = expand_last_backward(d_key_value, num_context + len(hidden))

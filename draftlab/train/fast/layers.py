@@ -85,7 +85,7 @@ def pad_rows(x: Tensor, rows: StepRows) -> Tensor:
     size = rows.index.numel()
     if len(x) < size:
         x = x.new_zeros(size, *x.shape[1:]).index_copy(0, rows.valid_rows, x)
-    return x.unflatten(0, rows.index.shape)
+    return x.view(*rows.index.shape, *x.shape[1:])
 
 
 def unpad_rows(x: Tensor, rows: StepRows) -> Tensor:

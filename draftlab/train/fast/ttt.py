@@ -137,14 +137,14 @@ class _Unroll:
         """
         rows = self.batch.steps[k]
         projections = self.queries if k == 0 else self.every
-        previous, residual, query, *key_value = layer_inputs(
+        inputs = layer_inputs(
             projections, previous, self.angles[k], origin=rows.origin, index=rows.teacher_index
         )
         if k > 0:
-            key_value = (pad_rows(x, rows) for x in key_value)
+            key_value = (pad_rows(x, rows) for x in (inputs.key, inputs.value))
             step_keys = StepKeyValues.extend(step_keys, *key_value, rows.select)
-        query, starts = pad_rows(query, rows), row_starts(self.starts, rows)
+        query, starts = pad_rows(inputs.query, rows), row_starts(self.starts, rows)
         attended = ttt_attention(query, self.key, self.value, rows.index, starts, step_keys)
-        attended = unpad_rows(attended.flatten(2), rows)
-        output = self.weights.run_output(self.ops, attended, residual, self.eps)
-        return previous, self.head.output_norm(output), step_keys
+        attended = unpad_rows(attended, rows).flatten(1)
+        output = self.weights.run_output(self.ops, attended, inputs.residual, self.eps)
+        return inputs.previous, self.head.output_norm(output), step_keys
