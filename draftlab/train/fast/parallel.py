@@ -83,15 +83,15 @@ class _ParallelPass:
         self.angles = head.rope.angles(torch.cat([positions, *masked_positions]))
         self.starts = document_starts(batch.documents)
         self.step_starts = [row_starts(self.starts, rows) for rows in steps]
-        slots = torch.arange(batch.tokens.shape[1], device=positions.device)
-        self.index = slots.repeat(len(batch.tokens), 1)
+        every = torch.arange(self.num_positions, device=positions.device)
+        self.index = every[: batch.tokens.shape[1]].repeat(len(batch.tokens), 1)
         # At each depth, the rows of the depths before (`StepKeyValues`).
         self.depth_rows: list[Tensor] = []
         for rows in steps[1:]:
-            own = torch.arange(rows.index.numel(), device=positions.device)
+            own = every[: rows.index.numel()].view(1, *rows.index.shape)
             previous = self.depth_rows[-1:]
             selected = [x.gather(2, rows.select.expand(len(x), -1, -1)) for x in previous]
-            self.depth_rows.append(torch.cat([*selected, own.view(1, *rows.index.shape)]))
+            self.depth_rows.append(torch.cat([*selected, own]))
 
     def run(self) -> Tensor:
         """Return the outputs [N_0 + M, H] at the rows that carry loss, sorted by depth."""
