@@ -1,6 +1,7 @@
 """`block_outputs` with less work and the same outputs and gradients (methods §7).
 
-Rows are the slots of valid anchors; padding exists in attention only. Up to the first layer's
+Rows are the slots of valid anchors, by slot: the keys of a slot lie side by side, as attention
+reads them. Padding exists in attention only. Up to the first layer's
 attention all mask tokens are equal and share one row. Weights and the operations between products
 are those of `train/fast/layers.py`.
 """
@@ -72,7 +73,7 @@ class _BlockPass:
         anchors: rows of the first step.
 
     Attributes:
-        padded: rows of all slots, by slot: those of `anchors` for each.
+        padded: rows of all slots [slots, B, A], those of `anchors` for each.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class _BlockPass:
         self.key_rows = slot_row_indices(anchors.index, self.num_slots)
         self.padded = replace(
             anchors,
-            index=anchors.index.repeat(self.num_slots, 1),
+            index=anchors.index.expand(self.num_slots, -1, -1),
             valid_rows=(anchors.valid_rows + anchors.index.numel() * slots).flatten(),
         )
 
@@ -125,8 +126,7 @@ class _BlockPass:
     def attend(self, inputs: LayerInputs, window: int | None) -> Tensor:
         """Return attended values [slots · n, Q]."""
         query, key, value = (
-            pad_rows(x, self.padded).unflatten(0, (self.num_slots, -1))
-            for x in (inputs.query, inputs.key, inputs.value)
+            pad_rows(x, self.padded) for x in (inputs.query, inputs.key, inputs.value)
         )
         context = inputs.context_key, inputs.context_value
         attended = block_attention(
@@ -138,5 +138,4 @@ class _BlockPass:
             window=window,
             is_causal=self.head.config.is_causal,
         )
-        by_slot = attended.permute(2, 0, 1, 3, 4).flatten(0, 1)
-        return unpad_rows(by_slot, self.padded).flatten(1)
+        return unpad_rows(attended.permute(2, 0, 1, 3, 4), self.padded).flatten(1)

@@ -1,7 +1,7 @@
 """The parts of a layer before and behind its attention, each one autograd function.
 
-An unroll runs a layer many times on few rows. Autograd's bookkeeping of single operations would
-then take longer than the operations. Gradients of weights add up in place (`Shared`).
+A small head's operations take a GPU less time than autograd's bookkeeping of each takes the host,
+and an unroll runs a layer many times. Gradients of weights add up in place (`Shared`).
 """
 
 from __future__ import annotations
@@ -74,11 +74,11 @@ def layer_inputs(
 
     Args:
         previous: [N, H], hidden states.
-        angles: of the rows (`Rope`); first of those of `context`. If there are more or fewer, the
-            last row of hidden states stands for all further ones: the products are expanded.
+        angles: of the rows (`Rope`), behind those of `context`. If there are other than N of them,
+            the last row of `previous` stands for all further rows, or for none.
         origin: int64 [n], rows of `previous`, none twice; None: all.
         index: int64 [n], rows of `embedded` that are added, none twice.
-        context: [C, H], rows without a norm of which keys and values are returned.
+        context: [C, H], rows that have keys and values alone, and no norm.
     """
     shared = projections.embedded, projections.query, projections.key_value
     embedded, *weights = (None if each is None else each.tensor for each in shared)
@@ -123,7 +123,7 @@ class _LayerInputs(torch.autograd.Function):
         saved, (query, key_value, embedded) = ctx.saved_tensors, ctx.sums
         rows, (read, origin, index), weights = saved[:5], saved[5:8], saved[8:]
         if all(gradient is None for gradient in (d_residual, *d_rotated)):
-            return None, d_previous, *[None] * 12
+            return None, d_previous, *[None] * 11
         d_hidden, d_normed = d_previous if origin is None else d_residual, None
         if origin is not None and ctx.norm_before_residual:
             d_hidden, d_normed = None, d_residual

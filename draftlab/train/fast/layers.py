@@ -81,7 +81,11 @@ class LayerWeights:
 
 
 def pad_rows(x: Tensor, rows: StepRows) -> Tensor:
-    """Return x [n, …], of the valid rows alone, as [B, R, …] with zeros in padding rows."""
+    """Return x [n, …], of the valid rows alone, as [B, R, …] with zeros in padding rows.
+
+    Args:
+        rows: `index` may have further leading dimensions.
+    """
     size = rows.index.numel()
     if len(x) < size:
         x = x.new_zeros(size, *x.shape[1:]).index_copy(0, rows.valid_rows, x)
@@ -89,6 +93,6 @@ def pad_rows(x: Tensor, rows: StepRows) -> Tensor:
 
 
 def unpad_rows(x: Tensor, rows: StepRows) -> Tensor:
-    """Return the valid rows [n, …] of x [B, R, …]."""
-    flat = x.flatten(0, 1)
+    """Return the valid rows [n, …] of x [B, R, …], the inverse of `pad_rows`."""
+    flat = x.flatten(0, rows.index.ndim - 1)
     return flat.index_select(0, rows.valid_rows) if len(rows.valid_rows) < len(flat) else flat

@@ -97,7 +97,6 @@ class _Unroll:
         self.weights = weights = LayerWeights(layer, dtype, hidden_weights)
         self.starts = document_starts(batch.documents)
         positions = batch.positions.flatten()
-        # The norm's weights are folded into the projection.
         projection = (torch.cat(embedding_weights) * layer.input_layernorm.weight).to(dtype)
         embeddings = head.embed_tokens(batch.tokens).flatten(0, 1).to(dtype)
         embedded = Shared(F.linear(normed(embeddings, None, self.eps), projection))

@@ -116,9 +116,11 @@ def block_attention(
             parts.append(attend(part, slot + 1 if is_causal else num_slots, first))
     else:
         queries = num_slots * query.shape[3] // num_kv_heads
+        if queries <= MOST_QUERIES:
+            return attend(query, num_slots, starts)
         at_once = query.chunk(-(-queries // MOST_QUERIES), 2)
         parts = [attend(part, num_slots, starts) for part in at_once]
-    return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
+    return torch.cat(parts, 2)
 
 
 def block_weights(gamma: float, counts: Sequence[int]) -> list[float]:
