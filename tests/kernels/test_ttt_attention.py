@@ -177,7 +177,7 @@ def test_kernels_of_blocks(
         output = block.block_attention(
             query,
             (key, value),
-            (own[0], own[1]),
+            StepKeyValues(*(x.unbind(2) for x in own), block.slot_row_indices(index, slots)),
             index,
             starts,
             window=window,

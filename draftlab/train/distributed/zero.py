@@ -22,7 +22,7 @@ from draftlab.errors import UserError
 from draftlab.train.checkpoint import trainable
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.backends import ShardedBackend, Tensors, steps_on_device
-from draftlab.train.fast.choose_forward import tiny_batch
+from draftlab.train.fast.choose_forward import random_batch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -127,7 +127,7 @@ class Zero(ShardedBackend):
 
         DeepSpeed gives access to the moments of a parameter after the first step.
         """
-        batch = tiny_batch(self.head).to(self.ranks.device)
+        batch = random_batch(self.head, 32).to(self.ranks.device)
         loss, _ = self.forward(batch, [0.0] * len(batch.steps), reduce=True)
         self._backward(loss)
         self.step(0.0)

@@ -1,30 +1,31 @@
 """`block_outputs` with less work and the same outputs and gradients (methods §7).
 
-Rows are the slots of valid anchors; padding exists in attention only. Up to the first layer's
+Rows are the slots of valid anchors, by slot: the keys of a slot lie side by side, as attention
+reads them. Padding exists in attention only. Up to the first layer's
 attention all mask tokens are equal and share one row. Weights and the operations between products
 are those of `train/fast/layers.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.heads.block import BlockHead
 from draftlab.heads.head import DecoderLayer, DraftHead
-from draftlab.heads.layers import Angles, Attention
+from draftlab.heads.layers import Attention
 from draftlab.kernels.ttt_attention import document_starts
+from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
-from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps
-from draftlab.train.fast.layers import (
-    LayerWeights,
-    norm_weights,
-    pad_rows,
-    unpad_rows,
-)
-from draftlab.train.fast.shared_gradients import Shared, branch
-from draftlab.train.objectives.block import block_attention, output_slots
+from draftlab.train.fast.functions import LayerInputs, layer_inputs
+from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, expand_last
+from draftlab.train.fast.layers import LayerWeights, pad_rows, unpad_rows
+from draftlab.train.fast.shared_gradients import branch
+from draftlab.train.objectives.block import block_attention, slot_row_indices, step_anchors
 from draftlab.train.objectives.loss import StepOutput, row_starts
 
 
@@ -58,17 +59,21 @@ class FastBlock:
         # All tensors have one dtype already. Autocast would widen norms and cast their readers.
         with torch.autocast(batch.tokens.device.type, enabled=False):
             slots = _BlockPass(head, batch, steps[0], self.dtype, self.ops).run()
-            rows = output_slots(steps, head.config)
+            anchors = enumerate(step_anchors(steps), head.config.first_slot)
+            rows = [slot * len(steps[0].valid_rows) + each for slot, each in anchors]
             output = branch(slots, torch.cat(rows))[1]
         outputs = output.split([len(each) for each in rows])
         return [StepOutput(o, rows.teacher_index) for o, rows in zip(outputs, steps, strict=True)]
 
 
 class _BlockPass:
-    """The pass over one batch: T = B · S context rows, and the slots of n anchors, by anchor.
+    """The pass over one batch: T = B · S context rows, and the slots of n anchors, by slot.
 
     Args:
         anchors: rows of the first step.
+
+    Attributes:
+        padded: rows of all slots [slots, B, A], those of `anchors` for each.
     """
 
     def __init__(
@@ -76,101 +81,61 @@ class _BlockPass:
     ) -> None:
         self.head, self.batch, self.anchors, self.dtype = head, batch, anchors, dtype
         self.ops, self.eps = ops, head.config.rms_norm_eps
-        self.num_anchors, self.num_slots = len(anchors.valid_rows), head.config.block_size
+        self.num_slots = head.config.block_size
         positions = batch.positions.flatten()
-        slots = torch.arange(1, self.num_slots + 1, device=positions.device)
-        self.context_angles = head.rope.angles(positions)
-        self.angles = head.rope.angles((positions[anchors.origin][:, None] + slots).flatten())
+        slots = torch.arange(self.num_slots, device=positions.device)[:, None]
+        slot_positions = (positions[anchors.origin] + 1 + slots).flatten()
+        self.angles = head.rope.angles(torch.cat([positions, slot_positions]))
         self.starts = row_starts(document_starts(batch.documents), anchors)
+        self.key_rows = slot_row_indices(anchors.index, self.num_slots)
+        self.padded = replace(
+            anchors,
+            index=anchors.index.expand(self.num_slots, -1, -1),
+            valid_rows=(anchors.valid_rows + anchors.index.numel() * slots).flatten(),
+        )
 
     def run(self) -> Tensor:
-        """Return the outputs [n · slots, H]."""
+        """Return the outputs [slots · n, H]."""
         head, dtype = self.head, self.dtype
         features = self.batch.features.flatten(0, 1).to(dtype)
-        context = Shared(head.fc.weight.to(dtype)).product(features)
-        context = self.normed(context, head.hidden_norm)
+        context = head.hidden_norm(F.linear(features, head.fc.weight.to(dtype)))
         newest = self.batch.tokens.flatten()[self.anchors.teacher_index]
         tokens = torch.cat([newest, newest.new_full((1,), head.mask_token_id)])
         hidden = head.embed(tokens).to(dtype)
         for layer, window in zip(head.layers, head.config.windows, strict=True):
-            inputs = self.normed(hidden, layer.input_layernorm)
-            hidden = self.layer(layer, inputs, hidden, context, window)
+            hidden = self.layer(layer, hidden, context, window)
         return hidden
 
-    def normed(self, rows: Tensor, norm: torch.nn.Module) -> Tensor:
-        """Return a norm of rows."""
-        return self.ops.normed((rows,), norm_weights(norm, self.dtype), self.eps)
-
     def layer(
-        self,
-        layer: DecoderLayer,
-        inputs: Tensor,
-        residual: Tensor,
-        context: Tensor,
-        window: int | None,
+        self, layer: DecoderLayer, hidden: Tensor, context: Tensor, window: int | None
     ) -> Tensor:
-        """Return the layer's outputs [n · slots, H].
+        """Return the layer's outputs [slots · n, H].
 
         Args:
-            inputs, residual: [n · slots, H], or [n + 1, H] while mask tokens share the last row.
+            hidden: [slots · n, H], or [n + 1, H] while mask tokens share the last row.
             context: [T, H].
             window: of attention.
         """
         weights, ops = LayerWeights(layer, self.dtype), self.ops
-        query, key_value = (
-            self.expand_masks(product.product(inputs))
-            for product in (weights.query, weights.key_value)
+        projections = weights.projections(ops, self.eps, layer.input_layernorm.weight)
+        inputs = layer_inputs(projections, hidden, self.angles, context=context)
+        attended = self.attend(inputs, window)
+        residual = expand_last(inputs.previous, len(attended))
+        return weights.run_output(ops, attended, residual, self.eps)
+
+    def attend(self, inputs: LayerInputs, window: int | None) -> Tensor:
+        """Return attended values [slots · n, Q]."""
+        query, key, value = (
+            pad_rows(x, self.padded) for x in (inputs.query, inputs.key, inputs.value)
         )
-        query = ops.queries((query, *self.angles), weights.query_norm, self.eps)
-        attended = self.attend(
-            query,
-            self.keys_values(weights, weights.key_value.product(context), self.context_angles),
-            self.keys_values(weights, key_value, self.angles),
-            window,
-        )
-        return weights.run_output(ops, attended, self.expand_masks(residual), self.eps)
-
-    def keys_values(
-        self, weights: LayerWeights, product: Tensor, angles: Angles
-    ) -> tuple[Tensor, Tensor]:
-        """Return rotated keys, and values, each [rows, kv heads, head_dim]."""
-        return self.ops.keys_values((product, *angles), weights.key_norm, self.eps)
-
-    def expand_masks(self, x: Tensor) -> Tensor:
-        """Return x [n · slots, …], with a row for each mask token if they share one in x."""
-        if len(x) == self.num_anchors * self.num_slots:
-            return x
-        newest, masks = x.split([self.num_anchors, 1])
-        masks = masks.expand(self.num_anchors, self.num_slots - 1, -1)
-        return torch.cat([newest[:, None], masks], 1).flatten(0, 1)
-
-    def attend(
-        self,
-        query: Tensor,
-        context: tuple[Tensor, Tensor],
-        block: tuple[Tensor, Tensor],
-        window: int | None,
-    ) -> Tensor:
-        """Return attended values [n · slots, Q].
-
-        Args:
-            query: [n · slots, heads, head_dim].
-            context: keys and values, [T, kv heads, head_dim].
-            block: those of the slots, [n · slots, kv heads, head_dim].
-        """
-        anchors, shape = self.anchors, self.batch.tokens.shape
-        query, *block = (
-            pad_rows(x.unflatten(0, (-1, self.num_slots)), anchors) for x in (query, *block)
-        )
-        key, value = (x.unflatten(0, shape) for x in context)
+        context = inputs.context_key, inputs.context_value
         attended = block_attention(
-            query,
-            (key, value),
-            tuple(block),
-            anchors.index,
+            query.permute(1, 2, 0, 3, 4),
+            tuple(x.unflatten(0, self.batch.tokens.shape) for x in context),
+            StepKeyValues(key.unbind(), value.unbind(), self.key_rows),
+            self.anchors.index,
             self.starts,
             window=window,
             is_causal=self.head.config.is_causal,
         )
-        slots = unpad_rows(attended.flatten(2), anchors).unflatten(1, (self.num_slots, -1))
-        return slots.flatten(0, 1)
+        return unpad_rows(attended.permute(2, 0, 1, 3, 4), self.padded).flatten(1)

@@ -22,6 +22,9 @@ from draftlab.train.settings import TrainSettings
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 """Relative difference allowed between compiled and eager steps. In bfloat16 they round at different
 places, and the differences add up over steps. A mistake gives a difference of about 1."""
+_GPU_CHECK_TOKENS = 2048
+"""Most tokens of the batch that is compared on a GPU, the first that torch.compile sees. It chooses
+tile sizes for those numbers of rows, and does not split sums over few rows into parts."""
 _USABLE_MEMORY = 0.8
 """Share of the memory beside weights, gradients and moments that activations may take."""
 
@@ -82,8 +85,9 @@ def choose_forward(
     if not (settings.compile is True or (settings.compile == "auto" and on_gpu)):
         return eager, ", ".join(description)
     compiled = fast(dtype, **options, ops=compiled_ops())
+    num_tokens = min(_GPU_CHECK_TOKENS, _pass_tokens(settings)) if on_gpu else 32
     try:
-        check_compiled(head, compiled, eager)
+        check_compiled(head, compiled, eager, num_tokens)
     except Exception as error:  # compilers raise many types
         reason = " ".join(str(error).split())[:200]
         description.append(f"not compiled: torch.compile failed: {type(error).__name__}: {reason}")
@@ -100,8 +104,7 @@ def _unused(settings: list[str]) -> list[str]:
 
 def _fits_in_memory(head: DraftHead, settings: TrainSettings, dtype: torch.dtype) -> bool:
     """Return whether the activations that all steps of the largest batch save fit on the GPU."""
-    micro_rows = settings.micro_rows or settings.batch_rows
-    rows = settings.row_tokens * micro_rows / settings.anchor_parts
+    rows = _pass_tokens(settings) / settings.anchor_parts
     saved = rows * settings.ttt_steps * kept_bytes(head.config, dtype)
     # Gradients and two moments, each as large as the weights, are allocated later.
     later = 3 * sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
@@ -109,13 +112,18 @@ def _fits_in_memory(head: DraftHead, settings: TrainSettings, dtype: torch.dtype
     return saved < _USABLE_MEMORY * (free - later)
 
 
-def check_compiled(head: DraftHead, compiled: Any, eager: Any) -> None:
-    """Compare a tiny batch's outputs and gradients, compiled and eager.
+def _pass_tokens(settings: TrainSettings) -> int:
+    """Return the number of tokens of a pass."""
+    return settings.row_tokens * (settings.micro_rows or settings.batch_rows)
+
+
+def check_compiled(head: DraftHead, compiled: Any, eager: Any, num_tokens: int) -> None:
+    """Compare a random batch's outputs and gradients, compiled and eager.
 
     Raises:
         ValueError: they differ by more than rounding.
     """
-    batch = tiny_batch(head).to(head.fc.weight.device)
+    batch = random_batch(head, num_tokens).to(head.fc.weight.device)
     trained = [
         p
         for name, p in head.named_parameters()
@@ -133,13 +141,13 @@ def check_compiled(head: DraftHead, compiled: Any, eager: Any) -> None:
             raise ValueError(f"compiled and eager steps differ by {float(error):.2g} (relative)")
 
 
-def tiny_batch(head: DraftHead) -> Batch:
+def random_batch(head: DraftHead, length: int) -> Batch:
     """Return a batch of one random conversation, whose second half is an answer."""
-    config, length = head.config, 32
+    config = head.config
     generator = torch.Generator().manual_seed(0)
     spans = (torch.arange(length) >= length // 2).long()
     record = Record(
-        "tiny",
+        "random",
         torch.randint(config.vocab_size, (length,), generator=generator),
         spans,
         torch.randn(length, config.feature_size, generator=generator),

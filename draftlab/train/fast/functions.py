@@ -1,7 +1,7 @@
 """The parts of a layer before and behind its attention, each one autograd function.
 
-An unroll runs a layer many times on few rows. Autograd's bookkeeping of single operations would
-then take longer than the operations. Gradients of weights add up in place (`Shared`).
+A small head's operations take a GPU less time than autograd's bookkeeping of each takes the host,
+and an unroll runs a layer many times. Gradients of weights add up in place (`Shared`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftlab.train.fast.fused_ops import FusedOps, Weights
+from draftlab.heads.layers import Angles
+from draftlab.train.fast.fused_ops import FusedOps
 from draftlab.train.fast.shared_gradients import Shared, branch_gradient
 
 
@@ -21,30 +22,34 @@ class Projections(NamedTuple):
 
     Attributes:
         ops: the operations. eps: of norms.
-        norm: weights of the norm of hidden states.
+        norm: weight of the norm of hidden states; None: they have none.
         query, key_value: weights of the products; None: they are not computed.
-        embedded: [T, Q + K], the products of the tokens' embeddings with the other weights.
-        norms: weights of the norms of queries and of keys.
+        query_norm, key_norm: weights of norms; None: there is none.
+        embedded: [T, Q + K], the products of the tokens' embeddings with the other weights; None:
+            the products read hidden states alone.
         norm_before_residual: whether the residual is normed.
     """
 
     ops: FusedOps
     eps: float
-    norm: Weights
+    norm: Tensor | None
     query: Shared | None
     key_value: Shared | None
-    embedded: Shared
-    norms: Weights
-    norm_before_residual: bool
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    embedded: Shared | None = None
+    norm_before_residual: bool = False
 
 
 class LayerInputs(NamedTuple):
-    """Results of `layer_inputs` for n rows.
+    """Results of `layer_inputs`.
 
     Attributes:
         previous: the argument, as a branch point of the graph.
         residual: [n, H]; None for all rows of `previous`.
-        query, key, value: [n, heads, head_dim], rotated; None where `Projections` has no weights.
+        query, key, value: [rows, heads, head_dim], the first two rotated; None where `Projections`
+            has no weights.
+        context_key, context_value: [C, kv heads, head_dim]; None without context.
     """
 
     previous: Tensor
@@ -52,28 +57,34 @@ class LayerInputs(NamedTuple):
     query: Tensor | None
     key: Tensor | None
     value: Tensor | None
+    context_key: Tensor | None
+    context_value: Tensor | None
 
 
 def layer_inputs(
     projections: Projections,
     previous: Tensor,
-    origin: Tensor | None,
-    index: Tensor,
-    angles: tuple[Tensor, ...],
+    angles: Angles,
+    *,
+    origin: Tensor | None = None,
+    index: Tensor | None = None,
+    context: Tensor | None = None,
 ) -> LayerInputs:
-    """Return residuals, queries, keys and values of some rows of hidden states.
+    """Return residuals, queries, keys and values of n rows of hidden states.
 
     Args:
         previous: [N, H], hidden states.
+        angles: of the rows (`Rope`), behind those of `context`. If there are other than N of them,
+            the last row of `previous` stands for all further rows, or for none.
         origin: int64 [n], rows of `previous`, none twice; None: all.
         index: int64 [n], rows of `embedded` that are added, none twice.
-        angles: of the rows (`Rope`).
+        context: [C, H], rows that have keys and values alone, and no norm.
     """
-    embedded, *shared = projections.embedded, projections.query, projections.key_value
-    weights = (None if each is None else each.tensor for each in shared)
+    shared = projections.embedded, projections.query, projections.key_value
+    embedded, *weights = (None if each is None else each.tensor for each in shared)
     results = _LayerInputs.apply(
-        projections, previous, origin, embedded.tensor, index, *angles,
-        *projections.norm, *weights, *projections.norms,
+        projections, previous, context, origin, embedded, index, *angles,
+        projections.norm, *weights, projections.query_norm, projections.key_norm,
     )  # fmt: skip
     return LayerInputs(*results)
 
@@ -81,47 +92,59 @@ def layer_inputs(
 class _LayerInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, projections: Projections, *tensors) -> tuple[Tensor | None, ...]:
-        rows, weights = tensors[:6], tensors[6:]
-        hidden, normed, query, key, value, *products = projections.ops.layer_inputs(
+        rows, weights = tensors[:7], tensors[7:]
+        residual, read, query, key, value, *products = projections.ops.layer_inputs(
             rows, weights, projections.eps
         )
-        previous, origin, embedded, index, *angles = rows
-        ctx.save_for_backward(
-            previous if origin is None else hidden, *angles, *products,
-            normed, origin, index, *weights,
-        )  # fmt: skip
+        previous, context, origin, embedded, index, *angles = rows
+        hidden = previous if residual is None else residual
+        read = hidden if read is None else read
+        ctx.save_for_backward(hidden, *angles, *products, read, origin, index, *weights)
         ctx.ops, ctx.eps = projections.ops, projections.eps
         ctx.norm_before_residual = projections.norm_before_residual
-        ctx.embedded, ctx.num_previous = (embedded.shape, embedded.dtype), len(previous)
+        ctx.num_previous, ctx.num_context = len(previous), 0 if context is None else len(context)
+        context_key = context_value = None
+        if context is not None:
+            context_key, key = key[: len(context)], key[len(context) :]
+            context_value, value = value[: len(context)], value[len(context) :]
+        ctx.embedded = None if embedded is None else (embedded.shape, embedded.dtype)
         # Not the matrices: nodes of a graph live on behind its backward pass.
         shared = projections.query, projections.key_value, projections.embedded
         ctx.sums = tuple(None if each is None else each.sum for each in shared)
-        residual = normed if projections.norm_before_residual and origin is not None else hidden
-        return previous.view_as(previous), residual, query, key, value
+        ctx.set_materialize_grads(False)
+        if residual is not None and projections.norm_before_residual:
+            residual = read
+        rotated = query, key, value, context_key, context_value
+        return previous.view_as(previous), residual, *rotated
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_previous, d_residual, *d_rotated) -> tuple[Tensor | None, ...]:
         saved, (query, key_value, embedded) = ctx.saved_tensors, ctx.sums
-        rows, (normed, origin, index), weights = saved[:6], saved[6:9], saved[9:]
+        rows, (read, origin, index), weights = saved[:5], saved[5:8], saved[8:]
+        if all(gradient is None for gradient in (d_residual, *d_rotated)):
+            return None, d_previous, *[None] * 11
         d_hidden, d_normed = d_previous if origin is None else d_residual, None
         if origin is not None and ctx.norm_before_residual:
             d_hidden, d_normed = None, d_residual
-        d_products, d_hidden, *d_norms = ctx.ops.layer_inputs_backward(
+        d_query, d_key_value, d_context, d_hidden, *d_norms = ctx.ops.layer_inputs_backward(
             (*rows, *d_rotated, d_hidden, d_normed), weights, ctx.eps
         )
-        width = 0 if query is None else len(weights[1])
         if query is not None:
-            query.add_product(d_products[:, :width], normed)
+            query.add_product(d_query, read[ctx.num_context :])
         if key_value is not None:
-            key_value.add_product(d_products[:, width:], normed)
-        shape, dtype = ctx.embedded
-        start = 0 if query is not None else shape[1] - d_products.shape[1]
-        columns = slice(start, start + d_products.shape[1])
-        embedded.add_rows(index, columns, d_products, shape, dtype)
+            key_value.add_product(d_key_value, read)
+        if embedded is not None:
+            shape, dtype = ctx.embedded
+            if query is not None:
+                embedded.add_rows(index, slice(d_query.shape[1]), d_query, shape, dtype)
+            if key_value is not None:
+                columns = slice(shape[1] - d_key_value.shape[1], shape[1])
+                embedded.add_rows(index, columns, d_key_value, shape, dtype)
         if origin is not None:
             d_hidden = branch_gradient(d_previous, origin, d_hidden, ctx.num_previous)
-        return None, d_hidden, *[None] * 5, d_norms[0], None, None, *d_norms[1:]
+        d_norm, *d_norms = d_norms
+        return None, d_hidden, d_context, *[None] * 5, d_norm, None, None, *d_norms
 
 
 def layer_output(
@@ -129,17 +152,17 @@ def layer_output(
     attended: Tensor,
     residual: Tensor,
     weights: tuple[Shared, Shared, Shared],
-    norm: Weights,
+    norm: Tensor,
     eps: float,
 ) -> Tensor:
     """Return `DecoderLayer.output` [n, H] of attended values [n, Q] and residual [n, H].
 
     Args:
         weights: of the projection of attended values, of gate and up as one, and of down.
-        norm: weights of the norm before the feed-forward.
+        norm: weight of the norm before the feed-forward.
     """
     tensors, sums = zip(*((shared.tensor, shared.sum) for shared in weights), strict=True)
-    return _LayerOutput.apply(ops, sums, eps, attended, residual, *tensors, *norm)
+    return _LayerOutput.apply(ops, sums, eps, attended, residual, *tensors, norm)
 
 
 class _LayerOutput(torch.autograd.Function):

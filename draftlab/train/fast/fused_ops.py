@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.heads.layers import at_least_float32, rotate
+from draftlab.heads.layers import Angles, at_least_float32, rotate
 from draftlab.kernels.swiglu import swiglu, swiglu_backward_
 
 Rows = tuple[Tensor | None, ...]
@@ -23,122 +23,165 @@ Rows = tuple[Tensor | None, ...]
 Weights = tuple[Tensor | None, ...]
 
 
-def normed(rows: Rows, weights: Weights, eps: float) -> Tensor:
-    """Return the RMS norm of rows (x,) over the last dimension, with weights (w,)."""
-    return F.rms_norm(rows[0], rows[0].shape[-1:], weights[0], eps)
+def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Return the RMS norm of x over the last dimension."""
+    weight = None if weight is None else weight.to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], weight, eps)
 
 
-def queries(rows: Rows, weights: Weights, eps: float) -> Tensor:
-    """Return rotated queries [n, heads, head_dim].
-
-    Args:
-        rows: one or two products [n, Q], which are added; then cosines and sines (`Rope`).
-        weights: norm of queries or None.
-    """
-    *products, cosines, sines = rows
-    query = sum(products[1:], products[0]).unflatten(-1, (-1, 2 * cosines.shape[-1]))
-    return rotate(query if weights[0] is None else normed((query,), weights, eps), (cosines, sines))
-
-
-def keys_values(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, Tensor]:
-    """Return rotated keys, and values, each [n, kv heads, head_dim]; arguments as in `queries`."""
-    *products, cosines, sines = rows
-    key_value = sum(products[1:], products[0]).unflatten(-1, (-1, 2 * cosines.shape[-1]))
-    key, value = key_value.chunk(2, 1)
-    key = key if weights[0] is None else normed((key,), weights, eps)
-    return rotate(key, (cosines, sines)), value
-
-
-def normed_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and of the weights in `normed`.
+def normed_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor | None, eps: float, added: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of x and of the weight in `normed`.
 
     Args:
-        rows: the gradient of the norm; x; and, if there is one, another gradient of x, to be added.
+        gradient: of the norm.
+        added: another gradient of x.
     """
-    gradient, x, *others = rows
     gradient, wide = at_least_float32(gradient), at_least_float32(x)
     scale = (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
-    d_weight, weight = None, weights[0]
+    d_weight = None
     if weight is not None:
         d_weight = (gradient * (wide * scale)).sum(tuple(range(x.ndim - 1))).to(weight.dtype)
-        gradient = gradient * weight
+        gradient = gradient * weight.to(x.dtype)
     d_scale = (gradient * wide).sum(-1, keepdim=True)
     d_mean = -0.5 * d_scale * scale.pow(3) / x.shape[-1]
-    d_x = sum(map(at_least_float32, others), gradient * scale) + d_mean * (2 * wide)
-    return d_x.to(x.dtype), d_weight
+    d_x = gradient * scale
+    if added is not None:
+        d_x = at_least_float32(added) + d_x
+    return (d_x + d_mean * (2 * wide)).to(x.dtype), d_weight
 
 
-def layer_inputs(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor | None, ...]:
+def expand_last(x: Tensor, num_rows: int) -> Tensor:
+    """Return x [N, …] as [num_rows, …]: the last row stands for all from row N − 1 on, or none."""
+    if len(x) == num_rows:
+        return x
+    last = x[-1:].expand(num_rows - len(x) + 1, *x.shape[1:])
+    return torch.cat([x[:-1], last])
+
+
+def expand_last_backward(gradient: Tensor, num_rows: int) -> Tensor:
+    """Return the gradient of x [num_rows, …] in `expand_last`."""
+    if len(gradient) == num_rows:
+        return gradient
+    last = gradient[num_rows - 1 :].sum(0, keepdim=True)
+    return torch.cat([gradient[: num_rows - 1], last])
+
+
+def heads_of(product: Tensor, angles: Angles) -> Tensor:
+    """Return a product [N, C] by head, with a row for each of the angles: [n, heads, head_dim]."""
+    cosines = angles[0]
+    return expand_last(product, len(cosines)).unflatten(-1, (-1, 2 * cosines.shape[-1]))
+
+
+def rotated(heads: Tensor, norm: Tensor | None, angles: Angles, eps: float) -> Tensor:
+    """Return rotated queries or keys; a norm, if there is one, precedes the rotation."""
+    return rotate(heads if norm is None else normed(heads, norm, eps), angles)
+
+
+def rotated_backward(
+    gradient: Tensor, product: Tensor | None, norm: Tensor | None, angles: Angles, eps: float
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of the heads, side by side [n, C], and of the norm in `rotated`.
+
+    Args:
+        product: what `heads_of` read for the heads and, in columns behind them, values.
+    """
+    cosines, sines = angles
+    gradient, d_norm = rotate(gradient, (cosines, -sines)), None
+    if norm is not None:
+        heads = heads_of(product, angles)[:, : gradient.shape[1]]
+        gradient, d_norm = normed_backward(gradient, heads, norm, eps)
+    return gradient.flatten(1), d_norm
+
+
+def layer_inputs(rows: Rows, weights: Weights, eps: float) -> Rows:
     """Run `functions.layer_inputs` without autograd.
 
     Args:
-        rows: previous, origin or None, embedded, index; cosines and sines.
-        weights: of the norm; of queries, and of keys and values, of which one may be None; of the
-            norms of queries and of keys, or None.
+        rows: previous; context, origin, embedded and index or None; cosines and sines.
+        weights: of the norm, or None; of queries, and of keys and values, of which one may be None;
+            of the norms of queries and of keys, or None.
 
     Returns:
-        hidden (None: `previous`) and normed hidden states; queries, keys, values; and for norms of
-        queries and keys the products that these read and what is added to both, side by side.
+        The rows of `previous` (None: all), what the products read (None: these rows), queries, and
+        keys and values, first those of `context`. Then the products that norms of queries and of
+        keys read, or None.
     """
-    previous, origin, embedded, index, *angles = rows
-    norm, query_weight, key_value_weight, *norms = weights
+    previous, context, origin, embedded, index, *angles = rows
+    norm, query_weight, key_value_weight, query_norm, key_norm = weights
     hidden = previous if origin is None else previous.index_select(0, origin)
-    normed_hidden = normed((hidden,), (norm,), eps)
-    query, key_value = (
-        None if weight is None else normed_hidden @ weight.T
-        for weight in (query_weight, key_value_weight)
-    )
-    width = 0 if query is None else query.shape[1]
-    end = width if key_value is None else embedded.shape[1]
-    start = 0 if key_value is None else end - width - key_value.shape[1]
-    addend = embedded[:, start:end].index_select(0, index)
-    products = (None, None, None) if norms == [None, None] else (query, key_value, addend)
-    key = value = None
-    if query is not None:
-        query = queries((query, addend[:, :width], *angles), norms[:1], eps)
-    if key_value is not None:
-        key, value = keys_values((key_value, addend[:, width:], *angles), norms[1:], eps)
+    read = hidden if norm is None else normed(hidden, norm, eps)
+    query = key = value = query_product = key_value_product = None
+    if query_weight is not None:
+        query_product = read @ query_weight.T
+        if embedded is not None:
+            addend = embedded[:, : len(query_weight)].index_select(0, index)
+            query_product = query_product + addend
+        start = 0 if context is None else len(context)
+        query_angles = tuple(x[start:] for x in angles)
+        query = rotated(heads_of(query_product, query_angles), query_norm, query_angles, eps)
+    if context is not None:
+        read = torch.cat([context, read])
+    if key_value_weight is not None:
+        key_value_product = read @ key_value_weight.T
+        if embedded is not None:
+            addend = embedded[:, -len(key_value_weight) :].index_select(0, index)
+            key_value_product = key_value_product + addend
+        key, value = heads_of(key_value_product, angles).chunk(2, 1)
+        key = rotated(key, key_norm, angles, eps)
         value = value.contiguous()  # once, and not in every later step
-    gathered = None if origin is None else hidden
-    return gathered, normed_hidden, query, key, value, *products
+    return (
+        None if origin is None else hidden,
+        None if norm is None and context is None else read,
+        query,
+        key,
+        value,
+        None if query_norm is None else query_product,
+        None if key_norm is None else key_value_product,
+    )
 
 
-def layer_inputs_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor | None, ...]:
-    """Return the gradients of the products, side by side [n, Q + K], and of hidden states.
+def layer_inputs_backward(rows: Rows, weights: Weights, eps: float) -> Rows:
+    """Return the gradients of two products, context, hidden states, and three norms.
 
-    The gradients of norms' weights follow: of hidden states, queries and keys.
+    Absent ones are None, here and in the arguments.
 
     Args:
-        rows: hidden states; cosines and sines; the products that norms read, and what is added to
-            them; the gradients of queries, keys and values; other gradients of hidden states and
-            of normed ones. Absent ones are None.
+        rows: hidden states; cosines and sines; the products that norms read; the gradients of
+            queries, keys and values, and of keys and values of `context`; other gradients of hidden
+            states and of normed ones.
         weights: those of `layer_inputs`.
     """
-    hidden, cosines, sines, *products, addend, d_query, d_key, d_value, d_hidden, d_normed = rows
-    norm, query_weight, key_value_weight, *norms = weights
-    back, width = (cosines, -sines), 0 if query_weight is None else len(query_weight)
-    parts, d_norms = [], [None, None]
-    for number, (gradient, product) in enumerate(zip((d_query, d_key), products, strict=True)):
-        if gradient is None:
-            continue
-        gradient = rotate(gradient, back)
-        if norms[number] is not None:
-            columns = slice(width) if number == 0 else slice(width, None)
-            x = (product + addend[:, columns]).unflatten(-1, (-1, gradient.shape[-1]))
-            x = x[:, : gradient.shape[1]]  # values have no norm
-            gradient, d_norms[number] = normed_backward((gradient, x), norms[number:], eps)
-        parts.append(gradient.flatten(1))
-    if d_value is not None:
-        parts.append(d_value.flatten(1))
-    d_products = torch.cat(parts, 1)
-    if key_value_weight is not None:
-        product = d_products[:, width:] @ key_value_weight
-        d_normed = product if d_normed is None else d_normed + product
-    if query_weight is not None:
-        product = d_products[:, :width] @ query_weight
-        d_normed = product if d_normed is None else d_normed + product
-    others = () if d_hidden is None else (d_hidden,)
-    return d_products, *normed_backward((d_normed, hidden, *others), (norm,), eps), *d_norms
+    hidden, *angles, query_product, key_value_product = rows[:5]
+    d_query, d_key, d_value, d_context_key, d_context_value, d_hidden, d_normed = rows[5:]
+    norm, query_weight, key_value_weight, query_norm, key_norm = weights
+    num_context = 0 if d_context_key is None else len(d_context_key)
+    d_key_value = d_context = d_norm = d_query_norm = d_key_norm = None
+    if d_key is not None:
+        if num_context:
+            d_key = torch.cat([d_context_key, d_key])
+            d_value = torch.cat([d_context_value, d_value])
+        d_key, d_key_norm = rotated_backward(d_key, key_value_product, key_norm, angles, eps)
+        d_key_value = torch.cat([d_key, d_value.flatten(1)], 1)
+        d_key_value = expand_last_backward(d_key_value, num_context + len(hidden))
+        d_read = d_key_value @ key_value_weight
+        if num_context:
+            d_context, d_read = d_read[:num_context], d_read[num_context:]
+        d_normed = d_read if d_normed is None else d_normed + d_read
+    if d_query is not None:
+        query_angles = tuple(x[num_context:] for x in angles)
+        d_query, d_query_norm = rotated_backward(
+            d_query, query_product, query_norm, query_angles, eps
+        )
+        d_query = expand_last_backward(d_query, len(hidden))
+        d_read = d_query @ query_weight
+        d_normed = d_read if d_normed is None else d_normed + d_read
+    if norm is not None:
+        d_hidden, d_norm = normed_backward(d_normed, hidden, norm, eps, d_hidden)
+    else:
+        d_hidden = d_normed if d_hidden is None else d_hidden + d_normed
+    return d_query, d_key_value, d_context, d_hidden, d_norm, d_query_norm, d_key_norm
 
 
 def layer_output(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, ...]:
@@ -151,7 +194,7 @@ def layer_output(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, ...]
     attended, residual = rows
     output_weight, gate_up_weight, down_weight, norm = weights
     hidden = residual + attended @ output_weight.T
-    normed_hidden = normed((hidden,), (norm,), eps)
+    normed_hidden = normed(hidden, norm, eps)
     gate_up = normed_hidden @ gate_up_weight.T
     # torch.compile fuses the reference itself.
     gate = swiglu.reference if torch.compiler.is_compiling() else swiglu
@@ -173,17 +216,13 @@ def layer_output_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Ten
     compiling = torch.compiler.is_compiling()
     gate_backward_ = swiglu_backward_.reference if compiling else swiglu_backward_
     d_gate_up = gate_backward_(gate_up, inner)  # inner becomes silu(gate) · up
-    states = (d_gate_up @ gate_up_weight, hidden, gradient)
-    d_hidden, d_norm = normed_backward(states, (norm,), eps)
+    d_hidden, d_norm = normed_backward(d_gate_up @ gate_up_weight, hidden, norm, eps, gradient)
     return d_hidden @ output_weight, d_hidden, d_gate_up, d_norm, inner
 
 
 class FusedOps(NamedTuple):
-    """The functions above, eager or compiled; each takes rows, weights and an epsilon."""
+    """Functions above, eager or compiled; each takes rows, weights and an epsilon."""
 
-    normed: Callable[..., Any] = normed
-    queries: Callable[..., Any] = queries
-    keys_values: Callable[..., Any] = keys_values
     layer_inputs: Callable[..., Any] = layer_inputs
     layer_inputs_backward: Callable[..., Any] = layer_inputs_backward
     layer_output: Callable[..., Any] = layer_output

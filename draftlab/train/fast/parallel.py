@@ -8,8 +8,6 @@ Padding rows exist in attention only. Weights and the operations between product
 
 from __future__ import annotations
 
-from itertools import islice
-
 import torch
 from torch import Tensor
 
@@ -21,14 +19,10 @@ from draftlab.kernels.ttt_attention import document_starts, ttt_attention
 from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
-from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, Rows
-from draftlab.train.fast.layers import (
-    LayerWeights,
-    norm_weights,
-    pad_rows,
-    unpad_rows,
-)
-from draftlab.train.fast.shared_gradients import Shared, branch
+from draftlab.train.fast.functions import layer_inputs
+from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, expand_last
+from draftlab.train.fast.layers import LayerWeights, pad_rows, unpad_rows
+from draftlab.train.fast.shared_gradients import Shared
 from draftlab.train.objectives.loss import StepOutput, row_starts
 
 
@@ -89,68 +83,77 @@ class _ParallelPass:
         self.angles = head.rope.angles(torch.cat([positions, *masked_positions]))
         self.starts = document_starts(batch.documents)
         self.step_starts = [row_starts(self.starts, rows) for rows in steps]
+        every = torch.arange(self.num_positions, device=positions.device)
+        self.index = every[: batch.tokens.shape[1]].repeat(len(batch.tokens), 1)
+        # At each depth, the rows of the depths before (`StepKeyValues`).
+        self.depth_rows: list[Tensor] = []
+        for rows in steps[1:]:
+            own = every[: rows.index.numel()].view(1, *rows.index.shape)
+            previous = self.depth_rows[-1:]
+            selected = [x.gather(2, rows.select.expand(len(x), -1, -1)) for x in previous]
+            self.depth_rows.append(torch.cat([*selected, own]))
 
     def run(self) -> Tensor:
         """Return the outputs [N_0 + M, H] at the rows that carry loss, sorted by depth."""
         layers = self.head.layers
-        hidden = self.layer(layers[0], *self.inputs(), last=len(layers) == 1)
+        inputs, residual = self.inputs()
+        hidden = self.layer(layers[0], None, inputs, residual, last=len(layers) == 1)
         for number, layer in enumerate(layers[1:], 2):
-            norm = norm_weights(layer.input_layernorm, self.dtype)
-            inputs = self.ops.normed((hidden,), norm, self.eps)
-            hidden = self.layer(layer, inputs, hidden, last=number == len(layers))
+            norm = layer.input_layernorm.weight
+            hidden = self.layer(layer, norm, hidden, None, last=number == len(layers))
         return hidden
 
-    def inputs(self) -> Rows:
+    def inputs(self) -> tuple[Tensor, Tensor]:
         """Return the first layer's inputs of attention [T + 1, 2H] and residual [T + 1, H].
 
         All masked slots share the last row.
         """
-        head, layer, dtype = self.head, self.head.layer, self.dtype
-        fc, features = Shared(head.fc.weight.to(dtype)), self.batch.features.flatten(0, 1)
+        head, dtype = self.head, self.dtype
+        fc, features = Shared(head.fc.weight, dtype=dtype), self.batch.features.flatten(0, 1)
         hidden = torch.cat(
             [fc.product(head.normed_features(x.to(dtype))) for x in (features, head.mask_hidden)]
         )
         next_tokens = self.batch.tokens.roll(-1, dims=1).flatten()
         embeddings = head.embed(next_tokens), head.mask_embedding[None]
-        embeddings = torch.cat([x.to(dtype) for x in embeddings])
-        normed = [
-            self.ops.normed((rows,), norm_weights(norm, dtype), self.eps)
-            for rows, norm in ((embeddings, layer.input_layernorm), (hidden, layer.hidden_norm))
-        ]
-        return torch.cat(normed, -1), normed[1] if layer.norm_before_residual else hidden
+        return head.layer.inputs(torch.cat([x.to(dtype) for x in embeddings]), hidden)
 
-    def layer(self, layer: DecoderLayer, inputs: Tensor, residual: Tensor, *, last: bool) -> Tensor:
+    def layer(
+        self,
+        layer: DecoderLayer,
+        norm: Tensor | None,
+        hidden: Tensor,
+        residual: Tensor | None,
+        *,
+        last: bool,
+    ) -> Tensor:
         """Return the layer's outputs [T + M, H].
 
         The last layer computes depth 0 only at rows that carry loss: [N_0 + M, H].
 
         Args:
-            inputs, residual: T + M rows, or T + 1 while masked slots share one.
+            norm: weight of the norm that attention reads; None: it reads `hidden` itself.
+            hidden: T + M rows, or T + 1 while masked slots share one.
+            residual: as many rows; None: they are `hidden`.
         """
-        weights, ops, query_inputs = LayerWeights(layer, self.dtype), self.ops, inputs
-        num_first, angles, rows = self.num_positions, self.angles, None
+        weights, ops = LayerWeights(layer, self.dtype), self.ops
+        projections = weights.projections(ops, self.eps, norm)
         if last:  # keys of depth 0 are read at every position, its outputs only at these rows
             rows = self.steps[0]
-            num_first = len(rows.origin)
-            masked = torch.arange(self.num_positions, len(inputs), device=inputs.device)
+            masked = torch.arange(self.num_positions, len(hidden), device=hidden.device)
             index = torch.cat([rows.origin, masked])
-            inputs, query_inputs = branch(inputs, index)
-            residual = branch(residual, index)[1]
-            angles = tuple(torch.cat([x[rows.origin], x[self.num_positions :]]) for x in angles)
-        key_value = self.expand_masked(weights.key_value.product(inputs), self.num_positions)
-        query = self.expand_masked(weights.query.product(query_inputs), num_first)
-        key_value = ops.keys_values((key_value, *self.angles), weights.key_norm, self.eps)
-        query = ops.queries((query, *angles), weights.query_norm, self.eps)
-        attended = self.attend(query, *key_value, rows)
-        residual = self.expand_masked(residual, num_first)
-        return weights.run_output(ops, attended, residual, self.eps)
-
-    def expand_masked(self, x: Tensor, num_first: int) -> Tensor:
-        """Return x [num_first + M, …], with a row for each masked slot if they share one in x."""
-        if len(x) - num_first == self.num_masked:
-            return x
-        rows, shared = x.split([num_first, len(x) - num_first])
-        return torch.cat([rows, shared.expand(self.num_masked, -1)])
+            angles = tuple(
+                torch.cat([x[rows.origin], x[self.num_positions :]]) for x in self.angles
+            )
+            keys = layer_inputs(projections._replace(query=None), hidden, self.angles)
+            queries = projections._replace(key_value=None)
+            inputs = layer_inputs(queries, keys.previous, angles, origin=index)
+            attended = self.attend(inputs.query, keys.key, keys.value, rows)
+            residual = inputs.residual if residual is None else residual.index_select(0, index)
+        else:
+            inputs = layer_inputs(projections, hidden, self.angles)
+            attended = self.attend(inputs.query, inputs.key, inputs.value, None)
+            residual = inputs.previous if residual is None else residual
+        return weights.run_output(ops, attended, expand_last(residual, len(attended)), self.eps)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: StepRows | None) -> Tensor:
         """Return attended values [n, Q] of queries [n, heads, head_dim].
@@ -161,23 +164,25 @@ class _ParallelPass:
         """
         shape = self.batch.tokens.shape
         # A single split of each tensor: its gradient is concatenated once.
-        by_depth = [
+        (query, *queries), (key, *keys), (value, *values) = (
             x.split([len(x) - self.num_masked, *self.depth_sizes]) for x in (query, key, value)
-        ]
-        query, key, value = (depths[0] for depths in by_depth)
+        )
         key, value = key.unflatten(0, shape), value.unflatten(0, shape)
         if rows is None:
-            index = torch.arange(shape[1], device=query.device).expand(shape)
-            query, starts = query.unflatten(0, shape), self.starts
+            output = ttt_attention(query.unflatten(0, shape), key, value, self.index, self.starts)
+            attended = [output.flatten(0, 1)]
         else:
-            index, starts, query = rows.index, self.step_starts[0], pad_rows(query, rows)
-        output = ttt_attention(query, key, value, index, starts).flatten(2)
-        attended = [output.flatten(0, 1) if rows is None else unpad_rows(output, rows)]
-        step_keys = None
-        depths = zip(self.steps, self.step_starts, *by_depth, strict=True)
-        for rows, starts, *tensors in islice(depths, 1, None):
-            query, *key_value = (pad_rows(x, rows) for x in tensors)
-            step_keys = StepKeyValues.extend(step_keys, *key_value, rows.select)
-            output = ttt_attention(query, key, value, rows.index, starts, step_keys)
-            attended.append(unpad_rows(output.flatten(2), rows))
-        return torch.cat(attended)
+            starts = self.step_starts[0]
+            output = ttt_attention(pad_rows(query, rows), key, value, rows.index, starts)
+            attended = [unpad_rows(output, rows)]
+        steps = self.steps[1:]
+        keys, values = (
+            tuple(pad_rows(x, rows) for x, rows in zip(depths, steps, strict=True))
+            for depths in (keys, values)
+        )
+        for depth, (rows, query) in enumerate(zip(steps, queries, strict=True), 1):
+            own = StepKeyValues(keys[:depth], values[:depth], self.depth_rows[depth - 1])
+            query, starts = pad_rows(query, rows), self.step_starts[depth]
+            output = ttt_attention(query, key, value, rows.index, starts, own)
+            attended.append(unpad_rows(output, rows))
+        return torch.cat(attended).flatten(1)

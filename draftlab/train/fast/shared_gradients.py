@@ -58,11 +58,15 @@ class Shared:
     """A matrix that operations of one graph use through `product` and `functions.py`.
 
     Its gradient is complete when the last of these in the backward pass has added its share.
+
+    Args:
+        tensors: [out_i, in], which become one matrix [Σ out_i, in].
+        dtype: of the matrix; None: that of the tensors.
     """
 
-    def __init__(self, tensor: Tensor) -> None:
+    def __init__(self, *tensors: Tensor, dtype: torch.dtype | None = None) -> None:
         self.sum = _Sum()
-        self.tensor = _Collected.apply(tensor, self.sum)
+        self.tensor = _Collected.apply(self.sum, dtype or tensors[0].dtype, *tensors)
 
     def product(self, x: Tensor) -> Tensor:
         """Return x Wᵀ [n, out] for x [n, in] and this W [out, in], in their common dtype."""
@@ -70,21 +74,27 @@ class Shared:
 
 
 class _Collected(torch.autograd.Function):
-    """The identity; its gradient is the sum of the uses, which pass no gradient to autograd."""
+    """Tensors as one; its gradient is the sum of the uses, which pass no gradient to autograd."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, total: _Sum) -> Tensor:
-        ctx.total = total
+    def forward(ctx: Any, total: _Sum, dtype: torch.dtype, *tensors: Tensor) -> Tensor:
+        ctx.total, ctx.dtype, ctx.sizes = total, tensors[0].dtype, [*map(len, tensors)]
         ctx.set_materialize_grads(False)
-        return tensor.view_as(tensor)
+        if len(tensors) == 1:
+            return tensors[0].to(dtype).view_as(tensors[0])
+        whole = tensors[0].new_empty(sum(ctx.sizes), tensors[0].shape[1], dtype=dtype)
+        torch._foreach_copy_(whole.split(ctx.sizes), tensors)
+        return whole
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor | None) -> tuple[Tensor | None, ...]:
         total, ctx.total.value = ctx.total.current(), None
         if gradient is not None:  # the tensor was also used directly
             total = gradient if total is None else total + gradient
-        return total, None
+        if total is None:
+            return None, None, *[None] * len(ctx.sizes)
+        return None, None, *total.to(ctx.dtype).split(ctx.sizes)
 
 
 class _Product(torch.autograd.Function):

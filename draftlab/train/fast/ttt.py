@@ -21,14 +21,12 @@ from draftlab.heads.layers import Attention
 from draftlab.kernels.ttt_attention import document_starts, ttt_attention
 from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.packing import Batch
-from draftlab.train.fast.functions import Projections, layer_inputs
+from draftlab.train.fast.functions import layer_inputs
 from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, normed
 from draftlab.train.fast.layers import (
     LayerWeights,
-    norm_weights,
     pad_rows,
     qkv_weights,
-    stack_weights,
     unpad_rows,
 )
 from draftlab.train.fast.shared_gradients import Shared
@@ -99,10 +97,9 @@ class _Unroll:
         self.weights = weights = LayerWeights(layer, dtype, hidden_weights)
         self.starts = document_starts(batch.documents)
         positions = batch.positions.flatten()
-        scale = layer.input_layernorm.weight  # folded into the projection
-        projection = stack_weights([weight * scale for weight in embedding_weights], dtype)
+        projection = (torch.cat(embedding_weights) * layer.input_layernorm.weight).to(dtype)
         embeddings = head.embed_tokens(batch.tokens).flatten(0, 1).to(dtype)
-        embedded = Shared(F.linear(normed((embeddings,), (None,), self.eps), projection))
+        embedded = Shared(F.linear(normed(embeddings, None, self.eps), projection))
         features = head.normed_features(batch.features.flatten(0, 1).to(dtype))
         projected = F.linear(features, head.fc.weight.to(dtype))
         # Row t of step k reads the token of slot t + 1 + k at position t + k.
@@ -110,22 +107,16 @@ class _Unroll:
         angles = head.rope.angles(torch.cat([positions, positions[torch.cat(teachers)] - 1]))
         sizes = [len(positions), *map(len, teachers)]
         first, *self.angles = zip(*(x.split(sizes) for x in angles), strict=True)
-        self.every = every = Projections(
-            ops,
-            self.eps,
-            norm_weights(layer.hidden_norm, dtype),
-            weights.query,
-            weights.key_value,
-            embedded,
-            (*weights.query_norm, *weights.key_norm),
-            layer.norm_before_residual,
+        every = weights.projections(ops, self.eps, layer.hidden_norm.weight)
+        self.every = every = every._replace(
+            embedded=embedded, norm_before_residual=layer.norm_before_residual
         )
         self.queries = every._replace(key_value=None)
         keys = every._replace(query=None)
         # Each position reads the token of the next one. The last position reads the first's; no
         # query sees its key.
         following = torch.arange(len(positions), device=positions.device).roll(-1)
-        inputs = layer_inputs(keys, projected, None, following, first)
+        inputs = layer_inputs(keys, projected, first, index=following)
         self.projected = inputs.previous
         self.key, self.value = (
             x.unflatten(0, batch.tokens.shape) for x in (inputs.key, inputs.value)
@@ -145,14 +136,14 @@ class _Unroll:
         """
         rows = self.batch.steps[k]
         projections = self.queries if k == 0 else self.every
-        previous, residual, query, *key_value = layer_inputs(
-            projections, previous, rows.origin, rows.teacher_index, self.angles[k]
+        inputs = layer_inputs(
+            projections, previous, self.angles[k], origin=rows.origin, index=rows.teacher_index
         )
         if k > 0:
-            key_value = (pad_rows(x, rows) for x in key_value)
+            key_value = (pad_rows(x, rows) for x in (inputs.key, inputs.value))
             step_keys = StepKeyValues.extend(step_keys, *key_value, rows.select)
-        query, starts = pad_rows(query, rows), row_starts(self.starts, rows)
+        query, starts = pad_rows(inputs.query, rows), row_starts(self.starts, rows)
         attended = ttt_attention(query, self.key, self.value, rows.index, starts, step_keys)
-        attended = unpad_rows(attended.flatten(2), rows)
-        output = self.weights.run_output(self.ops, attended, residual, self.eps)
-        return previous, self.head.output_norm(output), step_keys
+        attended = unpad_rows(attended, rows).flatten(1)
+        output = self.weights.run_output(self.ops, attended, inputs.residual, self.eps)
+        return inputs.previous, self.head.output_norm(output), step_keys

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from draftlab.heads.block import BlockConfig, BlockHead
+from draftlab.heads.block import BlockHead
 from draftlab.kernels.ttt_attention import document_starts, ttt_attention
 from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.batch.loss_rows import StepRows
@@ -38,39 +38,50 @@ def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
     newest = batch.tokens.gather(1, (index + 1).clamp(max=batch.tokens.shape[1] - 1))
     slots = torch.arange(config.block_size, device=index.device)
     angles = head.rope.angles(batch.positions.gather(1, index)[..., None] + 1 + slots)
+    slot_rows = slot_row_indices(index, config.block_size)
     hidden = head.embed(head.block_tokens(newest, config.block_size)).to(context.dtype)
     for layer, window in zip(head.layers, config.windows, strict=True):
         attention, x = layer.self_attn, layer.input_layernorm(hidden)
+        keys, values = (t.unbind(2) for t in attention.key_value(x, angles))
         attended = block_attention(
             attention.query(x, angles),
             attention.key_value(context, context_angles),
-            attention.key_value(x, angles),
+            StepKeyValues(keys, values, slot_rows),
             index,
             starts,
             window=window,
             is_causal=config.is_causal,
         )
         hidden = layer.output(attended, hidden)
-    flat = hidden.flatten(0, 1)[first.valid_rows].flatten(0, 1)
-    for rows, index in zip(steps, output_slots(steps, config), strict=True):
-        yield StepOutput(flat[index], rows.teacher_index)
+    flat = hidden.flatten(0, 1)[first.valid_rows]
+    for slot, (rows, anchors) in enumerate(
+        zip(steps, step_anchors(steps), strict=True), config.first_slot
+    ):
+        yield StepOutput(flat[anchors, slot], rows.teacher_index)
 
 
-def output_slots(steps: Sequence[StepRows], config: BlockConfig) -> list[Tensor]:
-    """Return each step's slots, int64 [n_k], among those of the first step's valid anchors."""
-    anchor = torch.arange(len(steps[0].valid_rows), device=steps[0].index.device)
-    slots = []
-    for number, rows in enumerate(steps):
-        if number:
-            anchor = anchor[rows.origin]
-        slots.append(anchor * config.block_size + config.first_slot + number)
-    return slots
+def step_anchors(steps: Sequence[StepRows]) -> list[Tensor]:
+    """Return each step's anchors, int64 [n_k], among the first step's valid ones."""
+    anchors = [torch.arange(len(steps[0].valid_rows), device=steps[0].index.device)]
+    for rows in steps[1:]:
+        anchors.append(anchors[-1][rows.origin])
+    return anchors
+
+
+def slot_row_indices(index: Tensor, num_slots: int) -> Tensor:
+    """Return `StepKeyValues.rows` of the slots of anchors: each slot has a key for each anchor.
+
+    Args:
+        index: int64 [B, A], the last context position of each anchor.
+    """
+    rows = torch.arange(index.numel(), device=index.device).view(index.shape)
+    return rows.repeat(num_slots, 1, 1)
 
 
 def block_attention(
     query: Tensor,
     context: tuple[Tensor, Tensor],
-    block: tuple[Tensor, Tensor],
+    block: StepKeyValues,
     index: Tensor,
     starts: Tensor,
     *,
@@ -82,21 +93,18 @@ def block_attention(
     Args:
         query: [B, A, slots, heads, head_dim], rotated.
         context: keys and values of all positions, [B, S, kv heads, head_dim].
-        block: those of the slots, [B, A, slots, kv heads, head_dim].
+        block: those of each slot, [B, A, kv heads, head_dim], with `slot_row_indices`.
         index: int64 [B, A], the last context position of each anchor.
         starts: int64 [B, A], its first; beyond `index` for padding.
         window, is_causal: as in `BlockConfig`.
     """
-    keys, values = (x.unbind(2) for x in block)
-    num_slots, num_kv_heads = len(keys), keys[0].shape[2]
-    rows = torch.arange(index.numel(), device=index.device).view(1, *index.shape)
-    rows = rows.expand(num_slots, -1, -1)
+    num_slots, num_kv_heads = query.shape[2], context[0].shape[2]
 
     def attend(part: Tensor, seen: int, starts: Tensor) -> Tensor:
         """Return the attention of some slots, which see as many slots of their block."""
         # They see the same keys, so they are further heads of their anchor's row.
         grouped = part.unflatten(3, (num_kv_heads, -1)).permute(0, 1, 3, 4, 2, 5)
-        own = StepKeyValues(keys[:seen], values[:seen], rows[:seen])
+        own = StepKeyValues(block.keys[:seen], block.values[:seen], block.rows[:seen])
         attended = ttt_attention(grouped.flatten(2, 4), *context, index, starts, own)
         return attended.view(grouped.shape).permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
 
@@ -108,6 +116,8 @@ def block_attention(
             parts.append(attend(part, slot + 1 if is_causal else num_slots, first))
     else:
         queries = num_slots * query.shape[3] // num_kv_heads
+        if queries <= MOST_QUERIES:
+            return attend(query, num_slots, starts)
         at_once = query.chunk(-(-queries // MOST_QUERIES), 2)
         parts = [attend(part, num_slots, starts) for part in at_once]
     return torch.cat(parts, 2)

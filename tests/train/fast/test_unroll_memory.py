@@ -1,4 +1,4 @@
-"""What the fast unroll stores for the backward pass, and when its gradients are whole."""
+"""What the fast unroll stores for the backward pass, and when gradients are whole."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from draftlab.train.batch.packing import pack
 from draftlab.train.fast import ttt as fast_unroll
+from draftlab.train.fast.block import FastBlock
+from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.flops import kept_bytes
 from tests.helpers.fast_forward import ragged_batch, random_norms_head, train_step
@@ -67,3 +69,16 @@ def test_gradients_are_complete_before_the_backward_pass_ends(
     early = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"}
     assert {"lm_head.weight", *map(layer, early)} <= set(events[:last])
     assert {"fc.weight", layer("self_attn.q_proj"), layer("self_attn.k_proj")} <= set(events[last:])
+
+
+@pytest.mark.parametrize(("family", "fast"), [("peagle", FastParallel), ("dspark", FastBlock)])
+def test_a_layers_gradients_are_complete_before_those_of_the_layer_below(
+    family: str, fast: type[FastBlock | FastParallel]
+) -> None:
+    model, batch, layers = random_norms_head(family=family, num_layers=3), ragged_batch(2), []
+    for number, layer in enumerate(model.layers):
+        for parameter in layer.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _, n=number: layers.append(n))
+    train_step(model, fast(torch.float32)(model, batch), batch)
+    assert layers == sorted(layers, reverse=True)
+    assert {*layers} == {0, 1, 2}
