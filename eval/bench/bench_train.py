@@ -7,6 +7,7 @@
     python eval/bench/bench_train.py --peer speculators     # or specforge; prints the ratio
     python eval/bench/bench_train.py --family peagle --layers 2  # a parallel head, 8 depths
     python eval/bench/bench_train.py --family dspark        # a block head of 7 slots
+    python eval/bench/bench_train.py --shape embedded --family peagle --layers 4  # a small head
     python eval/bench/bench_train.py --shape tiny --device cpu
 
 Features are random but fixed. The code that `draftlab train` runs is timed, with --host also its
