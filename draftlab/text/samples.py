@@ -107,10 +107,9 @@ def _checked(answers: Path, sha256: str, monitor: Monitor) -> Iterator[Conversat
     """Yield the conversations of an answers file; report if they differ from its manifest."""
     manifest, count = answers.with_suffix(".json"), 0
     written = read_json(manifest, kind="manifest of answers") if manifest.exists() else {}
-    total = written.get("conversations", 0)
-    expected = total or _count_lines(answers)  # given answers have no manifest
+    total, num_lines = written.get("conversations", 0), _count_lines(answers)
     for count, conversation in enumerate(iterate_conversations(answers, do=ANSWERS_HELP), 1):
-        monitor.progress("samples", count, max(count, expected))
+        monitor.progress("samples", count, num_lines)
         yield conversation
     if written.get("sha256", sha256) != sha256:
         monitor.say(
@@ -121,8 +120,12 @@ def _checked(answers: Path, sha256: str, monitor: Monitor) -> Iterator[Conversat
 
 
 def _count_lines(path: Path) -> int:
+    """Return the number of lines of a file; the last one may have no end."""
+    count, block = 0, b"\n"
     with open(path, "rb") as file:
-        return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+        while more := file.read(1 << 20):
+            count, block = count + more.count(b"\n"), more
+    return count + (block[-1:] != b"\n")
 
 
 def build_samples(

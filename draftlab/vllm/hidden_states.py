@@ -1,9 +1,9 @@
 """Hidden states for a recording, computed by an installed vLLM and read from its files.
 
-vLLM gets all samples of a shard in one request and batches them itself. While it computes the next
-shard, the threads that write this one read its states, apply the target's final norm and lm_head to
-them (vLLM returns the last state before the norm) and check them for NaN and infinity, as
-`HiddenStateExtractor` does.
+vLLM gets all samples of a shard in one request, and batches them itself unless the store is a
+window. While it computes the next shard, the threads that write this one read its states, apply the
+target's final norm and lm_head to them (vLLM returns the last state before the norm) and check them
+for NaN and infinity, as `HiddenStateExtractor` does.
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "draftlab-states-"
 _LOCKED_AFTER_S = 60  # every folder in use is locked so long after it was made
 BATCH_SIZE = 256
-"""Maximum number of requests in a forward pass, as far as record.batch_tokens allows. A window has
-1: its shards are recorded again, and rounding depends on the requests that share a pass, which
-depend on when vLLM receives them."""
+"""Maximum number of requests in a forward pass, as far as record.batch_tokens allows."""
 
 
 class VllmStateSource:
@@ -54,7 +52,8 @@ class VllmStateSource:
 
     Args:
         target: whose norm and lm_head are applied to the last states.
-        settings: batch_tokens limits a forward pass of vLLM; a longer sample has one of its own.
+        settings: batch_tokens limits a forward pass of vLLM; a longer sample has one of its own, as
+            has every sample of a window.
         plan: of the recording.
     """
 
@@ -102,6 +101,8 @@ class VllmStateSource:
                 "target": str(target.folder.resolve()),
                 "dtype": str(target.dtype).removeprefix("torch."),
                 "max_model_len": max(positions, 16),
+                # Rounding depends on the requests that share a pass, and these on when vLLM
+                # receives them. A window's shards are recorded again, and should be the same.
                 "max_num_seqs": BATCH_SIZE if self.settings.window is None else 1,
                 "boundaries": self.boundaries,
                 "states_folder": str(folder),

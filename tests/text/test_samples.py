@@ -103,8 +103,11 @@ def test_the_index_holds_the_samples_and_is_made_again_when_anything_changed(
     assert samples == expected
     assert "indexing" in monitor.lines[0]
     assert "indexing" in opened(toy_tokenizer(CHATML_TEMPLATE))[1].lines[0]
-    write_conversations(path, conversations[:1])
-    assert opened()[0] == expected[:1]
+    write_conversations(path, conversations[:2])
+    path.write_bytes(path.read_bytes().rstrip())  # the last line has no end
+    samples, monitor = opened()
+    assert samples == as_lists(build_samples(conversations[:2], tokenizer, Monitor()))
+    assert monitor.times_done["samples"] == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == ["answers.index", "answers.jsonl"]
 
 
@@ -133,6 +136,7 @@ def test_answers_that_lack_a_line_are_noticed_and_a_cut_line_names_its_remedy(tm
     for _ in range(2):  # also where the index is there
         open_samples(path, toy_tokenizer(), monitor)
         assert "was changed after it was written, from 10 to 9 conversations" in monitor.lines[-1]
+        assert monitor.times_done["samples"] == 1
         assert "`draftlab prepare` generates all answers again" in monitor.lines[-1]
     path.write_bytes(b"".join(lines)[:-40])
     with pytest.raises(UserError) as caught:

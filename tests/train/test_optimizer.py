@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 from draftlab.heads.family import get_family
 from draftlab.train import optimizer
 from draftlab.train.checkpoint import trainable
+from draftlab.train.distributed.backends import TrainBackend
+from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.optimizer import Muon, new_optimizer, orthogonalise
 from draftlab.train.settings import TrainSettings
 from tests.helpers import synthetic
@@ -94,6 +97,24 @@ def test_matrices_with_a_row_for_each_token_and_vectors_have_adamw(family: str) 
         for name, p in trainable(head).items()
         if name == "fc.weight" or (name.startswith("layers.") and name.endswith("proj.weight"))
     }
+
+
+def test_gradients_of_all_groups_are_clipped_together() -> None:
+    head = get_family("dspark").new_head(synthetic.config(family="dspark"))
+    settings = TrainSettings(optimizer="muon", clip=0.5)
+    backend = TrainBackend(SimpleNamespace(head=head), settings, Ranks(0, 1, CPU))
+    assert len(backend.optimizer.param_groups) == 3
+    clipped: list[Tensor] = []
+    backend.optimizer.register_step_pre_hook(
+        lambda optimizer, *_: clipped.extend(
+            p.grad.clone() for group in optimizer.param_groups for p in group["params"]
+        )
+    )
+    for parameter in trainable(head).values():
+        parameter.grad = torch.ones_like(parameter)
+    size = sum(parameter.numel() for parameter in trainable(head).values())
+    assert float(backend.step(1e-3)) == pytest.approx(size**0.5)
+    assert float(sum(x.square().sum() for x in clipped)) == pytest.approx(0.25, rel=1e-4)
 
 
 def test_adamw_has_its_own_learning_rate(tmp_path: Path) -> None:

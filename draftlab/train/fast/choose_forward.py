@@ -51,7 +51,8 @@ class _CompiledOp:
 
 def compiled_ops(backend: str = "inductor") -> FusedOps:
     """Return compiled `FusedOps`, which run norms and rotations in few kernels."""
-    # An operation is compiled for queries, keys or both; for one row; and for thousands of rows.
+    # An operation is compiled for queries, keys or both; with and without a norm and a context; for
+    # one row; and for thousands of rows.
     # The limit is the process's: a higher one only lets other functions have more variants, too.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 32)
@@ -113,7 +114,7 @@ def _fits_in_memory(head: DraftHead, settings: TrainSettings, dtype: torch.dtype
 
 
 def _pass_tokens(settings: TrainSettings) -> int:
-    """Return the number of tokens of a pass."""
+    """Return the number of tokens of the largest pass, with padding."""
     return settings.row_tokens * (settings.micro_rows or settings.batch_rows)
 
 

@@ -73,11 +73,12 @@ def layer_inputs(
     """Return residuals, queries, keys and values of n rows of hidden states.
 
     Args:
+        projections: weights and operations.
         previous: [N, H], hidden states.
-        angles: of the rows (`Rope`), behind those of `context`. If there are other than N of them,
-            the last row of `previous` stands for all further rows, or for none.
+        angles: of the rows (`Rope`), behind those of `context`. If there are not n of them, the
+            last row of `previous` stands for all further rows, or for none.
         origin: int64 [n], rows of `previous`, none twice; None: all.
-        index: int64 [n], rows of `embedded` that are added, none twice.
+        index: int64 [n], rows of `embedded` that are added, none twice; None without `embedded`.
         context: [C, H], rows that have keys and values alone, and no norm.
     """
     shared = projections.embedded, projections.query, projections.key_value
@@ -93,13 +94,13 @@ class _LayerInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, projections: Projections, *tensors) -> tuple[Tensor | None, ...]:
         rows, weights = tensors[:7], tensors[7:]
-        residual, read, query, key, value, *products = projections.ops.layer_inputs(
+        residual, product_input, query, key, value, *products = projections.ops.layer_inputs(
             rows, weights, projections.eps
         )
         previous, context, origin, embedded, index, *angles = rows
         hidden = previous if residual is None else residual
-        read = hidden if read is None else read
-        ctx.save_for_backward(hidden, *angles, *products, read, origin, index, *weights)
+        product_input = hidden if product_input is None else product_input
+        ctx.save_for_backward(hidden, *angles, *products, product_input, origin, index, *weights)
         ctx.ops, ctx.eps = projections.ops, projections.eps
         ctx.norm_before_residual = projections.norm_before_residual
         ctx.num_previous, ctx.num_context = len(previous), 0 if context is None else len(context)
@@ -113,27 +114,26 @@ class _LayerInputs(torch.autograd.Function):
         ctx.sums = tuple(None if each is None else each.sum for each in shared)
         ctx.set_materialize_grads(False)
         if residual is not None and projections.norm_before_residual:
-            residual = read
-        rotated = query, key, value, context_key, context_value
-        return previous.view_as(previous), residual, *rotated
+            residual = product_input
+        return previous.view_as(previous), residual, query, key, value, context_key, context_value
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_previous, d_residual, *d_rotated) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_previous, d_residual, *d_heads) -> tuple[Tensor | None, ...]:
         saved, (query, key_value, embedded) = ctx.saved_tensors, ctx.sums
-        rows, (read, origin, index), weights = saved[:5], saved[5:8], saved[8:]
-        if all(gradient is None for gradient in (d_residual, *d_rotated)):
+        rows, (product_input, origin, index), weights = saved[:5], saved[5:8], saved[8:]
+        if all(gradient is None for gradient in (d_residual, *d_heads)):
             return None, d_previous, *[None] * 11
         d_hidden, d_normed = d_previous if origin is None else d_residual, None
         if origin is not None and ctx.norm_before_residual:
             d_hidden, d_normed = None, d_residual
         d_query, d_key_value, d_context, d_hidden, *d_norms = ctx.ops.layer_inputs_backward(
-            (*rows, *d_rotated, d_hidden, d_normed), weights, ctx.eps
+            (*rows, *d_heads, d_hidden, d_normed), weights, ctx.eps
         )
         if query is not None:
-            query.add_product(d_query, read[ctx.num_context :])
+            query.add_product(d_query, product_input[ctx.num_context :])
         if key_value is not None:
-            key_value.add_product(d_key_value, read)
+            key_value.add_product(d_key_value, product_input)
         if embedded is not None:
             shape, dtype = ctx.embedded
             if query is not None:

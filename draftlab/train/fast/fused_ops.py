@@ -2,8 +2,9 @@
 
 torch.compile makes a few kernels of those that are neither products nor attention. A layer's parts
 before and behind its attention have their backward passes beside them, since a compiled function
-with autograd takes the host three times as long as one without. They add and round where autograd
-does. `train/fast/functions.py` makes autograd functions of them.
+with autograd takes the host three times as long as one without. They sum in float32 what autograd
+would round first: a norm's gradient with the residual's, and that of the norm's weight over rows.
+`train/fast/functions.py` makes autograd functions of them.
 """
 
 from __future__ import annotations
@@ -30,13 +31,17 @@ def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def normed_backward(
-    gradient: Tensor, x: Tensor, weight: Tensor | None, eps: float, added: Tensor | None = None
+    gradient: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float,
+    other_gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the gradients of x and of the weight in `normed`.
 
     Args:
         gradient: of the norm.
-        added: another gradient of x.
+        other_gradient: of x, from its other uses.
     """
     gradient, wide = at_least_float32(gradient), at_least_float32(x)
     scale = (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
@@ -47,8 +52,8 @@ def normed_backward(
     d_scale = (gradient * wide).sum(-1, keepdim=True)
     d_mean = -0.5 * d_scale * scale.pow(3) / x.shape[-1]
     d_x = gradient * scale
-    if added is not None:
-        d_x = at_least_float32(added) + d_x
+    if other_gradient is not None:
+        d_x = at_least_float32(other_gradient) + d_x
     return (d_x + d_mean * (2 * wide)).to(x.dtype), d_weight
 
 
@@ -68,29 +73,30 @@ def expand_last_backward(gradient: Tensor, num_rows: int) -> Tensor:
     return torch.cat([gradient[: num_rows - 1], last])
 
 
-def heads_of(product: Tensor, angles: Angles) -> Tensor:
+def split_heads(product: Tensor, angles: Angles) -> Tensor:
     """Return a product [N, C] by head, with a row for each of the angles: [n, heads, head_dim]."""
     cosines = angles[0]
     return expand_last(product, len(cosines)).unflatten(-1, (-1, 2 * cosines.shape[-1]))
 
 
-def rotated(heads: Tensor, norm: Tensor | None, angles: Angles, eps: float) -> Tensor:
+def norm_and_rotate(heads: Tensor, norm: Tensor | None, angles: Angles, eps: float) -> Tensor:
     """Return rotated queries or keys; a norm, if there is one, precedes the rotation."""
     return rotate(heads if norm is None else normed(heads, norm, eps), angles)
 
 
-def rotated_backward(
+def norm_and_rotate_backward(
     gradient: Tensor, product: Tensor | None, norm: Tensor | None, angles: Angles, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the heads, side by side [n, C], and of the norm in `rotated`.
+    """Return the gradients of the heads, side by side [n, C], and of the norm in
+    `norm_and_rotate`.
 
     Args:
-        product: what `heads_of` read for the heads and, in columns behind them, values.
+        product: what `split_heads` read for the heads and, in columns behind them, values.
     """
     cosines, sines = angles
     gradient, d_norm = rotate(gradient, (cosines, -sines)), None
     if norm is not None:
-        heads = heads_of(product, angles)[:, : gradient.shape[1]]
+        heads = split_heads(product, angles)[:, : gradient.shape[1]]
         gradient, d_norm = normed_backward(gradient, heads, norm, eps)
     return gradient.flatten(1), d_norm
 
@@ -111,29 +117,31 @@ def layer_inputs(rows: Rows, weights: Weights, eps: float) -> Rows:
     previous, context, origin, embedded, index, *angles = rows
     norm, query_weight, key_value_weight, query_norm, key_norm = weights
     hidden = previous if origin is None else previous.index_select(0, origin)
-    read = hidden if norm is None else normed(hidden, norm, eps)
+    product_input = hidden if norm is None else normed(hidden, norm, eps)
     query = key = value = query_product = key_value_product = None
     if query_weight is not None:
-        query_product = read @ query_weight.T
+        query_product = product_input @ query_weight.T
         if embedded is not None:
             addend = embedded[:, : len(query_weight)].index_select(0, index)
             query_product = query_product + addend
         start = 0 if context is None else len(context)
         query_angles = tuple(x[start:] for x in angles)
-        query = rotated(heads_of(query_product, query_angles), query_norm, query_angles, eps)
+        query = norm_and_rotate(
+            split_heads(query_product, query_angles), query_norm, query_angles, eps
+        )
     if context is not None:
-        read = torch.cat([context, read])
+        product_input = torch.cat([context, product_input])
     if key_value_weight is not None:
-        key_value_product = read @ key_value_weight.T
+        key_value_product = product_input @ key_value_weight.T
         if embedded is not None:
             addend = embedded[:, -len(key_value_weight) :].index_select(0, index)
             key_value_product = key_value_product + addend
-        key, value = heads_of(key_value_product, angles).chunk(2, 1)
-        key = rotated(key, key_norm, angles, eps)
+        key, value = split_heads(key_value_product, angles).chunk(2, 1)
+        key = norm_and_rotate(key, key_norm, angles, eps)
         value = value.contiguous()  # once, and not in every later step
     return (
         None if origin is None else hidden,
-        None if norm is None and context is None else read,
+        None if norm is None and context is None else product_input,
         query,
         key,
         value,
@@ -142,8 +150,8 @@ def layer_inputs(rows: Rows, weights: Weights, eps: float) -> Rows:
     )
 
 
-def layer_inputs_backward(rows: Rows, weights: Weights, eps: float) -> Rows:
-    """Return the gradients of two products, context, hidden states, and three norms.
+def layer_inputs_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor | None, ...]:
+    """Return the gradients of two products, context, hidden states, and the weights of three norms.
 
     Absent ones are None, here and in the arguments.
 
@@ -162,21 +170,23 @@ def layer_inputs_backward(rows: Rows, weights: Weights, eps: float) -> Rows:
         if num_context:
             d_key = torch.cat([d_context_key, d_key])
             d_value = torch.cat([d_context_value, d_value])
-        d_key, d_key_norm = rotated_backward(d_key, key_value_product, key_norm, angles, eps)
+        d_key, d_key_norm = norm_and_rotate_backward(
+            d_key, key_value_product, key_norm, angles, eps
+        )
         d_key_value = torch.cat([d_key, d_value.flatten(1)], 1)
         d_key_value = expand_last_backward(d_key_value, num_context + len(hidden))
-        d_read = d_key_value @ key_value_weight
+        d_input = d_key_value @ key_value_weight
         if num_context:
-            d_context, d_read = d_read[:num_context], d_read[num_context:]
-        d_normed = d_read if d_normed is None else d_normed + d_read
+            d_context, d_input = d_input[:num_context], d_input[num_context:]
+        d_normed = d_input if d_normed is None else d_normed + d_input
     if d_query is not None:
         query_angles = tuple(x[num_context:] for x in angles)
-        d_query, d_query_norm = rotated_backward(
+        d_query, d_query_norm = norm_and_rotate_backward(
             d_query, query_product, query_norm, query_angles, eps
         )
         d_query = expand_last_backward(d_query, len(hidden))
-        d_read = d_query @ query_weight
-        d_normed = d_read if d_normed is None else d_normed + d_read
+        d_input = d_query @ query_weight
+        d_normed = d_input if d_normed is None else d_normed + d_input
     if norm is not None:
         d_hidden, d_norm = normed_backward(d_normed, hidden, norm, eps, d_hidden)
     else:

@@ -1,7 +1,7 @@
 """Layers of the fast forward passes: a layer's weights, and the padding around attention.
 
-Weights are cast once a batch. Gate and up are one product, and so are key and value. All uses of a
-weight add to one gradient (`train/fast/shared_gradients.py`).
+Weights of products are cast once a batch. Gate and up are one product, and so are key and value.
+All uses of a weight add to one gradient (`train/fast/shared_gradients.py`).
 """
 
 from __future__ import annotations

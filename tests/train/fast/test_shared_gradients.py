@@ -78,6 +78,23 @@ def test_a_graph_may_go_backward_again_in_parts_and_recomputed() -> None:
     torch.testing.assert_close(actual, alone * 5)
 
 
+def test_a_sum_is_freed_behind_the_backward_pass() -> None:
+    shared = Shared(drawn(1, WIDTH, SIZE).requires_grad_())
+    loss = shared.product(drawn(2, ROWS, SIZE)).sum()
+    loss.backward()
+    assert shared.sum.value is None
+
+
+def test_tensors_become_one_matrix_of_another_dtype() -> None:
+    """Each one's gradient is its rows of the matrix's, in its own dtype."""
+    parts = [drawn(seed, size, SIZE).float().requires_grad_() for seed, size in ((1, 2), (2, 4))]
+    shared = Shared(*parts, dtype=torch.float64)
+    assert torch.equal(shared.tensor, torch.cat(parts).double())
+    x, weight = drawn(3, ROWS, SIZE), drawn(4, ROWS, 6)
+    gradients = torch.autograd.grad((shared.product(x) * weight).sum(), parts)
+    assert torch.equal(torch.cat(gradients), (weight.T @ x).float())
+
+
 def test_a_branch_adds_what_its_rows_owe_and_changes_no_gradient_of_others() -> None:
     x, index = drawn(1, ROWS, SIZE).requires_grad_(), torch.tensor([5, 0, 3])
     for whole_used, rows_used in ((True, True), (True, False), (False, True)):
