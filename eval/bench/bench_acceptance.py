@@ -19,7 +19,6 @@ training steps; "steady" is without the first 20 steps, in which code is compile
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import traceback
@@ -35,7 +34,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
-from acceptance_peers import MODULES, PEERS, WARMUP_STEPS, Task, Trained
+from acceptance_ours import RECIPES, our_recipe, our_training, run_name
+from acceptance_peers import MODULES, PEERS, Task, Trained
 from acceptance_table import OURS, TEMPERATURES, Result, mean_al, table
 from options import decode, share_stages
 
@@ -47,7 +47,7 @@ from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.cuda_device import free_memory
 from draftlab.pipeline.pipeline import Pipeline
-from draftlab.pipeline.recipe import Recipe, load_recipe
+from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
@@ -57,21 +57,6 @@ from draftlab.train.batch.order import epoch_rows
 from draftlab.train.validation import split_records
 from eval.measurements import Measurements, PrintMonitor, add_options, import_error, option_values
 
-FOLDER = Path(__file__).parents[2] / "recipes"
-RECIPES = {"eagle3": "quickstart", "peagle": "quickstart_peagle", "dspark": "quickstart_dspark"}
-SETTINGS = {
-    "eagle3": (
-        "train.ttt_steps=4",
-        "train.loss=lk",
-        "head.intermediate_size=768",
-        "head.fc_norm=true",
-        "head.qk_norm=true",
-    ),
-    "peagle": ("head.num_layers=4",),
-    "dspark": ("head.num_layers=5", "train.anchor_share=1"),
-}
-"""Beside the recipes, which are made for a CPU: as many unrolled steps as drafts, larger heads, and
-what raised validation's AL at this number of tokens."""
 REPLAY, SAME_SECONDS = "ours, replay", "ours, replay for the same seconds"
 OUR_RATES = {"specforge": 4e-3}
 """Our learning rate for a peer's optimizer, where it is not the recipe's: AdamW on all weights."""
@@ -115,19 +100,7 @@ class Bench:
 
     def recipe(self, family: str, seed: int, name: str = OURS, *settings: str) -> Recipe:
         """Return our recipe of a family."""
-        options = self.options
-        steps = max(1, round(options.tokens / (options.step_tokens * self.filled)))
-        rows = [
-            f"prompts.max_prompts={options.max_prompts}",
-            f"train.row_tokens={options.row_tokens}",
-            f"train.batch_rows={max(1, options.step_tokens // options.row_tokens)}",
-            f"train.steps={steps}",
-            *SETTINGS.get(family, ()),
-            "train.checkpoint_every=1000000",
-        ]
-        file = FOLDER / f"{RECIPES[family]}.yaml"
-        own = [f"name={run_name(name, family, seed)}", f"seed={seed}"]
-        return load_recipe(file, [*rows, *options.settings, *settings, *own])
+        return our_recipe(self.options, self.filled, family, seed, name, *settings)
 
     def ours(self, family: str, seed: int, name: str = OURS, *settings: str) -> Result:
         """Train and measure a head of ours."""
@@ -248,26 +221,6 @@ def peer_name(peer: str, *, our_rate: bool) -> str:
     return f"{peer}, our learning rate" if our_rate else peer
 
 
-def run_name(name: str, family: str, seed: int) -> str:
-    return "-".join([*name.replace(",", "").split(), family, f"seed{seed}"])
-
-
-def our_training(folder: Path, recipe: Recipe, head: DraftHead) -> Trained:
-    """Read a training of ours from its metrics; its first steps are left out as a peer's are."""
-    rows = [json.loads(line) for line in (folder / "train/metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if "tokens_per_s" in row]
-    tokens = np.diff([0, *(row["tokens_seen"] for row in rows)])
-    seconds = tokens / np.array([row["tokens_per_s"] for row in rows])
-    steps = np.array([row["step"] for row in rows])
-    late = steps > min(WARMUP_STEPS, steps[-1] // 2)
-    steady = seconds[late].sum() / tokens[late].sum() * tokens.sum()
-    trained = sum(p.numel() for n, p in head.named_parameters() if n not in head.shared_tensors())
-    peak = max(row["peak_memory_gib"] for row in rows)
-    rate = recipe.train.learning_rate
-    counts = int(steps[-1]), int(tokens.sum()), trained
-    return Trained(*counts, rate, float(seconds.sum()), float(steady), peak)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -283,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
     parser.add_argument("--replay", action="store_true", help="also our heads with train.replay")
     parser.add_argument("--replay-share", type=float, default=0.5, help="train.replay.share")
-    parser.add_argument("settings", nargs="*", help="of our recipes: train.gamma=0.9 …")
+    parser.add_argument("settings", nargs="*", help="of the families' recipes: train.gamma=0.9 …")
     add_options(parser)
     options = parser.parse_args(arguments)
     options.results = options.results or options.out / "results.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,15 @@ def test_a_peer_is_compared_with_our_heads_of_its_seeds() -> None:
     results = [result(bench.OURS, 0, [10] * 4), result(bench.OURS, 1, [20] * 4)]
     results.append(result("specforge", 1, [20] * 4))
     assert bench.table(results).splitlines()[-1].count("+0.000 [+0.000, +0.000]") == 2
+
+
+def test_settings_of_heads_are_for_the_families_that_are_compared() -> None:
+    sizes = {"tokens": 1e4, "step_tokens": 512, "max_prompts": 12, "row_tokens": 256}
+    settings = ["head.num_layers=2", "regenerate.batch=8"]
+    options = Namespace(families=["peagle"], settings=settings, **sizes)
+    assert bench.our_recipe(options, 1.0, "peagle", 0).head.num_layers == 2
+    base = bench.our_recipe(options, 1.0, "eagle3", 0)  # which refuses two layers
+    assert (base.regenerate.batch, base.head.num_layers) == (8, 1)
 
 
 @pytest.mark.slow
