@@ -104,17 +104,20 @@ def test_gradients_of_all_groups_are_clipped_together() -> None:
     settings = TrainSettings(optimizer="muon", clip=0.5)
     backend = TrainBackend(SimpleNamespace(head=head), settings, Ranks(0, 1, CPU))
     assert len(backend.optimizer.param_groups) == 3
-    clipped: list[Tensor] = []
-    backend.optimizer.register_step_pre_hook(
-        lambda optimizer, *_: clipped.extend(
-            p.grad.clone() for group in optimizer.param_groups for p in group["params"]
-        )
-    )
+    norms: list[float] = []
+
+    def note_norm(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        norms.append(float(torch.nn.utils.get_total_norm(gradients)))
+
+    backend.optimizer.register_step_pre_hook(note_norm)
     for parameter in trainable(head).values():
         parameter.grad = torch.ones_like(parameter)
     size = sum(parameter.numel() for parameter in trainable(head).values())
     assert float(backend.step(1e-3)) == pytest.approx(size**0.5)
-    assert float(sum(x.square().sum() for x in clipped)) == pytest.approx(0.25, rel=1e-4)
+    # AdamW's step, which Muon's calls, may call it again, with the other gradients alone.
+    assert norms[0] == pytest.approx(0.5, rel=1e-4)
 
 
 def test_adamw_has_its_own_learning_rate(tmp_path: Path) -> None:
