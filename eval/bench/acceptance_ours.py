@@ -56,7 +56,7 @@ def our_recipe(
         "train.checkpoint_every=1000000",
     ]
     shared = options.settings
-    if family not in options.families:  # it makes the store alone
+    if family not in options.families:  # its recipe makes the store alone
         shared = [one for one in shared if not one.startswith(("head.", "train."))]
     file = FOLDER / f"{RECIPES[family]}.yaml"
     own = [f"name={run_name(name, family, seed)}", f"seed={seed}"]
@@ -64,6 +64,7 @@ def our_recipe(
 
 
 def run_name(name: str, family: str, seed: int) -> str:
+    """Return the name of a head's run."""
     return "-".join([*name.replace(",", "").split(), family, f"seed{seed}"])
 
 

@@ -94,7 +94,7 @@ class TrainBackend:
     def step(self, learning_rate: float) -> Tensor:
         """Clip gradients, step the optimizer, clear gradients; return the norm before clipping."""
         self._set_learning_rate(learning_rate)
-        # Those of `trainable`, without a walk over all modules in each step.
+        # They are those of `trainable`, which would walk over all modules in each step.
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip)
         self.optimizer.step()

@@ -1,9 +1,9 @@
 """`block_outputs` with less work and the same outputs and gradients (methods §7).
 
 Rows are the slots of valid anchors, by slot: the keys of a slot lie side by side, as attention
-reads them. Padding exists in attention only. Up to the first layer's
-attention all mask tokens are equal and share one row. Weights and the operations between products
-are those of `train/fast/layers.py`.
+reads them. Padding exists in attention only. Up to the first layer's attention all mask tokens are
+equal and share one row. Weights and the operations between products are those of
+`train/fast/layers.py`.
 """
 
 from __future__ import annotations
@@ -59,10 +59,13 @@ class FastBlock:
         # All tensors have one dtype already. Autocast would widen norms and cast their readers.
         with torch.autocast(batch.tokens.device.type, enabled=False):
             slots = _BlockPass(head, batch, steps[0], self.dtype, self.ops).run()
-            anchors = enumerate(step_anchors(steps), head.config.first_slot)
-            rows = [slot * len(steps[0].valid_rows) + each for slot, each in anchors]
-            output = branch(slots, torch.cat(rows))[1]
-        outputs = output.split([len(each) for each in rows])
+            num_anchors = len(steps[0].valid_rows)
+            indices = [
+                slot * num_anchors + anchors
+                for slot, anchors in enumerate(step_anchors(steps), head.config.first_slot)
+            ]
+            output = branch(slots, torch.cat(indices))[1]
+        outputs = output.split([len(index) for index in indices])
         return [StepOutput(o, rows.teacher_index) for o, rows in zip(outputs, steps, strict=True)]
 
 

@@ -16,7 +16,7 @@ from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import Attention
 from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.ttt_attention import document_starts, ttt_attention
-from draftlab.kernels.ttt_attention_types import StepKeyValues
+from draftlab.kernels.ttt_attention_types import StepKeyValues, extend_rows
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.fast.functions import layer_inputs
@@ -83,15 +83,13 @@ class _ParallelPass:
         self.angles = head.rope.angles(torch.cat([positions, *masked_positions]))
         self.starts = document_starts(batch.documents)
         self.step_starts = [row_starts(self.starts, rows) for rows in steps]
-        every = torch.arange(self.num_positions, device=positions.device)
-        self.index = every[: batch.tokens.shape[1]].repeat(len(batch.tokens), 1)
-        # At each depth, the rows of the depths before (`StepKeyValues`).
-        self.depth_rows: list[Tensor] = []
+        row = torch.arange(batch.tokens.shape[1], device=positions.device)
+        self.index = row.repeat(len(batch.tokens), 1)
+        self.depth_rows: list[Tensor] = []  # `StepKeyValues.rows` of each depth
+        previous = None
         for rows in steps[1:]:
-            own = every[: rows.index.numel()].view(1, *rows.index.shape)
-            previous = self.depth_rows[-1:]
-            selected = [x.gather(2, rows.select.expand(len(x), -1, -1)) for x in previous]
-            self.depth_rows.append(torch.cat([*selected, own]))
+            previous = extend_rows(previous, rows.select)
+            self.depth_rows.append(previous)
 
     def run(self) -> Tensor:
         """Return the outputs [N_0 + M, H] at the rows that carry loss, sorted by depth."""
