@@ -59,31 +59,49 @@ def ttt_attention(
     Raises:
         ValueError: if the heads are no multiple of the kv heads, or dtypes differ.
     """
-    check_inputs(query, key, value, steps)
+    check_inputs(query, key, value, *(() if steps is None else (*steps.keys, *steps.values)))
+    own = None
+    if steps is not None:
+        own = tuple(
+            torch.stack([t.flatten(0, 1)[at] for t, at in zip(tensors, steps.rows, strict=True)], 2)
+            for tensors in (steps.keys, steps.values)
+        )
+    return attend_eagerly(query, key, value, index, starts, own)
+
+
+def attend_eagerly(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: Tensor,
+    starts: Tensor,
+    own: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Return `ttt_attention` of rows whose own k keys and values are [B, R, k, kv heads, head_dim].
+
+    Args:
+        own: None for no such keys. Others: as in `ttt_attention`.
+    """
     slots = torch.arange(key.shape[1], device=key.device)
     visible = (starts[:, :, None] <= slots) & (slots <= index[:, :, None])
     padding = starts > index
     # A softmax over nothing would be NaN, and so would its gradient: padding sees all keys instead.
     visible = visible | padding[:, :, None]
     key, value = key.transpose(1, 2), value.transpose(1, 2)
-    if steps is None:
+    if own is None:
         attended = F.scaled_dot_product_attention(
             query.transpose(1, 2), key, value, attn_mask=visible[:, None], enable_gqa=True
         ).transpose(1, 2)
     else:
-        attended = _attend_with_steps(query, key, value, visible, steps)
+        attended = _attend_with_own_keys(query, key, value, visible, *own)
     return attended.masked_fill(padding[:, :, None, None], 0)
 
 
-def _attend_with_steps(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, steps: StepKeyValues
+def _attend_with_own_keys(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, own_key: Tensor, own_value: Tensor
 ) -> Tensor:
-    """Return attention to keys [B, kv heads, S, head_dim] and step keys; visible is [B, R, S]."""
-    step_keys, step_values = (
-        torch.stack([t.flatten(0, 1)[at] for t, at in zip(tensors, steps.rows, strict=True)], 2)
-        for tensors in (steps.keys, steps.values)
-    )
-    num_rows, num_steps = step_keys.shape[1:3]
+    """Return attention to keys [B, kv heads, S, head_dim] and own keys; visible is [B, R, S]."""
+    num_rows, num_own = own_key.shape[1:3]
     num_kv_heads, past = key.shape[1:3]
     group = query.shape[2] // num_kv_heads
     # [B, kv heads, group · R, head_dim]: the heads of a group share their keys.
@@ -92,11 +110,11 @@ def _attend_with_steps(
     scores = scaled.flatten(2, 3) @ key.transpose(-1, -2)
     scores = scores.unflatten(2, (group, num_rows))
     scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
-    step_scores = torch.einsum("bngrd,brknd->bngrk", scaled, step_keys)
+    own_scores = torch.einsum("bngrd,brknd->bngrk", scaled, own_key)
     # At least float32; in float64, where tests take gradients, no less.
-    scores = torch.cat([scores, step_scores], -1)
+    scores = torch.cat([scores, own_scores], -1)
     weights = scores.to(torch.promote_types(scores.dtype, torch.float32)).softmax(-1)
-    past_weights, step_weights = weights.to(value.dtype).split([past, num_steps], -1)
+    past_weights, own_weights = weights.to(value.dtype).split([past, num_own], -1)
     attended = (past_weights.flatten(2, 3) @ value).unflatten(2, (group, num_rows))
-    attended = attended + torch.einsum("bngrk,brknd->bngrd", step_weights, step_values)
+    attended = attended + torch.einsum("bngrk,brknd->bngrd", own_weights, own_value)
     return attended.permute(0, 3, 1, 2, 4).flatten(2, 3)

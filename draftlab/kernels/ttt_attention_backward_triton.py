@@ -15,6 +15,7 @@ from draftlab.kernels.ttt_attention_triton import (
     _key_tiles,
     _load_tile,
     _packed_rows,
+    _row_tile,
     _step_key_tile,
     _step_pointers,
     _store_tile,
@@ -47,8 +48,8 @@ def _weights_and_scores(q, k, v, d_o, visible, lse, delta, scale, PRECISION: tl.
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def d_query_kernel(
-    query, key, value, step_keys, step_values, step_rows, index, starts, d_output, lse, delta,
-    d_query, scale, scale_log2, num_rows, num_steps,
+    query, key, value, step_keys, step_values, step_rows, index, starts, segments, d_output,
+    lse, delta, d_query, scale, scale_log2, num_rows, num_steps, num_segments,
     query_batch, query_row, query_head, key_batch, key_row, key_head,
     value_batch, value_row, value_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
@@ -57,11 +58,14 @@ def d_query_kernel(
 ):  # fmt: skip
     """Compute dQ of one tile of rows; grid [kv heads, B, tiles]."""
     TOKENS: tl.constexpr = ROWS // GROUP_PADDED
-    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * TOKENS
+    first, end, steps = _row_tile(
+        tl.num_programs(2) - 1 - tl.program_id(2),
+        segments, num_segments, num_rows, num_steps, TOKENS,
+    )  # fmt: skip
     kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     index, starts = index + batch * num_rows, starts + batch * num_rows
-    row, head, real = _packed_rows(first, kv_head, num_rows, GROUP, GROUP_PADDED, ROWS)
-    first_seen, last_seen = _bounds(index, starts, row, num_rows)
+    row, head, real = _packed_rows(first, kv_head, end, GROUP, GROUP_PADDED, ROWS)
+    first_seen, last_seen = _bounds(index, starts, row, end)
     begin, count, full = _key_tiles(first_seen, last_seen, KEYS)
     at = query + batch * query_batch + row.to(tl.int64) * query_row + head * query_head
     q = _load_tile(at, real, HEAD_DIM, HEAD_DIM_PADDED)
@@ -71,9 +75,9 @@ def d_query_kernel(
     d_top = tl.load(delta + at_row, real, other=0.0)
 
     d_q = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
-    for tile in range(tl.cdiv(num_steps * TOKENS, KEYS)):
+    for tile in range(tl.cdiv(steps * TOKENS, KEYS)):
         step, step_row, token, exists = _step_key_tile(
-            tile, first, batch, index, starts, step_rows, num_steps, num_rows, TOKENS, KEYS
+            tile, first, end, batch, index, starts, step_rows, steps, num_rows, TOKENS, KEYS
         )
         offset = (step_row * KV_HEADS + kv_head) * HEAD_DIM
         at_key = _step_pointers(step_keys, step, offset, STEPS)
@@ -130,7 +134,17 @@ def d_step_keys_kernel(
     d_top = tl.load(delta + at_row, real, other=0.0)
     for tile in range(tl.cdiv(num_steps * TOKENS, KEYS)):
         step, step_row, token, exists = _step_key_tile(
-            tile, first, batch, index, starts, step_rows, num_steps, num_rows, TOKENS, KEYS
+            tile,
+            first,
+            num_rows,
+            batch,
+            index,
+            starts,
+            step_rows,
+            num_steps,
+            num_rows,
+            TOKENS,
+            KEYS,
         )
         offset = (step_row * KV_HEADS + kv_head) * HEAD_DIM
         at_key = _step_pointers(step_keys, step, offset, STEPS)
@@ -148,21 +162,21 @@ def d_step_keys_kernel(
 
 
 @triton.jit
-def _visible_rows(index, starts, num_rows, low, high, TOKENS: tl.constexpr, SCAN: tl.constexpr):
-    """Return which rows see any of the keys low … high.
+def _visible_rows(index, starts, begin, stop, low, high, TOKENS: tl.constexpr, SCAN: tl.constexpr):
+    """Return which of the rows from `begin` to `stop` see any of the keys low … high.
 
-    All rows are scanned, which costs little compared with attention.
+    All are scanned, which costs little compared with attention.
 
     Returns:
         first, count: the first row, and the number of tiles of rows from it on.
         full_from, full_to: tiles of rows that see all of these keys.
     """
     first, end = BEYOND, 0
-    full_first, full_end = BEYOND, num_rows  # the first run of rows that see all
-    for chunk in range(0, num_rows, SCAN):
+    full_first, full_end = BEYOND, stop  # the first run of rows that see all
+    for chunk in range(begin, stop, SCAN):
         row = chunk + tl.arange(0, SCAN)
-        first_seen, last_seen = _bounds(index, starts, row, num_rows)
-        row = tl.minimum(row, num_rows - 1)
+        first_seen, last_seen = _bounds(index, starts, row, stop)
+        row = tl.minimum(row, stop - 1)
         sees = (first_seen <= high) & (last_seen >= low)
         first = tl.minimum(first, tl.min(tl.where(sees, row, BEYOND), 0))
         end = tl.maximum(end, tl.max(tl.where(sees, row + 1, 0), 0))
@@ -191,8 +205,8 @@ def _add_rows(q, d_o, k, v, visible, top, d_top, d_k, d_v, scale, PRECISION: tl.
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def d_keys_kernel(
-    query, key, value, index, starts, d_output, lse, delta, d_key, d_value,
-    scale, scale_log2, num_rows, num_keys,
+    query, key, value, index, starts, segments, d_output, lse, delta, d_key, d_value,
+    scale, scale_log2, num_rows, num_keys, num_segments,
     query_batch, query_row, query_head, key_batch, key_row, key_head,
     value_batch, value_row, value_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
@@ -205,9 +219,6 @@ def d_keys_kernel(
     high = tl.minimum(low + KEYS, num_keys) - 1
     kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     index, starts = index + batch * num_rows, starts + batch * num_rows
-    first, count, full_from, full_to = _visible_rows(
-        index, starts, num_rows, low, high, TOKENS, SCAN
-    )
     j = low + tl.arange(0, KEYS)
     at_key = key + batch * key_batch + j.to(tl.int64) * key_row + kv_head * key_head
     at_value = value + batch * value_batch + j.to(tl.int64) * value_row + kv_head * value_head
@@ -217,31 +228,39 @@ def d_keys_kernel(
     query += batch * query_batch
     d_k = tl.zeros([KEYS, HEAD_DIM_PADDED], tl.float32)
     d_v = tl.zeros([KEYS, HEAD_DIM_PADDED], tl.float32)
-    for edge in range(count - full_to + full_from):
-        tile = tl.where(edge < full_from, edge, edge - full_from + full_to)
-        row, head, real = _packed_rows(
-            first + tile * TOKENS, kv_head, num_rows, GROUP, GROUP_PADDED, ROWS
+    for segment in range(num_segments):  # of `_row_tile`; in each one, slots of rows ascend
+        begin, stop = 0, num_rows
+        if segments is not None:
+            begin = tl.load(segments + segment).to(tl.int32)
+            stop = tl.load(segments + segment + 1).to(tl.int32)
+        first, count, full_from, full_to = _visible_rows(
+            index, starts, begin, stop, low, high, TOKENS, SCAN
         )
-        first_seen, last_seen = _bounds(index, starts, row, num_rows)
-        at_row = (batch * num_rows + row) * (KV_HEADS * GROUP) + head
-        at = query + row.to(tl.int64) * query_row + head * query_head
-        q = _load_tile(at, real, HEAD_DIM, HEAD_DIM_PADDED)
-        d_o = _load_tile(d_output + at_row * HEAD_DIM, real, HEAD_DIM, HEAD_DIM_PADDED)
-        top = tl.load(lse + at_row, real, other=float("inf"))
-        d_top = tl.load(delta + at_row, real, other=0.0)
-        visible = (first_seen[None, :] <= j[:, None]) & (j[:, None] <= last_seen[None, :])
-        d_k, d_v = _add_rows(q, d_o, k, v, visible, top, d_top, d_k, d_v, scale_log2, PRECISION)
-    for tile in range(full_from, full_to):
-        row, head, real = _packed_rows(
-            first + tile * TOKENS, kv_head, num_rows, GROUP, GROUP_PADDED, ROWS
-        )
-        at_row = (batch * num_rows + row) * (KV_HEADS * GROUP) + head
-        at = query + row.to(tl.int64) * query_row + head * query_head
-        q = _load_tile(at, real, HEAD_DIM, HEAD_DIM_PADDED)
-        d_o = _load_tile(d_output + at_row * HEAD_DIM, real, HEAD_DIM, HEAD_DIM_PADDED)
-        top = tl.load(lse + at_row, real, other=float("inf"))
-        d_top = tl.load(delta + at_row, real, other=0.0)
-        d_k, d_v = _add_rows(q, d_o, k, v, None, top, d_top, d_k, d_v, scale_log2, PRECISION)
+        for edge in range(count - full_to + full_from):
+            tile = tl.where(edge < full_from, edge, edge - full_from + full_to)
+            row, head, real = _packed_rows(
+                first + tile * TOKENS, kv_head, stop, GROUP, GROUP_PADDED, ROWS
+            )
+            first_seen, last_seen = _bounds(index, starts, row, stop)
+            at_row = (batch * num_rows + row) * (KV_HEADS * GROUP) + head
+            at = query + row.to(tl.int64) * query_row + head * query_head
+            q = _load_tile(at, real, HEAD_DIM, HEAD_DIM_PADDED)
+            d_o = _load_tile(d_output + at_row * HEAD_DIM, real, HEAD_DIM, HEAD_DIM_PADDED)
+            top = tl.load(lse + at_row, real, other=float("inf"))
+            d_top = tl.load(delta + at_row, real, other=0.0)
+            visible = (first_seen[None, :] <= j[:, None]) & (j[:, None] <= last_seen[None, :])
+            d_k, d_v = _add_rows(q, d_o, k, v, visible, top, d_top, d_k, d_v, scale_log2, PRECISION)
+        for tile in range(full_from, full_to):
+            row, head, real = _packed_rows(
+                first + tile * TOKENS, kv_head, stop, GROUP, GROUP_PADDED, ROWS
+            )
+            at_row = (batch * num_rows + row) * (KV_HEADS * GROUP) + head
+            at = query + row.to(tl.int64) * query_row + head * query_head
+            q = _load_tile(at, real, HEAD_DIM, HEAD_DIM_PADDED)
+            d_o = _load_tile(d_output + at_row * HEAD_DIM, real, HEAD_DIM, HEAD_DIM_PADDED)
+            top = tl.load(lse + at_row, real, other=float("inf"))
+            d_top = tl.load(delta + at_row, real, other=0.0)
+            d_k, d_v = _add_rows(q, d_o, k, v, None, top, d_top, d_k, d_v, scale_log2, PRECISION)
 
     at_row = (batch * num_keys + j) * KV_HEADS + kv_head
     _store_tile(d_key + at_row * HEAD_DIM, d_k * scale, j <= high, HEAD_DIM, HEAD_DIM_PADDED)

@@ -26,26 +26,48 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 BEYOND = tl.constexpr(1 << 30)  # a slot or row after all others
 
 # Numbers that change from batch to batch must not compile new kernels.
-UNSPECIALIZED = ["num_rows", "num_keys", "num_steps", "num_packed"]
+UNSPECIALIZED = [
+    "num_rows", "num_keys", "num_steps", "num_packed", "num_segments", "num_slots", "num_depths"
+]  # fmt: skip
 
 
 @triton.jit
-def _bounds(index, starts, row, num_rows):
+def _row_tile(tile, segments, num_segments, num_rows, num_steps, TOKENS: tl.constexpr):
+    """Return the first row of a tile, the end of its segment, and the rows' number of step keys.
+
+    The rows of segment n (parallel drafting: of depth n) have n step keys. segments: the first row
+    of each one, and the end; None: all rows have `num_steps`.
+    """
+    first, end, steps = tile * TOKENS, num_rows, num_steps
+    if segments is not None:
+        for number in range(num_segments):
+            begin = tl.load(segments + number).to(tl.int32)
+            stop = tl.load(segments + number + 1).to(tl.int32)
+            count = tl.cdiv(stop - begin, TOKENS)
+            inside = (tile >= 0) & (tile < count)
+            first = tl.where(inside, begin + tile * TOKENS, first)
+            end, steps = tl.where(inside, stop, end), tl.where(inside, number, steps)
+            tile -= count
+    return first, end, steps
+
+
+@triton.jit
+def _bounds(index, starts, row, end):
     """Return the first and last slot that each row sees; (BEYOND, −1) for padding.
 
-    Rows past the last one repeat it. index and starts point to one row of the batch.
+    Rows from `end` on repeat the one before. index and starts point to one row of the batch.
     """
-    row = tl.minimum(row, num_rows - 1)
+    row = tl.minimum(row, end - 1)
     first, last = tl.load(starts + row).to(tl.int32), tl.load(index + row).to(tl.int32)
     return tl.where(first <= last, first, BEYOND), tl.where(first <= last, last, -1)
 
 
 @triton.jit
-def _packed_rows(first, kv_head, num_rows, GROUP, GROUP_PADDED, ROWS: tl.constexpr):
-    """Return row and query head [ROWS] of a tile's packed rows, and which of them exist."""
+def _packed_rows(first, kv_head, end, GROUP, GROUP_PADDED, ROWS: tl.constexpr):
+    """Return row and query head [ROWS] of a tile's packed rows, and which come before `end`."""
     packed = tl.arange(0, ROWS)
     row, member = first + packed // GROUP_PADDED, packed % GROUP_PADDED
-    return row, kv_head * GROUP + member, (row < num_rows) & (member < GROUP)
+    return row, kv_head * GROUP + member, (row < end) & (member < GROUP)
 
 
 @triton.jit
@@ -90,7 +112,7 @@ def _key_tiles(first_seen, last_seen, KEYS: tl.constexpr):
 
 @triton.jit
 def _step_key_tile(
-    tile, first, batch, index, starts, step_rows, num_steps, num_rows,
+    tile, first, end, batch, index, starts, step_rows, num_steps, num_rows,
     TOKENS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Return the step keys of a tile: key n was computed by row `first + n % TOKENS` in a step.
@@ -102,8 +124,8 @@ def _step_key_tile(
     number = tile * KEYS + tl.arange(0, KEYS)
     step, token = number // TOKENS, number % TOKENS
     row = first + token
-    _, last_seen = _bounds(index, starts, row, num_rows)
-    real = (step < num_steps) & (row < num_rows) & (last_seen >= 0)
+    _, last_seen = _bounds(index, starts, row, end)
+    real = (step < num_steps) & (row < end) & (last_seen >= 0)
     line = step.to(tl.int64) * tl.num_programs(1) + batch  # of step_rows [steps · B, R]
     return step, tl.load(step_rows + line * num_rows + row, real, other=0), token, real
 
@@ -138,8 +160,8 @@ def _accumulate(q, k, v, visible, top, total, acc, scale, PRECISION: tl.constexp
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
-    query, key, value, step_keys, step_values, step_rows, index, starts, output, lse,
-    scale, num_rows, num_steps,
+    query, key, value, step_keys, step_values, step_rows, index, starts, segments, output, lse,
+    scale, num_rows, num_steps, num_segments,
     query_batch, query_row, query_head, key_batch, key_row, key_head,
     value_batch, value_row, value_head,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
@@ -153,11 +175,14 @@ def forward_kernel(
     """
     TOKENS: tl.constexpr = ROWS // GROUP_PADDED
     # The last rows of a document see the most keys, so their programs start first.
-    first = (tl.num_programs(2) - 1 - tl.program_id(2)) * TOKENS
+    first, end, steps = _row_tile(
+        tl.num_programs(2) - 1 - tl.program_id(2),
+        segments, num_segments, num_rows, num_steps, TOKENS,
+    )  # fmt: skip
     kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     index, starts = index + batch * num_rows, starts + batch * num_rows
-    row, head, real = _packed_rows(first, kv_head, num_rows, GROUP, GROUP_PADDED, ROWS)
-    first_seen, last_seen = _bounds(index, starts, row, num_rows)
+    row, head, real = _packed_rows(first, kv_head, end, GROUP, GROUP_PADDED, ROWS)
+    first_seen, last_seen = _bounds(index, starts, row, end)
     begin, count, full = _key_tiles(first_seen, last_seen, KEYS)
     at = query + batch * query_batch + row.to(tl.int64) * query_row + head * query_head
     q = _load_tile(at, real, HEAD_DIM, HEAD_DIM_PADDED)
@@ -165,9 +190,9 @@ def forward_kernel(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
-    for tile in range(tl.cdiv(num_steps * TOKENS, KEYS)):
+    for tile in range(tl.cdiv(steps * TOKENS, KEYS)):
         step, step_row, token, exists = _step_key_tile(
-            tile, first, batch, index, starts, step_rows, num_steps, num_rows, TOKENS, KEYS
+            tile, first, end, batch, index, starts, step_rows, steps, num_rows, TOKENS, KEYS
         )
         offset = (step_row * KV_HEADS + kv_head) * HEAD_DIM
         at_key = _step_pointers(step_keys, step, offset, STEPS)

@@ -54,10 +54,9 @@ def extend_rows(previous: Tensor | None, select: Tensor) -> Tensor:
     return torch.cat([previous.gather(2, select.expand(len(previous), -1, -1)), rows])
 
 
-def check_inputs(query: Tensor, key: Tensor, value: Tensor, steps: StepKeyValues | None) -> None:
+def check_inputs(query: Tensor, key: Tensor, *others: Tensor) -> None:
     """Raise ValueError if the heads are no multiple of the kv heads, or dtypes differ."""
     check_heads(query, key)
-    tensors = () if steps is None else (*steps.keys, *steps.values)
-    dtypes = {t.dtype for t in (query, key, value, *tensors)}
+    dtypes = {t.dtype for t in (query, key, *others)}
     if len(dtypes) > 1:
         raise ValueError(f"expected queries, keys and values of one dtype, found {dtypes}")

@@ -1,4 +1,4 @@
-"""The kernels of training-time test's attention compile for an H200, once for all unrolls."""
+"""The kernels of training attention compile for an H200, once for all unrolls and depths."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from draftlab.kernels.parallel_attention import ParallelRows, parallel_attention
 from draftlab.kernels.ttt_attention import ttt_attention
 from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.objectives.block import MOST_QUERIES
@@ -40,6 +41,26 @@ def attend(num_rows: int, num_keys: int, steps: int, heads: tuple[int, int, int]
     ttt_attention(query, key, value, index, index, step_keys).sum().backward()
 
 
+def attend_in_parallel(
+    sizes: tuple[int, ...], num_keys: int, heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """Run forward and backward of one row of a batch, which has `sizes` rows of each depth."""
+    num_heads, num_kv_heads, head_dim = heads
+    num_rows, num_slots = sum(sizes), sum(sizes[1:])
+    shapes = (
+        (1, num_rows, num_heads),
+        *[(1, num_keys, num_kv_heads)] * 2,
+        *[(num_slots, num_kv_heads)] * 2,
+    )
+    leaves = [on_gpu(*shape, head_dim, dtype=dtype).requires_grad_() for shape in shapes]
+    index, slots = (
+        on_gpu(*shape, num_rows, dtype=torch.int64) for shape in ((1,), (len(sizes) - 1, 1))
+    )
+    readers = on_gpu(len(sizes) - 1, num_slots, dtype=torch.int64)
+    rows = ParallelRows(sizes, index, index, slots, readers)
+    parallel_attention(*leaves, rows).sum().backward()
+
+
 def spilled(kernel: Any, folder: Path) -> int:
     """Bytes of local memory of a thread."""
     cubin = folder / "kernel.cubin"
@@ -64,11 +85,18 @@ def spilled(kernel: Any, folder: Path) -> int:
     ],
     ids=str,
 )
-def test_compiles(dtype: torch.dtype, heads: tuple[int, int, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize("parallel", [False, True])
+def test_compiles(
+    dtype: torch.dtype, heads: tuple[int, int, int], parallel: bool, tmp_path: Path
+) -> None:
     with compiled() as kernels:
-        attend(48, 64, 3, heads, dtype)
+        if parallel:
+            attend_in_parallel((24, 16, 8), 64, heads, dtype)
+        else:
+            attend(48, 64, 3, heads, dtype)
+    own = "d_slot_keys_kernel" if parallel else "d_step_keys_kernel"
     assert kernels.keys() == {
-        "forward_kernel", "delta_kernel", "d_query_kernel", "d_step_keys_kernel", "d_keys_kernel"
+        "forward_kernel", "delta_kernel", "d_query_kernel", own, "d_keys_kernel"
     }  # fmt: skip
     for name, variants in kernels.items():
         (kernel,) = variants
@@ -77,7 +105,7 @@ def test_compiles(dtype: torch.dtype, heads: tuple[int, int, int], tmp_path: Pat
         print(f"{name}: {kernel.metadata.shared} bytes shared, {local} bytes spilled")
         if dtype != torch.float32:
             assert local <= SPILLED, name
-            if name != "delta_kernel" and heads[2] != 256:
+            if name not in ("delta_kernel", "d_slot_keys_kernel") and heads[2] != 256:
                 assert "wgmma.mma_async" in kernel.asm["ptx"], name
 
 
@@ -96,6 +124,18 @@ def test_one_variant_for_all_unrolls() -> None:
     with compiled() as kernels:
         for shape in ((48, 64, 0), (1, 1, 1), (17, 16, 6), (5, 33, 8)):
             attend(*shape, heads, torch.float16)
+    check_one_variant(kernels)
+
+
+def test_one_variant_for_all_depths() -> None:
+    with compiled() as kernels:
+        for sizes, num_keys in (((48, 5), 64), ((1, 1), 1), ((17, 16, 16, 3, 1), 16)):
+            attend_in_parallel(sizes, num_keys, (2, 1, 16), torch.float16)
+    check_one_variant(kernels)
+
+
+def check_one_variant(kernels: dict[str, list[Any]]) -> None:
+    """Check that calls of different shapes compiled equal kernels."""
     for name, variants in kernels.items():
         assert len(variants) >= 3, name
         assert len({kernel.hash for kernel in variants}) == 1, name

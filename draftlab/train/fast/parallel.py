@@ -15,15 +15,15 @@ from draftlab.heads.eagle3 import Eagle3Layer
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import Attention
 from draftlab.heads.peagle import PeagleHead
-from draftlab.kernels.ttt_attention import document_starts, ttt_attention
-from draftlab.kernels.ttt_attention_types import StepKeyValues, extend_rows
+from draftlab.kernels.parallel_attention import parallel_attention
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.fast.functions import layer_inputs
 from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, expand_last
-from draftlab.train.fast.layers import LayerWeights, pad_rows, unpad_rows
+from draftlab.train.fast.layers import LayerWeights
+from draftlab.train.fast.parallel_rows import PaddedRows, attention_rows
 from draftlab.train.fast.shared_gradients import Shared
-from draftlab.train.objectives.loss import StepOutput, row_starts
+from draftlab.train.objectives.loss import StepOutput
 
 
 class FastParallel:
@@ -77,19 +77,10 @@ class _ParallelPass:
         self.ops, self.eps = ops, head.config.rms_norm_eps
         positions = batch.positions.flatten()
         self.num_positions = len(positions)
-        self.depth_sizes = [len(rows.valid_rows) for rows in steps[1:]]
-        self.num_masked = sum(self.depth_sizes)
-        masked_positions = [positions[rows.teacher_index] - 1 for rows in steps[1:]]
-        self.angles = head.rope.angles(torch.cat([positions, *masked_positions]))
-        self.starts = document_starts(batch.documents)
-        self.step_starts = [row_starts(self.starts, rows) for rows in steps]
-        row = torch.arange(batch.tokens.shape[1], device=positions.device)
-        self.index = row.repeat(len(batch.tokens), 1)
-        self.depth_rows: list[Tensor] = []  # `StepKeyValues.rows` of each depth
-        previous = None
-        for rows in steps[1:]:
-            previous = extend_rows(previous, rows.select)
-            self.depth_rows.append(previous)
+        teachers = torch.cat([positions[:0], *(rows.teacher_index for rows in steps[1:])])
+        self.num_masked = len(teachers)
+        self.angles = head.rope.angles(torch.cat([positions, positions[teachers] - 1]))
+        self.all_rows, self.loss_rows = attention_rows(batch, steps)
 
     def run(self) -> Tensor:
         """Return the outputs [N_0 + M, H] at the rows that carry loss, sorted by depth."""
@@ -145,42 +136,27 @@ class _ParallelPass:
             keys = layer_inputs(projections._replace(query=None), hidden, self.angles)
             queries = projections._replace(key_value=None)
             inputs = layer_inputs(queries, keys.previous, angles, origin=index)
-            attended = self.attend(inputs.query, keys.key, keys.value, rows)
+            attended = self.attend(inputs.query, keys.key, keys.value, self.loss_rows)
             residual = inputs.residual if residual is None else residual.index_select(0, index)
         else:
             inputs = layer_inputs(projections, hidden, self.angles)
-            attended = self.attend(inputs.query, inputs.key, inputs.value, None)
+            attended = self.attend(inputs.query, inputs.key, inputs.value, self.all_rows)
             residual = inputs.previous if residual is None else residual
         return weights.run_output(ops, attended, expand_last(residual, len(attended)), self.eps)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: StepRows | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PaddedRows) -> Tensor:
         """Return attended values [n, Q] of queries [n, heads, head_dim].
 
         Args:
             key, value: [T + M, kv heads, head_dim].
-            rows: rows of depth 0 that have queries; None: all positions.
+            rows: those of the queries.
         """
+        (key, slot_key), (value, slot_value) = (
+            x.split([self.num_positions, self.num_masked]) for x in (key, value)
+        )
         shape = self.batch.tokens.shape
-        # A single split of each tensor: its gradient is concatenated once.
-        (query, *queries), (key, *keys), (value, *values) = (
-            x.split([len(x) - self.num_masked, *self.depth_sizes]) for x in (query, key, value)
-        )
         key, value = key.unflatten(0, shape), value.unflatten(0, shape)
-        if rows is None:
-            output = ttt_attention(query.unflatten(0, shape), key, value, self.index, self.starts)
-            attended = [output.flatten(0, 1)]
-        else:
-            starts = self.step_starts[0]
-            output = ttt_attention(pad_rows(query, rows), key, value, rows.index, starts)
-            attended = [unpad_rows(output, rows)]
-        steps = self.steps[1:]
-        keys, values = (
-            tuple(pad_rows(x, rows) for x, rows in zip(depths, steps, strict=True))
-            for depths in (keys, values)
+        attended = parallel_attention(
+            rows.pad(query), key, value, slot_key, slot_value, rows.layout
         )
-        for depth, (rows, query) in enumerate(zip(steps, queries, strict=True), 1):
-            own = StepKeyValues(keys[:depth], values[:depth], self.depth_rows[depth - 1])
-            query, starts = pad_rows(query, rows), self.step_starts[depth]
-            output = ttt_attention(query, key, value, rows.index, starts, own)
-            attended.append(unpad_rows(output, rows))
-        return torch.cat(attended).flatten(1)
+        return rows.unpad(attended).flatten(1)

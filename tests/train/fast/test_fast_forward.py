@@ -6,12 +6,14 @@ import gc
 import weakref
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.ttt_attention import document_starts
+from draftlab.store.store import Record
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.fast import choose_forward
@@ -127,19 +129,41 @@ def test_sums_of_steps_add_up_to_the_loss() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("changes", [DSPARK | {"num_layers": 2}, DFLASH, DSPARK_CAUSAL], ids=str)
-def test_a_gpu_has_the_references_blocks(changes: dict[str, object], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "changes",
+    [PEAGLE, PEAGLE | {"num_layers": 2}, DSPARK | {"num_layers": 2}, DFLASH, DSPARK_CAUSAL],
+    ids=str,
+)
+def test_a_gpu_has_the_references_outputs(changes: dict[str, object], dtype: torch.dtype) -> None:
     """Compiled, with the kernels of attention."""
     model, batch = random_norms_head(**changes), ragged_batch()
     expected = reference_step(model, batch)
     model, batch = model.to("cuda"), batch.to(torch.device("cuda"))
-    forward = FastBlock(dtype, ops=compiled_ops())
+    forward = fast_forward(model)(dtype, ops=compiled_ops())
     actual = {
         n: x.cpu().float() for n, x in train_step(model, forward(model, batch), batch).items()
     }
     bound = 1e-4 if dtype == torch.float32 else 0.05
     for name, value in expected.items():
         assert (actual[name] - value).norm() <= bound * value.norm(), name
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("one_row", [False, True])
+def test_anchors_may_keep_any_depths(one_row: bool, num_layers: int) -> None:
+    """Neighbouring anchors have different numbers of masked slots, some none."""
+    records = [record(spans_of([(2, 9)]), parts(), seed) for seed in range(4)]
+
+    def depths(each: Record) -> Tensor:
+        generator = np.random.default_rng(int(each.id.removeprefix("r")))
+        return torch.from_numpy(generator.integers(1, 5, len(each.tokens)))
+
+    batch = pack([records[:3], records[3:]], 40, 4, max_steps=depths, one_row=one_row)
+    assert len({*batch.counts}) == 4
+    model = random_norms_head(**PEAGLE, num_layers=num_layers)
+    actual = train_step(model, FastParallel(torch.float64)(model, batch), batch)
+    assert_same(actual, reference_step(model, batch))
 
 
 @pytest.mark.usefixtures("float64")

@@ -1,0 +1,89 @@
+"""Attention of parallel drafting in training, all depths in one call (docs/methods.md §4).
+
+A row of depth d attends to the step-0 keys of its document up to its anchor's slot, and to the keys
+of its anchor's masked slots of depths 1..d, its own among them. In contrast to training-time test
+(`ttt_attention.py`), rows share these keys: that of depth j has a reader at each depth from j on.
+
+The forward pass and the gradients of queries and step-0 keys are kernels of `ttt_attention.py`, run
+over rows in segments, one of each depth. Tests: tests/kernels/test_parallel_attention.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from draftlab.kernels.dispatch import on_cuda_below_float64, triton_operator
+from draftlab.kernels.ttt_attention import attend_eagerly
+from draftlab.kernels.ttt_attention_types import check_inputs
+
+
+@dataclass(frozen=True)
+class ParallelRows:
+    """R rows of each of B batch rows, sorted by depth, and M masked slots.
+
+    Attributes:
+        sizes: number of rows of each depth 0..D, Σ = R.
+        index: int64 [B, R], the slot of each row's anchor.
+        starts: int64 [B, R], where the anchor's document begins; beyond `index` for padding rows.
+        slots: int64 [D, B, R]; slots[j − 1] is the masked slot of depth j of each row's anchor. It
+            is read for rows of depth j or more that are not padding.
+        readers: int64 [D, M]; readers[d − 1] is the row of depth d that attends to each masked
+            slot: flat, b · R + r, or −1 for none.
+    """
+
+    sizes: tuple[int, ...]
+    index: Tensor
+    starts: Tensor
+    slots: Tensor
+    readers: Tensor
+
+    @cached_property
+    def segments(self) -> Tensor:
+        """The first row of each depth, and R: int64 [D + 2], on the device of the rows."""
+        return torch.tensor([0, *accumulate(self.sizes)], device=self.index.device)
+
+
+@triton_operator("ttt_attention_launch", when=on_cuda_below_float64)
+def parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slot_key: Tensor,
+    slot_value: Tensor,
+    rows: ParallelRows,
+) -> Tensor:
+    """Return attention of rows of all depths to step-0 keys, and to keys of masked slots.
+
+    Padding rows see nothing, yield zeros and have no gradient. On a GPU this is fast where the
+    slots of each depth's rows ascend.
+
+    Args:
+        query: [B, R, heads, head_dim], rotated. Query head h reads kv head h // (heads / kv heads).
+        key, value: of depth 0, [B, S, kv heads, head_dim], in the query's dtype.
+        slot_key, slot_value: of the masked slots, [M, kv heads, head_dim].
+        rows: what each row sees.
+
+    Returns:
+        [B, R, heads, head_dim], scaled by head_dim^−½, softmax in float32.
+
+    Raises:
+        ValueError: if the heads are no multiple of the kv heads, or dtypes differ.
+    """
+    check_inputs(query, key, value, slot_key, slot_value)
+    # Slots of rows of depth 1 and more; padding rows may have none.
+    slots = rows.slots[:, :, rows.sizes[0] :].permute(1, 2, 0).clamp(min=0)
+    own_key, own_value = (
+        x.index_select(0, slots.flatten()).unflatten(0, slots.shape) for x in (slot_key, slot_value)
+    )
+    inputs = [x.split(rows.sizes, 1) for x in (query, rows.index, rows.starts)]
+    own = zip(*(x.split(rows.sizes[1:], 1) for x in (own_key, own_value)), strict=True)
+    attended = []
+    for depth, (queries, index, starts) in enumerate(zip(*inputs, strict=True)):
+        keys = tuple(x[:, :, :depth] for x in next(own)) if depth else None
+        attended.append(attend_eagerly(queries, key, value, index, starts, keys))
+    return torch.cat(attended, 1)

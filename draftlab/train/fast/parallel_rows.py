@@ -1,0 +1,94 @@
+"""The rows of parallel drafting's fast pass, as its attention takes them (methods §4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftlab.kernels.parallel_attention import ParallelRows
+from draftlab.kernels.ttt_attention import document_starts
+from draftlab.train.batch.loss_rows import StepRows
+from draftlab.train.batch.packing import Batch
+from draftlab.train.objectives.loss import step_of_row
+
+
+class PaddedRows:
+    """Rows with queries, n in order of depth, and their layout [B, R] with padding.
+
+    Args:
+        layout: what attention takes.
+        places: int64 [n], where each row lies in the layout, b · R + r.
+    """
+
+    def __init__(self, layout: ParallelRows, places: Tensor) -> None:
+        self.layout, self._places, self._shape = layout, places, layout.index.shape
+        # A single batch row has the same order, and no padding.
+        self._is_same = self._shape[0] == 1
+
+    def pad(self, x: Tensor) -> Tensor:
+        """Return x [n, …] as [B, R, …] with zeros in padding rows."""
+        if not self._is_same:
+            x = x.new_zeros(self._shape.numel(), *x.shape[1:]).index_copy(0, self._places, x)
+        return x.unflatten(0, self._shape)
+
+    def unpad(self, x: Tensor) -> Tensor:
+        """Return the rows [n, …] of x [B, R, …], the inverse of `pad`."""
+        x = x.flatten(0, 1)
+        return x if self._is_same else x.index_select(0, self._places)
+
+
+def attention_rows(batch: Batch, steps: Sequence[StepRows]) -> tuple[PaddedRows, PaddedRows]:
+    """Return the rows of all depths, first with all positions at depth 0, then those with loss.
+
+    Args:
+        steps: rows that carry loss at each depth; those of depth 1 and more are masked slots.
+    """
+    num_positions, device = batch.tokens.numel(), batch.tokens.device
+    num_batch, width = batch.tokens.shape
+    starts, masked = document_starts(batch.documents), steps[1:]
+    depth = step_of_row([len(rows.valid_rows) for rows in steps], device)
+    anchor = torch.cat([rows.teacher_index for rows in steps]) - 1 - depth
+    depth, anchor = (x[len(steps[0].valid_rows) :] for x in (depth, anchor))
+    number = torch.arange(len(depth), device=device)
+    slots = number.new_full((len(masked) * num_positions,), -1)  # of each depth at each position
+    slots = slots.index_copy(0, (depth - 1) * num_positions + anchor, number)
+    slots = slots.view(len(masked), num_positions)
+    # The slots that read a slot's key are those of its anchor, from its depth on.
+    readers = slots.index_select(1, anchor)
+    reads = (readers >= 0) & (torch.arange(1, len(steps), device=device)[:, None] >= depth)
+    batch_start = torch.arange(num_batch, device=device)[:, None] * width
+
+    def padded(first: Tensor, first_valid: Tensor) -> PaddedRows:
+        """Return the rows for those of depth 0: `StepRows.index` and `valid_rows`."""
+        index = torch.cat([first, *(rows.index for rows in masked)], 1)
+        sizes = first.shape[1], *(rows.index.shape[1] for rows in masked)
+        row_starts = starts.gather(1, index)
+        if num_batch == 1:
+            places = torch.arange(index.numel(), device=device)
+        else:
+            places = _places(sizes, [first_valid, *(rows.valid_rows for rows in masked)])
+            seen = row_starts.flatten()[places]
+            row_starts = torch.full_like(index, width).flatten().index_copy(0, places, seen)
+        layout = ParallelRows(
+            sizes,
+            index,
+            row_starts.view_as(index),
+            slots[:, batch_start + index],
+            torch.where(reads, places[len(first_valid) :][readers], -1),
+        )
+        return PaddedRows(layout, places)
+
+    position = torch.arange(num_positions, device=device)
+    everywhere = position[:width].expand(num_batch, width)
+    return padded(everywhere, position), padded(steps[0].index, steps[0].valid_rows)
+
+
+def _places(sizes: Sequence[int], valid_rows: Sequence[Tensor]) -> Tensor:
+    """Return where the valid rows of each depth lie in [B, Σ sizes], flat."""
+    places, before = [], 0
+    for size, rows in zip(sizes, valid_rows, strict=True):
+        places.append(rows // size * sum(sizes) + before + rows % size)
+        before += size
+    return torch.cat(places)
