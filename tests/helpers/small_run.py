@@ -113,6 +113,17 @@ def draftlab(folder: Path, *arguments: str) -> Result:
         return CliRunner().invoke(app, list(arguments), prog_name="draftlab")
 
 
+def refused(folder: Path, *arguments: str) -> str:
+    """Run a command that must fail with one user error; return stderr."""
+    result = draftlab(folder, *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("error: ") == 1
+    assert "Traceback" not in result.stderr
+    assert half_written(folder) == []
+    return result.stderr
+
+
 def pipeline(*overrides: str, monitor: Monitor | None = None) -> Pipeline:
     """Return the pipeline of small.yaml in the current directory."""
     return Pipeline(load_recipe(Path("small.yaml"), overrides), monitor or Monitor())
