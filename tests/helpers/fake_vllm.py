@@ -8,10 +8,15 @@ the engine and of each batch as JSON lines.
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from draftlab.target_model.settings import VllmSettings
+
+HERE = VllmSettings(python=sys.executable)
 
 _INIT = """
 import json, os, sys

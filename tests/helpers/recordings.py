@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -107,3 +109,15 @@ def online_store(target: Target, samples: list[Sample], **changes: object) -> On
 
 def file_hashes(folder: Path) -> dict[str, str]:
     return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir())}
+
+
+@contextmanager
+def recorded_shapes(target: Target) -> Iterator[list[tuple[int, ...]]]:
+    """Yield a list to which the shape of each forward pass's token ids is appended."""
+    shapes: list[tuple[int, ...]] = []
+    embeddings = target.model.get_input_embeddings()
+    hook = embeddings.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape)))
+    try:
+        yield shapes
+    finally:
+        hook.remove()

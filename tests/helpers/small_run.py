@@ -12,9 +12,12 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
 from typer.testing import CliRunner
 
+from draftlab import Monitor, Pipeline, load_recipe
 from draftlab.cli import app
+from draftlab.errors import UserError
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.toys import toy_target_folder
 
@@ -108,6 +111,29 @@ def draftlab(folder: Path, *arguments: str) -> Result:
     """Run the command line in a working directory."""
     with contextlib.chdir(folder):
         return CliRunner().invoke(app, list(arguments), prog_name="draftlab")
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    """Run a command that must fail with one user error; return stderr."""
+    result = draftlab(folder, *arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("error: ") == 1
+    assert "Traceback" not in result.stderr
+    assert half_written(folder) == []
+    return result.stderr
+
+
+def pipeline(*overrides: str, monitor: Monitor | None = None) -> Pipeline:
+    """Return the pipeline of small.yaml in the current directory."""
+    return Pipeline(load_recipe(Path("small.yaml"), overrides), monitor or Monitor())
+
+
+def error_of(last: str, *overrides: str) -> UserError:
+    """Make a stage and those before it, which must fail; return the error."""
+    with pytest.raises(UserError) as caught:
+        pipeline(*overrides).make(last)
+    return caught.value
 
 
 def snapshot(folder: Path) -> dict[str, tuple[int, int]]:

@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from draftlab import Monitor, Pipeline, Report, files, load_recipe
+from draftlab import Report, files
 from draftlab.errors import UserError
 from draftlab.pipeline.stages import STAGES
 from draftlab.store import shard_files
 from draftlab.store.store import Store
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.small_run import contents, copy_of_finished
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    with contextlib.chdir(copy_of_finished(tmp_path / "copy")):
-        yield Path.cwd()
-
-
-def pipeline(*, monitor: Monitor | None = None) -> Pipeline:
-    return Pipeline(load_recipe(Path("small.yaml")), monitor or Monitor())
-
-
-def error_of(last: str) -> UserError:
-    with pytest.raises(UserError) as caught:
-        pipeline().make(last)
-    return caught.value
+from tests.helpers.small_run import contents, error_of, pipeline
 
 
 @pytest.mark.parametrize("damage", ["cut", "lost"])

@@ -1,3 +1,5 @@
+"""Stages of a run: the Python API, interruptions, memory, and artefacts that were changed."""
+
 from __future__ import annotations
 
 import contextlib
@@ -5,18 +7,14 @@ import json
 import os
 import shutil
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from draftlab import Monitor, Pipeline, Report, evaluate_head, export_head, find_run, load_recipe
+from draftlab import Monitor, Report, evaluate_head, export_head, find_run, load_recipe
 from draftlab.errors import UserError
 from draftlab.pipeline import check_recipe, recording, target_worker, training
 from draftlab.pipeline.run_folder import lock
-from draftlab.store.store import Store
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.train.distributed.backends import TrainBackend
@@ -24,52 +22,13 @@ from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import (
     InterruptingMonitor,
     contents,
-    copy_of_finished,
+    error_of,
     finished,
-    half_written,
     new_workshop,
+    pipeline,
     snapshot,
-    write_prompts,
 )
 from tests.helpers.toys import toy_target_folder
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
-    """Change into a copy of the finished run; check that no half-written files are left."""
-    copy = copy_of_finished(tmp_path / "copy")
-    with contextlib.chdir(copy):
-        yield copy
-    assert half_written(copy) == []
-
-
-def pipeline(*overrides: str, monitor: Monitor | None = None) -> Pipeline:
-    return Pipeline(load_recipe(Path("small.yaml"), overrides), monitor or Monitor())
-
-
-def error_of(last: str, *overrides: str) -> UserError:
-    with pytest.raises(UserError) as caught:
-        pipeline(*overrides).make(last)
-    return caught.value
-
-
-def write_conversations(path: Path, *conversations: list[str]) -> str:
-    """Write conversations of alternating user and assistant turns; return the override for them."""
-    lines = [
-        {
-            "id": f"c{i}",
-            "messages": [
-                {"role": ("user", "assistant")[n % 2], "content": text}
-                for n, text in enumerate(texts)
-            ],
-        }
-        for i, texts in enumerate(conversations)
-    ]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return f"prompts.source={path.name}"
-
-
-NO_REGENERATION = "regenerate.enabled=false"
 
 
 def test_the_python_api(folder: Path, tmp_path: Path) -> None:
@@ -180,182 +139,6 @@ def test_a_deleted_store_that_nothing_needs_is_not_recorded_again(folder: Path) 
     pipeline(monitor=monitor).make("head", "eval", "export")
     assert "store: not there, and not needed" in monitor.text
     assert not Path("runs/small/store").exists()
-
-
-def test_a_prompt_with_two_given_answers_is_answered_once(folder: Path) -> None:
-    chats = ["def f(use):", "one"], ["def f(use):", "two"], ["def g(use):", "one"]
-    source = write_conversations(folder / "twice.jsonl", *chats)
-    for name, settings, count in (("own", (), 2), ("given", (NO_REGENERATION,), 3)):
-        pipeline(f"name={name}", source, *settings).make("answers")
-        assert len(Path(f"runs/{name}/answers.jsonl").read_text().splitlines()) == count
-
-
-def test_conversations_without_an_answer_are_counted(folder: Path) -> None:
-    some = write_conversations(
-        Path("some.jsonl"), ["hi", "the user use"], ["hi"], ["a", "the on"], ["in"]
-    )
-    monitor = RecordingMonitor()
-    pipeline(some, NO_REGENERATION, "name=other", monitor=monitor).make("store")
-    assert "dropped 2 conversations without an assistant turn" in monitor.text
-    assert len(Store.open(Path("runs/other/store"))) == 2
-
-
-@pytest.mark.parametrize("what", ["truncate", "skip"])
-def test_overlong_samples_are_cut_or_left_out_and_counted(folder: Path, what: str) -> None:
-    chats = [[f"hi {number}", "the user " * 12] for number in range(3)]
-    long = write_conversations(Path("long.jsonl"), *chats, ["hi", "the on"])
-    monitor = RecordingMonitor()
-    limit = ("record.max_length=30", f"record.overlong={what}")
-    pipeline(long, NO_REGENERATION, "name=other", *limit, monitor=monitor).make("store")
-    manifest = Store.open(Path("runs/other/store")).manifest
-    count = {"truncate": "3 of 4 samples truncated", "skip": "3 of 4 samples skipped"}[what]
-    assert any(count in line for line in monitor.lines), monitor.lines
-    if what == "truncate":
-        assert (manifest.truncated, manifest.dropped.overlong, manifest.counts.records) == (3, 0, 4)
-        assert sorted(Store.open(Path("runs/other/store")).lengths)[1:] == [30] * 3
-    else:
-        assert (manifest.truncated, manifest.dropped.overlong, manifest.counts.records) == (0, 3, 1)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["prompts.source=empty.jsonl"], ["empty data set", "empty.jsonl"]),
-        (["prompts.source=bad.jsonl"], ["bad.jsonl:3"]),
-        (
-            ["prompts.source=prompts.jsonl", NO_REGENERATION],
-            ["expected conversations with an assistant turn", "regenerate.enabled"],
-        ),
-        *(
-            ([f"record.boundaries={boundaries}"], ["boundaries", "record.boundaries"])
-            for boundaries in ("[-1,2]", "[2,2]", "[3,1]", "[]")
-        ),
-        (["record.boundaries=[1,2,5]"], ["boundaries", "0..4", "record.boundaries"]),
-        (["target=bare"], ["chat template"]),
-        (["target=./nowhere"], ["config.json"]),
-        (["target=./cut"], ["cut"]),
-        (["target=./unweighted"], ["unweighted"]),
-        (["target=./broken"], ["config.json"]),
-    ],
-    ids=str,
-)
-def test_mistakes_are_refused_before_any_answer(
-    folder: Path, overrides: list[str], words: list[str]
-) -> None:
-    Path("empty.jsonl").write_text("")
-    write_prompts(Path("bad.jsonl"), ["a", "b"])
-    with open("bad.jsonl", "a") as file:
-        file.write('{"id": "x", "messages": [\n')
-    toy_target_folder(Path("bare"), layers=4, hidden=32, chat_template=None)
-    for name in ("cut", "unweighted", "broken"):
-        shutil.copytree("toy", name)
-    weights = Path("cut/model.safetensors")
-    os.truncate(weights, weights.stat().st_size // 2)
-    Path("unweighted/model.safetensors").unlink()
-    Path("broken/config.json").write_text("{")
-    error = str(error_of("head", *overrides, "name=other"))
-    assert [word for word in words if word not in error] == []
-    assert not Path("runs/other/answers.jsonl").exists()
-
-
-def test_mistakes_that_show_later_are_refused(folder: Path) -> None:
-    Path("empty.jsonl").write_text("")
-    assert "empty data set" in error_of("eval", "eval.suite=empty.jsonl").what
-    error = str(error_of("head", "train.row_tokens=16", "name=other"))
-    assert "16" in error
-    assert "row_tokens" in error
-
-
-def test_the_first_and_the_last_boundary_can_be_recorded(folder: Path) -> None:
-    pipeline("record.boundaries=[0,4]", "name=other").make("head")
-    config = json.loads(Path("runs/other/head/draftlab.json").read_text())
-    assert config["boundaries"] == [0, 4]
-
-
-def test_head_init_is_checked_before_any_work(folder: Path) -> None:
-    wrong = ("name=other", "head.init=reference")
-    error = error_of("head", *wrong)
-    assert "hidden_size: the new head has 32, this one" in error.what
-    assert "\n  tokenizer: the new head's target, toy, has" in error.what
-    assert not Path("runs/other").exists()
-    with pytest.raises(UserError) as caught:  # a plan may have only the target's config
-        list(pipeline(*wrong).estimate("head"))
-    assert "hidden_size: the new head has 32, this one" in caught.value.what
-    assert "tokenizer: the new head" not in caught.value.what
-    right = pipeline("name=other", "head.init=runs/small/head")
-    assert list(right.estimate("head"))
-    right.make("head")
-
-
-def test_a_head_starts_from_one_of_an_older_target(folder: Path) -> None:
-    """The newer target has other weights, and the same shape and tokenizer."""
-    toy_target_folder(Path("newer"), layers=4, hidden=32, seed=1)
-    monitor = RecordingMonitor()
-    warm = ("name=newer", "target=newer", "head.init=runs/small/head", "train.steps=1")
-    pipeline(*warm, "train.learning_rate=1e-9", monitor=monitor).make("head")
-    old, new = (
-        json.loads(Path(f"runs/{n}/head/draftlab.json").read_text()) for n in ("small", "newer")
-    )
-    older = old["target"]["fingerprint"]
-    assert new["target"]["fingerprint"] != older
-    assert new["provenance"]["initial_head"]["target"] == old["target"]
-    line = next(line for line in monitor.lines if line.startswith("starts from"))
-    assert f"(eagle3, 1 layer) of another target, toy ({older[:12]}), with" in line
-    weights = [load_file(f"runs/{name}/head/model.safetensors") for name in ("small", "newer")]
-    assert torch.equal(weights[0]["fc.weight"], weights[1]["fc.weight"])
-
-
-def head_flag(*overrides: str) -> bool:
-    config = pipeline("name=new", "head.family=eagle3", *overrides)
-    return bool(config.recipe.head.norm_before_residual)
-
-
-def test_norm_before_residual_is_on_where_it_raises_al_and_can_be_served(folder: Path) -> None:
-    """The value stands in the recipe of the run; the plan says why it is what it is."""
-    assert head_flag()
-    assert head_flag("export.formats=[speculators,vllm,llamacpp]")
-    assert not head_flag("export.formats=[vllm,sglang]")
-    assert head_flag("export.formats=[sglang]", "head.norm_before_residual=true")
-    assert not head_flag("head.norm_before_residual=false")
-    for family in ("peagle", "eagle", "eagle_llama4", "dspark"):
-        assert not head_flag(f"head.family={family}"), family
-    lines = list(
-        pipeline("name=new", "export.formats=[sglang]", "record.boundaries=[1,2,3]").estimate(
-            "head"
-        )
-    )
-    assert "head.norm_before_residual: false, which sglang needs" in lines[-1]
-    assert "SGLang cannot serve" in list(pipeline("name=new").estimate("head"))[-1]
-    explicit = pipeline("name=new", "head.norm_before_residual=true").estimate("head")
-    assert not any("norm_before_residual" in line for line in explicit)
-
-
-def test_norm_before_residual_is_that_of_the_head_that_it_starts_from(folder: Path) -> None:
-    old = pipeline("name=old", "head.norm_before_residual=false")
-    shutil.copytree("runs/small", "runs/old")
-    old.make("head", force=True)
-    assert not head_flag("head.init=runs/old/head", "export.formats=[vllm]")
-    assert head_flag("head.init=runs/small/head", "export.formats=[vllm,sglang]")
-
-
-def test_a_training_that_began_with_another_default_goes_on_with_it(folder: Path) -> None:
-    record = Path("runs/small/stages/head.json")
-    stage = json.loads(record.read_text())
-    assert stage["inputs"]["head.norm_before_residual"] is True
-    for value in (False, None):  # None: a record of a version without the setting
-        stage["inputs"].pop("head.norm_before_residual")
-        if value is not None:
-            stage["inputs"]["head.norm_before_residual"] = value
-        record.write_text(json.dumps(stage))
-        monitor = RecordingMonitor()
-        pipeline(monitor=monitor).make("head")
-        assert any(line.startswith("head: there") for line in monitor.lines)
-        stage["inputs"]["head.norm_before_residual"] = value or False
-    for name in ("head", "train"):
-        shutil.rmtree(f"runs/small/{name}")
-    monitor = RecordingMonitor()
-    pipeline(monitor=monitor).make("head")
-    assert "head.norm_before_residual: false, as this run's training began" in monitor.lines
 
 
 def test_another_target_under_a_run_is_refused(folder: Path) -> None:

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
-from draftlab.target_model.settings import VllmSettings
 from draftlab.vllm.engine import VllmEngine, required_positions, to_generation
-from draftlab.vllm.process import PYTHON_VARIABLE, VllmProcess, find_python, log_tail
+from draftlab.vllm.process import PYTHON_VARIABLE
 from draftlab.vllm.vllm_client import corrections
 from draftlab.vllm.vllm_client.counters import request_counters
-from draftlab.vllm.vllm_client.request import RequestError
-from tests.helpers.fake_vllm import read_log
+from tests.helpers.fake_vllm import HERE, read_log
 from tests.helpers.monitors import RecordingMonitor
-
-HERE = VllmSettings(python=sys.executable)
 
 
 def requests(*firsts: int, count: int = 8, temperature: float = 0.0) -> list[Request]:
@@ -152,32 +143,6 @@ def test_version_runner_device_and_corrections_are_reported(
         assert engine.corrections == ()
 
 
-@pytest.mark.parametrize(
-    ("config", "states", "tuning"),
-    [
-        ({"model_type": "llama"}, {}, None),
-        ({"model_type": "llama4_text"}, {}, True),
-        (
-            {"text_config": {"model_type": "llama4_text", "attn_temperature_tuning": False}},
-            {"boundaries": [0, 2]},
-            False,
-        ),
-    ],
-)
-def test_a_llama4_target_has_its_own_attention_temperature(
-    config: dict, states: dict, tuning: bool | None, folder: Path, install_fake: Any
-) -> None:
-    """In decoding and for hidden states. vLLM by itself ignores the setting in config.json."""
-    log = install_fake()
-    (folder / "config.json").write_text(json.dumps(config))
-    setup = {"target": str(folder), "states_folder": str(folder), "max_model_len": 9} | states
-    VllmProcess(setup, HERE).close()
-    (options,) = read_log(log)
-    assert ("kv_transfer_config" in options) == bool(states)
-    expected = None if tuning is None else {"attn_temperature_tuning": tuning}
-    assert options.get("override_generation_config") == expected
-
-
 def test_an_old_vllm_counts_prompt_by_prompt_and_has_no_draft_probabilities(
     folder: Path, install_fake: Any
 ) -> None:
@@ -222,16 +187,6 @@ def test_a_vllm_that_does_not_start_is_an_error_with_its_output(
         run_vllm(folder, None, requests(4))
 
 
-def test_errors_far_above_the_end_of_a_log_come_first() -> None:
-    cause = "(Worker pid=7) ERROR ValueError: no such layer"
-    log = f"{cause}\n{cause}\n" + "at line 1\n" * 400 + "RuntimeError: see above"
-    first, second, *_, last = log_tail(log).splitlines()
-    assert (first, last) == ("ValueError: no such layer", "RuntimeError: see above")
-    assert "ValueError" not in second
-    assert log_tail("a\nb") == "a\nb"
-    assert log_tail("") == "it printed nothing"
-
-
 def test_a_python_without_vllm(folder: Path, tmp_path: Path, monkeypatch) -> None:
     module = tmp_path / "empty" / "vllm.py"
     module.parent.mkdir()
@@ -243,132 +198,11 @@ def test_a_python_without_vllm(folder: Path, tmp_path: Path, monkeypatch) -> Non
     assert sys.executable in str(error.value)
 
 
-def test_find_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    find_spec = "draftlab.vllm.process.importlib.util.find_spec"
-    monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
-    monkeypatch.setattr(find_spec, lambda _name: None)
-    with pytest.raises(UserError, match=f"found none in this Python(.|\n)*{PYTHON_VARIABLE}"):
-        find_python(VllmSettings())
-    link = tmp_path / "python"
-    link.symlink_to(sys.executable)
-    monkeypatch.setenv(PYTHON_VARIABLE, str(link))
-    assert find_python(VllmSettings()) == link  # Python finds its environment by the link
-    assert find_python(HERE) == Path(sys.executable)
-    monkeypatch.setattr(find_spec, lambda _name: SimpleNamespace())
-    assert find_python(VllmSettings()) == Path(sys.executable)
-    (tmp_path / "text").write_text("")
-    for wrong in ("none", "text"):
-        with pytest.raises(UserError, match="found no program"):
-            find_python(VllmSettings(python=str(tmp_path / wrong)))
-
-
 def test_drafts_missing_near_the_limit_are_missing_at_the_end() -> None:
     counts = {"drafts": 3, "draft_tokens": 7, "accepted": 2, "accepted_at": [2, 0, 0]}
     counts["steps"] = [1, 0, 1]
     result = to_generation(Request("a", (1,), 6), 3, [1] * 6, "length", [0.1, 0.2], counts)
     assert result.steps == ((3, 1), (3, 0), (1, 1))
-
-
-@pytest.fixture
-def loaded_modules(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[ModuleType]]:
-    """Return a function that puts empty modules in place of imported ones, and returns them."""
-
-    def load(*names: str) -> list[ModuleType]:
-        for name in names:
-            parts = name.split(".")
-            for end in range(1, len(parts) + 1):
-                full = ".".join(parts[:end])
-                if not isinstance(sys.modules.get(full), _Empty):
-                    monkeypatch.setitem(sys.modules, full, _Empty(full))
-                if end > 1:
-                    setattr(
-                        sys.modules[".".join(parts[: end - 1])], parts[end - 1], sys.modules[full]
-                    )
-        return [sys.modules[name] for name in names]
-
-    return load
-
-
-class _Empty(ModuleType):
-    """A module without content."""
-
-
-def test_the_correction_expands_a_row_for_each_of_its_tokens(
-    loaded_modules: Callable[..., list[ModuleType]],
-) -> None:
-    (sampler,) = loaded_modules("vllm.v1.sample.rejection_sampler")
-    with pytest.raises(RequestError, match="expand_batch_to_tokens"):
-        corrections.correct_expansion()
-    sampler.expand_batch_to_tokens = None
-    corrections.correct_expansion()
-    rows, ends = torch.tensor([0.7, 0.0, 1.5]), torch.tensor([2, 2, 5], dtype=torch.int32)
-    expanded = sampler.expand_batch_to_tokens(rows, ends, 5)
-    assert torch.equal(expanded, torch.tensor([0.7, 0.7, 1.5, 1.5, 1.5]))
-    ends = torch.tensor([1, 3, 4], dtype=torch.int32)
-    expanded = sampler.expand_batch_to_tokens(rows, ends, 4, replace_from=0, replace_to=1)
-    assert torch.equal(expanded, torch.tensor([0.7, 1.0, 1.0, 1.5]))
-
-
-def test_the_context_keys_of_each_layer_are_normed_with_its_own_weights(
-    loaded_modules: Callable[..., list[ModuleType]],
-) -> None:
-    """rms_norm here applies the first weights to all rows, as that of vLLM's CPU build does."""
-
-    def rms_norm(out: Tensor, x: Tensor, weight: Tensor, eps: float) -> None:
-        out.copy_(F.rms_norm(x, x.shape[-1:], weight.reshape(-1)[: x.shape[-1]], eps))
-
-    ops, models = loaded_modules("vllm._custom_ops", "vllm.model_executor.models.qwen3_dflash")
-    ops.rms_norm, models.DFlashQwen3Model = rms_norm, SimpleNamespace()
-    with pytest.raises(RequestError, match="_normalize_context_k"):
-        corrections.correct_context_norms()
-    models.DFlashQwen3Model._normalize_context_k = None
-    corrections.correct_context_norms()
-    generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(3, 5, 2, 8, generator=generator)
-    weights = torch.randn(3, 8, generator=generator)
-    model = SimpleNamespace(_k_norm_weights=weights, _rms_norm_eps=1e-5)
-    normed = models.DFlashQwen3Model._normalize_context_k(model, keys)
-    for layer, weight in enumerate(weights):
-        torch.testing.assert_close(normed[layer], F.rms_norm(keys[layer], (8,), weight, 1e-5))
-
-
-@pytest.mark.parametrize(
-    ("method", "runner", "expected"),
-    [
-        ("eagle3", None, ["EXPANSION"]),
-        ("eagle3", "1", ["INTERPRETER"]),
-        ("dflash", None, ["EXPANSION", "CONTEXT_NORMS"]),
-        ("dspark", None, ["INTERPRETER", "CONTEXT_NORMS"]),
-    ],
-)
-def test_method_and_runner_decide_the_corrections(
-    method: str,
-    runner: str | None,
-    expected: list[str],
-    folder: Path,
-    install_fake: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    install_fake()
-    if runner:
-        monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
-    setup = {"target": str(folder), "draft": str(folder), "k": 2, "method": method}
-    with closing(VllmProcess(setup, HERE)) as process:
-        assert process.info["corrections"] == [getattr(corrections, name) for name in expected]
-
-
-def test_triton_is_interpreted_and_has_a_backend_for_cpus(
-    loaded_modules: Callable[..., list[ModuleType]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    (triton,) = loaded_modules("triton.backends")
-    triton.backends = {}
-    corrections.interpret_triton()
-    assert os.environ["TRITON_INTERPRET"] == "1"
-    assert not triton.backends["cpu"].driver.is_active()
-    del triton.backends
-    with pytest.raises(RequestError, match="Triton"):
-        corrections.interpret_triton()
 
 
 def test_outputs_of_plain_decoding_may_have_no_field_for_drafts() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -28,12 +27,11 @@ from draftlab.target_model.settings import TargetSettings, VllmSettings
 from draftlab.vllm import hidden_states
 from draftlab.vllm.hidden_states import VllmStateSource
 from draftlab.vllm.process import PYTHON_VARIABLE, VllmProcess
-from tests.helpers.fake_vllm import read_log
+from tests.helpers.fake_vllm import HERE, read_log
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.recordings import file_hashes, identity_of, make_samples, record_store
 from tests.helpers.vllm_stand_in import StandIn
 
-HERE = VllmSettings(python=sys.executable)
 SETTINGS = RecordSettings(dtype="float32", shard_tokens=100, batch_tokens=96, backend="vllm")
 
 

@@ -1,0 +1,196 @@
+"""Bad overrides, recipes and prompts, as a user would write them: what each command answers.
+
+Every case must be refused with what was expected and found and what to do, and never as an
+internal error. A case of `ACCEPTED` ends well, and its consequence must be printed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.bad_inputs import Case, check_refused, name, run_case, write
+
+pytestmark = pytest.mark.slow
+
+
+def conversation(**fields: Any) -> str:
+    """Return a line of a prompt file."""
+    return json.dumps({"id": "a", "messages": [{"role": "user", "content": "hello"}]} | fields)
+
+
+def plans(*cases: tuple[str, str]) -> list[Case]:
+    """Return a case for each override of a plan, in a run that does not exist yet."""
+    return [Case(f"run small.yaml --plan name=new {override}", words) for override, words in cases]
+
+
+def recipes(*cases: tuple[str | bytes, str]) -> list[Case]:
+    """Return a case for each text of a recipe."""
+    return [Case("run r.yaml --plan", words, write("r.yaml", text)) for text, words in cases]
+
+
+def prompts(*cases: tuple[str, str]) -> list[Case]:
+    """Return a case for each file of prompts."""
+    command = "prepare small.yaml name=other prompts.source=p.jsonl"
+    return [Case(command, words, write("p.jsonl", text)) for text, words in cases]
+
+
+REFUSED = [
+    *plans(
+        ("train.step=3", "did you mean train.steps?"),
+        ("trainsteps=3", "unknown setting"),
+        ("=3", "expected an override"),
+        ("steps", "expected an override"),
+        ("train.steps=", "train.steps"),
+        ("train.steps=[1,2]", "train.steps"),
+        ("train.steps={a:1}", "train.steps"),
+        ("train.steps=1.5", "train.steps"),
+        ("train.steps=many", "train.steps"),
+        ("train.steps=0", "greater than or equal to 1"),
+        ("train=3", "train"),
+        ("train.learning_rate=nan", "train.learning_rate"),
+        ("train.learning_rate=inf", "train.learning_rate"),
+        ("train.learning_rate=-1", "train.learning_rate"),
+        ("train.learning_rate=0", "train.learning_rate"),
+        ("train.gamma=2", "train.gamma"),
+        ("train.gamma=0", "train.gamma"),
+        ("train.warmup=1", "train.warmup"),
+        ("train.batch_rows=0", "train.batch_rows"),
+        ("train.micro_rows=0", "train.micro_rows"),
+        ("train.row_tokens=7", "train.row_tokens"),
+        ("train.ttt_steps=0", "train.ttt_steps"),
+        ("train.validation_share=1", "train.validation_share"),
+        ("train.schedule=linear", "train.schedule"),
+        ("train.loss=mse", "train.loss"),
+        ("train.parallel=zero9", "train.parallel"),
+        ("train.precision=int8", "train.precision"),
+        ("train.reach=0.5", "train.acceptance_weighting"),
+        ("train.device=cuda:7", "0 GPUs"),
+        ("train.device=foo", "foo"),
+        ("target.device=cuda:9", "0 GPUs"),
+        ("target.device=tpu", "tpu"),
+        ("target.gpus=0", "target.gpus"),
+        ("target=nowhere", "expected a checkpoint folder"),
+        ("target=/nonexistent", "expected a checkpoint folder"),
+        ("target=runs", "expected a checkpoint folder"),
+        ("target.dtype=int8", "target.dtype"),
+        ("seed=-1", "seed"),
+        ("seed=99999999999999999999999", "seed"),
+        ("seed=x", "seed"),
+        (f"name={'a' * 300}", "name"),
+        ("name=latest", "name"),
+        ("name=..", "expected a name"),
+        ("name=a/b", "expected a name"),
+        ("name=", "expected a name"),
+        ("head.family=eagle9", "eagle9"),
+        ("head.family=ptd,", "ptd"),
+        ("head.num_attention_heads=5", "5 attention heads"),
+        ("head.num_key_value_heads=3", "key-value heads"),
+        ("head.head_dim=7", "head_dim"),
+        ("head.num_layers=0", "num_layers"),
+        ("head.num_layers=2", "at most 1 layer"),
+        ("head.intermediate_size=0", "intermediate_size"),
+        ("head.intermediate_size=-4", "intermediate_size"),
+        ("head.init=nowhere", "nowhere"),
+        ("head.norm_before_fc=maybe", "norm_before_fc"),
+        ("head.mask_token=5", "mask_token"),
+        ("record.boundaries=[9]", "expected boundaries in 0..4"),
+        ("record.boundaries=[3,1]", "expected sorted unique boundaries"),
+        ("record.boundaries=[1,1]", "expected sorted unique boundaries"),
+        ("record.boundaries=[]", "boundaries"),
+        ("record.dtype=int8", "record.dtype"),
+        ("record.max_length=2", "record.max_length"),
+        ("record.overlong=drop", "record.overlong"),
+        ("draft_vocab.size=0", "draft_vocab.size"),
+        ("draft_vocab.size=99999999", "draft_vocab.size"),
+        ("regenerate.temperatures=[]", "regenerate.temperatures"),
+        ("regenerate.temperatures=[-1]", "regenerate.temperatures"),
+        ("regenerate.samples=0", "regenerate.samples"),
+        ("regenerate.top_p=2", "regenerate.top_p"),
+        ("regenerate.backend=openai", "server.url"),
+        ("regenerate.server.url=localhost", "regenerate.server.url"),
+        ("prompts.source=nowhere.jsonl", "nowhere.jsonl"),
+        ("prompts.max_prompts=0", "prompts.max_prompts"),
+        ("eval.suite=nowhere.jsonl", "nowhere.jsonl"),
+        ("eval.k=0", "eval.k"),
+        ("eval.k=500", "eval.k"),
+        ("eval.k=[]", "eval.k"),
+        ("eval.temperatures=[-1]", "eval.temperatures"),
+        ("eval.compare=[nowhere]", "nowhere"),
+        ("eval.engine=fast", "eval.engine"),
+        ("eval.draft_probs=maybe", "eval.draft_probs"),
+        ("export.formats=[vlm]", "vllm"),
+        ("export.max_shard=lots", "export.max_shard"),
+        ("export.max_shard=0GB", "export.max_shard"),
+        ("export.k=0", "export.k"),
+        ("export.gguf=true", "llamacpp"),
+        ("hardware.gpu=B9000", "hardware.gpu"),
+        ("hardware.gpus=0", "hardware.gpus"),
+    ),
+    *recipes(
+        ("", "expected a mapping of settings"),
+        ("null", "expected a mapping of settings"),
+        ("- a", "expected a mapping of settings"),
+        ("5", "expected a mapping of settings"),
+        ("target: [", "expected YAML"),
+        ("\x00", "expected YAML"),
+        (b"\xff\xfe\x00\x01", "expected YAML"),
+        ("target: toy\ntarget: toy", "twice"),
+        ("steps: 5", "unknown setting"),
+        ("train: 5", "train"),
+        ("train: {steps: 5, stepz: 6}", "did you mean train.steps?"),
+        ("target: {path: toy, revison: x}", "did you mean target.revision?"),
+        ("a: &a [*a]", ""),
+        ("!!python/object/apply:os.system ['true']", "expected YAML"),
+    ),
+    Case("run nowhere.yaml", "expected a recipe, found no such file"),
+    Case("run toy", "expected a recipe"),
+    *prompts(
+        ("", "an empty data set"),
+        ("\n\n", "an empty line"),
+        ("{", "p.jsonl:1"),
+        (conversation() + "\n{", "p.jsonl:2"),
+        ("[]", "p.jsonl:1"),
+        ("5", "p.jsonl:1"),
+        ("null", "p.jsonl:1"),
+        (conversation(messages=5), "messages"),
+        (conversation(messages=[]), "messages"),
+        (conversation(messages=[5]), "messages"),
+        (conversation(messages=[{"role": "user"}]), "content"),
+        (conversation(messages=[{"content": "x"}]), "role"),
+        (conversation(messages=[{"role": "robot", "content": "x"}]), "role"),
+        (conversation(messages=[{"role": "user", "content": None}]), "null"),
+        (conversation(messages=[{"role": "user", "content": 5}]), "number"),
+        (conversation(label=1), "label"),
+        (conversation(id=[1]), "id"),
+        (conversation() + "\n" + conversation(messages=[{"role": "user", "content": "b"}]), "a"),
+        (conversation(messages=[{"role": "user", "content": "\ud800"}]), "Unicode"),
+        (conversation(messages=[{"role": "user", "content": "x" * 5000}]), "no room"),
+        (conversation(messages=[{"role": "assistant", "content": "x"}]), "user"),
+    ),
+]
+ACCEPTED = [
+    Case("run small.yaml --plan record.max_length=20", "20"),
+    Case("run small.yaml --plan train.micro_rows=99", ""),
+    *prompts(
+        (conversation(id=5), "1 conversation"),
+        ("\ufeff" + conversation(), "1 conversation"),
+        (conversation() + "\r\n", "1 conversation"),
+        (conversation() + "\n" + conversation(id="b"), "1 "),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=name)
+def test_refused(case: Case, folder: Path) -> None:
+    check_refused(case, folder)
+
+
+@pytest.mark.parametrize("case", ACCEPTED, ids=name)
+def test_accepted_with_its_consequence(case: Case, folder: Path) -> None:
+    code, output = run_case(case, folder)
+    assert code == 0, output
+    assert case.words.lower() in " ".join(output.lower().split()), output

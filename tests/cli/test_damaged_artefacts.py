@@ -1,0 +1,166 @@
+"""Damaged heads and stores, and wrong arguments of the commands that read them.
+
+Every case must be refused with what was expected and found and what to do, and never as an
+internal error.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.bad_inputs import Case, Damage, check_refused, name, write
+
+pytestmark = pytest.mark.slow
+RUN = "runs/small"
+HEAD = f"{RUN}/head"
+STORE = f"{RUN}/store"
+SHARD = f"{STORE}/shard-00000.safetensors"
+
+
+def remove(path: str) -> Damage:
+    return lambda folder: (folder / path).unlink()
+
+
+def cut(path: str, length: int) -> Damage:
+    """Return what keeps the first bytes of a file only."""
+    return lambda folder: (folder / path).write_bytes((folder / path).read_bytes()[:length])
+
+
+def flip(path: str, position: int) -> Damage:
+    """Return what inverts one byte of a file."""
+
+    def damage(folder: Path) -> None:
+        data = bytearray((folder / path).read_bytes())
+        data[position] ^= 0xFF
+        (folder / path).write_bytes(data)
+
+    return damage
+
+
+def edit(path: str, **fields: Any) -> Damage:
+    """Return what sets fields of a JSON file; `...` removes a field."""
+
+    def damage(folder: Path) -> None:
+        values = json.loads((folder / path).read_text()) | fields
+        kept = {key: value for key, value in values.items() if value is not ...}
+        (folder / path).write_text(json.dumps(kept))
+
+    return damage
+
+
+READERS = (
+    f"inspect {HEAD}",
+    f"eval --head {HEAD} --target toy --max-prompts 1 --max-new-tokens 4 --out e",
+    f"export --head {HEAD} --target toy --to vllm --out x",
+    f"doctor {HEAD} --target toy",
+)
+
+
+def heads(*cases: tuple[Damage, str]) -> list[Case]:
+    """Return a case for each damage of a head and each command that reads heads."""
+    return [Case(command, words, damage) for damage, words in cases for command in READERS]
+
+
+CONFIG = f"{HEAD}/draftlab.json"
+WEIGHTS = f"{HEAD}/model.safetensors"
+REFUSED = [
+    *heads(
+        (edit(CONFIG, family="x"), "expected a family of heads"),
+        (edit(CONFIG, schema=99), "schema"),
+        (edit(CONFIG, hidden_size=-1), "hidden_size"),
+        (edit(CONFIG, hidden_size="wide"), "hidden_size"),
+        (edit(CONFIG, head_dim=7), "head_dim"),
+        (edit(CONFIG, num_attention_heads=7), "attention heads"),
+        (edit(CONFIG, num_layers=3), "at most 1 layer"),
+        (edit(CONFIG, vocab_size=3), "vocab_size"),
+        (edit(CONFIG, draft_vocab_size=99999), "draft_vocab_size"),
+        (edit(CONFIG, boundaries=[99]), "boundaries"),
+        (edit(CONFIG, boundaries=[]), "boundaries"),
+        (edit(CONFIG, boundary_meaning="output-of-layer"), "boundary_meaning"),
+        (edit(CONFIG, rope_parameters={"rope_type": "magic"}), "rope"),
+        (edit(CONFIG, rms_norm_eps=-1), "rms_norm_eps"),
+        (edit(CONFIG, k_trained=0), "k_trained"),
+        (edit(CONFIG, extra=1), "extra"),
+        (edit(CONFIG, target=3), "target"),
+        (edit(CONFIG, target=...), "target"),
+        (write(CONFIG, "[1]"), "draftlab.json"),
+        (cut(CONFIG, 40), "not JSON"),
+        (cut(CONFIG, 0), "not JSON"),
+        (cut(WEIGHTS, 5000), "weights"),
+        (cut(WEIGHTS, 0), "weights"),
+        (remove(WEIGHTS), "safetensors"),
+    ),
+    *[Case(command, "shape", edit(CONFIG, hidden_size=64)) for command in READERS[1:]],
+    Case("eval --head nowhere", "nowhere"),
+    Case("eval --head toy", "toy"),
+    Case(f"eval --head {HEAD} --target nowhere", "nowhere"),
+    Case(f"eval --head {HEAD} --target embedded", "was trained for"),
+    Case("eval --run nowhere", "nowhere"),
+    Case(f"eval --run small --head {HEAD}", "expected a run or a head, found both"),
+    Case("eval --run small --temps -1", "--temps"),
+    Case("eval --run small --temps hot", "--temps"),
+    Case("eval --run small --k 0", "k"),
+    Case("eval --run small --k many", "k"),
+    Case("eval --run small --suite nowhere", "nowhere"),
+    Case("eval --run small --max-prompts 0", "--max-prompts"),
+    Case("eval --run small --top-p 2", "--top-p"),
+    Case("eval --run small --engine fast", "engine"),
+    Case("eval --run small --adaptive", "--adaptive: expected concurrency too"),
+    Case("eval --run small --adaptive --concurrency 1 --engine reference", "fixed K"),
+    Case("export --run small --to vlm", "did you mean"),
+    Case("export --run small --to vllm --k 0", "k"),
+    Case("export --run small --to vllm --out small.yaml", "found a file"),
+    Case("export --run small --to vllm --out toy", "toy"),
+    Case("export --run small --to vllm --max-shard lots", "such as 200GB"),
+    Case("export --run nowhere --to vllm", "nowhere"),
+    Case("import nowhere --to h", "nowhere"),
+    Case("import toy --to h", "toy"),
+    Case(f"import {RUN}/export/speculators --to toy", "new or an empty folder"),
+    Case(f"import {RUN}/export/speculators --to h --target nowhere", "nowhere"),
+    Case(f"import {RUN}/export/speculators --to h --target toy --boundaries a", "boundaries"),
+    Case(f"import {RUN}/export/speculators --to h --target toy --boundaries 9", "boundaries"),
+    Case(f"import {RUN}/export/speculators --to h --target toy --k 0", "k"),
+    Case(f"import {RUN}/export/speculators --to h --target toy --dtype int8", "int8"),
+    Case("inspect small", "shard-00000", cut(SHARD, 200)),
+    Case("inspect nowhere", "nowhere"),
+    Case("inspect small.yaml", "small.yaml"),
+    Case(f"inspect {STORE} --sample 9999", "expected a sample in"),
+    Case("store sample nowhere --out o --records 2", "nowhere"),
+    Case(f"store sample {STORE} --out o --records 9999", "at most the store's"),
+    Case(f"store sample {STORE} --out toy --records 2", "new folder"),
+    Case(f"store merge {STORE} --out toy", "new folder"),
+    Case("store merge nowhere --out o", "nowhere"),
+    Case(f"store merge {STORE} --out s3://bucket/o", "found the URL s3://bucket/o"),
+    Case(f"store sample {STORE} --records 2 --out s3://b/o", "found the URL s3://b/o"),
+    Case("doctor nowhere", "nowhere"),
+    Case("push nowhere a/b", "nowhere"),
+    Case("push small a", "repository"),
+]
+DAMAGED_STORE = [
+    Case(command, words, damage)
+    for damage, words in (
+        (cut(f"{STORE}/manifest.json", 100), "manifest"),
+        (write(f"{STORE}/manifest.json", "[]"), "manifest"),
+        (edit(f"{STORE}/manifest.json", schema=99), "manifest"),
+        (edit(f"{STORE}/manifest.json", shards=5), "manifest"),
+        (edit(f"{STORE}/manifest.json", identity=...), "manifest"),
+        (flip(SHARD, -200), "shard-00000"),
+        (cut(SHARD, 200), "shard-00000"),
+        (cut(SHARD, 0), "shard-00000"),
+    )
+    for command in (
+        f"store sample {STORE} --out o --records 12",
+        f"store split {STORE} --out o --out p",
+        f"inspect {STORE} --verify",
+    )
+]
+"""Damage that the store's verbs must name; `run` and `train` make such artefacts again."""
+
+
+@pytest.mark.parametrize("case", [*REFUSED, *DAMAGED_STORE], ids=name)
+def test_refused(case: Case, folder: Path) -> None:
+    check_refused(case, folder)

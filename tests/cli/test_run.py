@@ -1,0 +1,130 @@
+"""`draftlab run`, `prepare`, `record` and `train`: artefacts, plans, changed settings, --force."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+
+from draftlab.evaluate.results import Report
+from tests.helpers.small_run import draftlab, finished, half_written, refused, snapshot
+
+THERE = [f"{s}: there" for s in ("answers", "store", "head", "eval", "export")]
+
+
+def test_a_run_writes_all_artefacts() -> None:
+    run = finished() / "runs" / "small"
+    expected = (
+        "answers.jsonl recipe.yaml provenance.json store/manifest.json train/metrics.jsonl "
+        "head/draftlab.json head/model.safetensors head/config.json eval/report.json "
+        "eval/report.html export/speculators/config.json export/speculators/model.safetensors"
+    )
+    assert [name for name in expected.split() if not (run / name).is_file()] == []
+    assert (run.parent / "latest").resolve() == run.resolve()
+    assert half_written(run) == []
+    provenance = json.loads((run / "provenance.json").read_text())
+    assert provenance["target"] == "toy"
+    assert "prompts.sha256" in provenance["inputs"]["answers"]
+    rows = Report.read(run / "eval" / "report.json").rows
+    assert {(row.temperature, row.drafter) for row in rows} == {
+        (t, d) for t in (0.0, 0.8) for d in ("none", "chain")
+    }
+    assert {row.prompts for row in rows} == {3}
+
+
+def test_a_complete_run_is_not_run_again() -> None:
+    before = snapshot(finished() / "runs")
+    result = draftlab(finished(), "run", "small.yaml")
+    assert result.exit_code == 0
+    output = [line for line in result.stderr.splitlines() if ": there" in line]
+    assert [line.partition(" (")[0] for line in output] == THERE
+    assert "acceptance" in result.stdout  # the table is shown again
+    assert snapshot(finished() / "runs") == before
+    for verb in ("train", "record", "prepare"):
+        assert draftlab(finished(), verb, "small.yaml").exit_code == 0
+    assert snapshot(finished() / "runs") == before
+
+
+def test_plan_prints_stages_and_writes_nothing() -> None:
+    before = snapshot(finished())
+    done = draftlab(finished(), "run", "small.yaml", "--plan")
+    assert done.stdout.startswith("run folder: ")
+    assert done.stdout.count("nothing to do") == 5
+    recipe = yaml.safe_load(draftlab(finished(), "recipe", "show", "small.yaml").stdout)
+    assert (recipe["train"]["steps"], recipe["train"]["clip"]) == (6, 0.5)  # defaults, too
+    change = ("run", "small.yaml", "train.steps=7", "eval.seed=1", "--plan")
+    changed = draftlab(finished(), *change)
+    assert changed.exit_code == 0
+    assert "head     settings changed: train.steps 6 → 7\n" in changed.stdout
+    assert "eval     settings changed: eval.seed 0 → 1\n" in changed.stdout
+    assert "refused: --force runs head and all later stages again" in changed.stdout
+    forced = draftlab(finished(), *change, "--force").stdout
+    assert "head     would run again, settings changed: train.steps 6 → 7\n" in forced
+    assert "export   would run again, an earlier stage changed\n" in forced
+    assert "refused" not in forced
+    other = draftlab(finished(), "train", "small.yaml", "name=other", "--plan")
+    assert other.stdout.count("would run") == 3
+    assert "eval " not in other.stdout.partition("run folder")[2]
+    settings = ("name=other", "prompts.source=no.jsonl", "--plan")
+    lacking = draftlab(finished(), "train", "small.yaml", *settings)
+    assert "answers  would run; it needs no.jsonl, which is not there yet\n" in lacking.stdout
+    assert lacking.exit_code == 2
+    assert snapshot(finished()) == before
+    assert not (finished() / "runs" / "other").exists()
+
+
+def test_a_changed_setting_is_refused_by_name() -> None:
+    before = snapshot(finished() / "runs")
+    output = refused(finished(), "run", "small.yaml", "train.steps=7", "record.dtype=float32")
+    assert "stage 'store'" in output
+    assert "record.dtype: 'bfloat16' in the run, 'float32' now" in output
+    output = refused(finished(), "train", "small.yaml", "train.steps=7")
+    assert "train.steps: 6 in the run, 7 now" in output
+    assert "--force" in output
+    assert "name=other" in output
+    assert snapshot(finished() / "runs") == before
+
+
+def test_force_runs_only_changed_and_later_stages_again(folder: Path) -> None:
+    run = folder / "runs" / "small"
+    before = snapshot(run)
+    result = draftlab(folder, "run", "small.yaml", "train.steps=7", "--force")
+    assert result.exit_code == 0, result.output
+    after = snapshot(run)
+    unchanged = [n for n in before if n.startswith(("answers", "store/", "stages/answers"))]
+    assert unchanged
+    assert {n: after[n] for n in unchanged} == {n: before[n] for n in unchanged}
+    for name in ("head/model.safetensors", "eval/report.json", "export/speculators/config.json"):
+        assert after[name] != before[name]
+    steps = [json.loads(x) for x in (run / "train" / "metrics.jsonl").read_text().splitlines()]
+    assert [s["step"] for s in steps if "loss" in s] == list(range(1, 8))
+    assert yaml.safe_load((run / "recipe.yaml").read_text())["train"]["steps"] == 7
+    assert draftlab(folder, "train", "small.yaml", "train.steps=7").exit_code == 0
+    refused(folder, "train", "small.yaml")
+
+
+def test_a_changed_prompt_file_is_refused(folder: Path) -> None:
+    prompts = folder / "prompts.jsonl"
+    text = prompts.read_text()
+    prompts.write_text(text.replace("def f3", "def g3"))
+    assert "prompts.sha256" in refused(folder, "train", "small.yaml")
+    prompts.write_text(text)
+    assert draftlab(folder, "train", "small.yaml").exit_code == 0
+
+
+def test_changed_eval_settings_need_no_force(folder: Path) -> None:
+    head = snapshot(folder / "runs" / "small" / "head")
+    changed = ("eval.k=1", "eval.temperatures=[0]", "--json")
+    result = draftlab(folder, "run", "small.yaml", *changed)
+    assert result.exit_code == 0, result.output
+    assert {row["k"] for row in json.loads(result.stdout)["rows"]} == {0, 1}
+    assert snapshot(folder / "runs" / "small" / "head") == head
+
+
+def test_broken_prompts_leave_no_run_folder(folder: Path) -> None:
+    (folder / "bad.jsonl").write_text("not json\n")
+    before = snapshot(folder / "runs")
+    refused(folder, "run", "small.yaml", "name=other", "prompts.source=bad.jsonl")
+    assert snapshot(folder / "runs") == before
+    assert not (folder / "runs" / "other").exists()

@@ -1,0 +1,51 @@
+"""Settings, rows and prompts of small certificates, on a target of five tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from draftlab.engine.engine import Engine
+from draftlab.evaluate.certificate.certify import Certificate, CertifySettings, Sampled, certify
+from draftlab.heads.block import BlockHead
+from draftlab.progress import Monitor
+from draftlab.target_model.model import Target
+
+VOCAB = 5
+SETTINGS = CertifySettings(
+    context=3, contexts=60, finalists=12, enough=1000, equal_prompts=6, equal_tokens=16, batch=1024,
+)  # fmt: skip
+FEW = {"contexts": 12, "finalists": 2}
+"""Changes of `SETTINGS` for a quick choice of the context."""
+# Every cell occurs at this temperature; drafts are cooler.
+ON = Sampled(1.0, 2, True, draft_temperature=0.7, top_k=4)
+OFF = Sampled(1.0, 2, False, top_k=4)
+BLOCK = replace(ON, verification="block")
+PROMPTS = [
+    (f"p{i}", tuple(torch.randint(0, VOCAB, (5,), generator=torch.Generator().manual_seed(i))
+                    .tolist()))
+    for i in range(6)
+]  # fmt: skip
+MARKOV_ROWS = [
+    *(Sampled(temperature, 2, True) for temperature in (0.8, 1.5)),
+    *(Sampled(temperature, 2, False, top_k=4) for temperature in (0.8, 1.5)),
+    Sampled(0.8, 1, True),  # a block of one slot
+]
+ROWS = [
+    Sampled(0.7, 4, True),  # the whole vocabulary
+    Sampled(1.3, 3, False, top_p=0.8),
+    Sampled(1.0, 1, True, draft_temperature=0.7, top_k=3, top_p=0.95),
+]
+RunCertify = Callable[..., Certificate]
+
+
+def certify_markov(small: Target, head: BlockHead, **changes: Any) -> Certificate:
+    """Certify the engine with a block head, in rows with and without draft probabilities."""
+    settings = SETTINGS.model_copy(update=FEW | changes)
+    return certify(
+        small, head, PROMPTS, frozenset(), settings, k=2, rows=MARKOV_ROWS, monitor=Monitor(),
+        engine=Engine,
+    )  # fmt: skip

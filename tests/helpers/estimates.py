@@ -1,0 +1,37 @@
+"""Recipes for targets of which only the config.json is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from draftlab.pipeline.head_spec import planned_head, target_config
+from draftlab.pipeline.recipe import Recipe, parse_recipe
+from draftlab.pipeline.sizes import HeadSize
+from draftlab.store.manifest import StoreIdentity
+
+LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "architectures": ["LlamaForCausalLM"],
+    "dtype": "bfloat16",
+}
+RECIPE = {"name": "r", "prompts": {"source": "not-there.jsonl", "max_prompts": 1000}}
+
+
+def recipe(folder: Path, **settings: Any) -> Recipe:
+    """Return a recipe for the target in a folder."""
+    target = {"path": str(folder), "dtype": "bfloat16"} | settings.pop("target", {})
+    return parse_recipe(RECIPE | {"target": target} | settings)
+
+
+def head_size(settings: Recipe) -> HeadSize:
+    """Return the size of a new head that reads three boundaries of Llama-3.1-8B."""
+    identity = StoreIdentity("t", "", "", "", (2, 16, 29), 32, 4096, 128256, settings.record.dtype)
+    return HeadSize.of(planned_head(settings, target_config(settings.target), identity), settings)

@@ -1,0 +1,124 @@
+"""What a run is given: conversations that are dropped or cut, and mistakes that are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from draftlab.store.store import Store
+from tests.helpers.monitors import RecordingMonitor
+from tests.helpers.small_run import error_of, pipeline, write_prompts
+from tests.helpers.toys import toy_target_folder
+
+
+def write_conversations(path: Path, *conversations: list[str]) -> str:
+    """Write conversations of alternating user and assistant turns; return the override for them."""
+    lines = [
+        {
+            "id": f"c{i}",
+            "messages": [
+                {"role": ("user", "assistant")[n % 2], "content": text}
+                for n, text in enumerate(texts)
+            ],
+        }
+        for i, texts in enumerate(conversations)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return f"prompts.source={path.name}"
+
+
+NO_REGENERATION = "regenerate.enabled=false"
+
+
+def test_a_prompt_with_two_given_answers_is_answered_once(folder: Path) -> None:
+    chats = ["def f(use):", "one"], ["def f(use):", "two"], ["def g(use):", "one"]
+    source = write_conversations(folder / "twice.jsonl", *chats)
+    for name, settings, count in (("own", (), 2), ("given", (NO_REGENERATION,), 3)):
+        pipeline(f"name={name}", source, *settings).make("answers")
+        assert len(Path(f"runs/{name}/answers.jsonl").read_text().splitlines()) == count
+
+
+def test_conversations_without_an_answer_are_counted(folder: Path) -> None:
+    some = write_conversations(
+        Path("some.jsonl"), ["hi", "the user use"], ["hi"], ["a", "the on"], ["in"]
+    )
+    monitor = RecordingMonitor()
+    pipeline(some, NO_REGENERATION, "name=other", monitor=monitor).make("store")
+    assert "dropped 2 conversations without an assistant turn" in monitor.text
+    assert len(Store.open(Path("runs/other/store"))) == 2
+
+
+@pytest.mark.parametrize("what", ["truncate", "skip"])
+def test_overlong_samples_are_cut_or_left_out_and_counted(folder: Path, what: str) -> None:
+    chats = [[f"hi {number}", "the user " * 12] for number in range(3)]
+    long = write_conversations(Path("long.jsonl"), *chats, ["hi", "the on"])
+    monitor = RecordingMonitor()
+    limit = ("record.max_length=30", f"record.overlong={what}")
+    pipeline(long, NO_REGENERATION, "name=other", *limit, monitor=monitor).make("store")
+    manifest = Store.open(Path("runs/other/store")).manifest
+    count = {"truncate": "3 of 4 samples truncated", "skip": "3 of 4 samples skipped"}[what]
+    assert any(count in line for line in monitor.lines), monitor.lines
+    if what == "truncate":
+        assert (manifest.truncated, manifest.dropped.overlong, manifest.counts.records) == (3, 0, 4)
+        assert sorted(Store.open(Path("runs/other/store")).lengths)[1:] == [30] * 3
+    else:
+        assert (manifest.truncated, manifest.dropped.overlong, manifest.counts.records) == (0, 3, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["prompts.source=empty.jsonl"], ["empty data set", "empty.jsonl"]),
+        (["prompts.source=bad.jsonl"], ["bad.jsonl:3"]),
+        (
+            ["prompts.source=prompts.jsonl", NO_REGENERATION],
+            ["expected conversations with an assistant turn", "regenerate.enabled"],
+        ),
+        *(
+            ([f"record.boundaries={boundaries}"], ["boundaries", "record.boundaries"])
+            for boundaries in ("[-1,2]", "[2,2]", "[3,1]", "[]")
+        ),
+        (["record.boundaries=[1,2,5]"], ["boundaries", "0..4", "record.boundaries"]),
+        (["target=bare"], ["chat template"]),
+        (["target=./nowhere"], ["config.json"]),
+        (["target=./cut"], ["cut"]),
+        (["target=./unweighted"], ["unweighted"]),
+        (["target=./broken"], ["config.json"]),
+    ],
+    ids=str,
+)
+def test_mistakes_are_refused_before_any_answer(
+    folder: Path, overrides: list[str], words: list[str]
+) -> None:
+    Path("empty.jsonl").write_text("")
+    write_prompts(Path("bad.jsonl"), ["a", "b"])
+    with open("bad.jsonl", "a") as file:
+        file.write('{"id": "x", "messages": [\n')
+    toy_target_folder(Path("bare"), layers=4, hidden=32, chat_template=None)
+    for name in ("cut", "unweighted", "broken"):
+        shutil.copytree("toy", name)
+    weights = Path("cut/model.safetensors")
+    os.truncate(weights, weights.stat().st_size // 2)
+    Path("unweighted/model.safetensors").unlink()
+    Path("broken/config.json").write_text("{")
+    error = str(error_of("head", *overrides, "name=other"))
+    assert [word for word in words if word not in error] == []
+    assert not Path("runs/other/answers.jsonl").exists()
+
+
+def test_mistakes_that_show_later_are_refused(folder: Path) -> None:
+    Path("empty.jsonl").write_text("")
+    assert "empty data set" in error_of("eval", "eval.suite=empty.jsonl").what
+    error = str(error_of("head", "train.row_tokens=16", "name=other"))
+    assert "16" in error
+    assert "row_tokens" in error
+
+
+def test_the_first_and_the_last_boundary_can_be_recorded(folder: Path) -> None:
+    pipeline("record.boundaries=[0,4]", "name=other").make("head")
+    config = json.loads(Path("runs/other/head/draftlab.json").read_text())
+    assert config["boundaries"] == [0, 4]
