@@ -35,23 +35,12 @@ class StepKeyValues:
             key, value: the step's, [B, R, kv heads, head_dim].
             select: int64 [B, R], the indices of these rows among the previous step's rows.
         """
+        newest = torch.arange(select.numel(), device=select.device).view(1, *select.shape)
         if previous is None:
-            return cls((key,), (value,), extend_rows(None, select))
-        rows = extend_rows(previous.rows, select)
-        return cls((*previous.keys, key), (*previous.values, value), rows)
-
-
-def extend_rows(previous: Tensor | None, select: Tensor) -> Tensor:
-    """Return `StepKeyValues.rows` of a step from those of the step before.
-
-    Args:
-        previous: int64 [k − 1, B, R_{k−1}]; None if this is step 1.
-        select: int64 [B, R], as in `StepKeyValues.extend`.
-    """
-    rows = torch.arange(select.numel(), device=select.device).view(1, *select.shape)
-    if previous is None:
-        return rows
-    return torch.cat([previous.gather(2, select.expand(len(previous), -1, -1)), rows])
+            return cls((key,), (value,), newest)
+        rows = previous.rows.gather(2, select.expand(len(previous.rows), -1, -1))
+        keys, values = (*previous.keys, key), (*previous.values, value)
+        return cls(keys, values, torch.cat([rows, newest]))
 
 
 def check_inputs(query: Tensor, key: Tensor, *others: Tensor) -> None:

@@ -203,7 +203,7 @@ class Bench:
                 speed = plain.trained.steady_seconds / replay.trained.steady_seconds
                 steps = max(1, round(plain.trained.steps * speed))
                 yield self.ours(family, seed, SAME_SECONDS, share, f"train.steps={steps}")
-            for peer, our_rate in product(self.peers, (False, True)):
+            for peer, our_rate in product(self.peers, (rate == "ours" for rate in options.rates)):
                 if family not in PEERS[peer][1]:
                     continue
                 try:
@@ -226,6 +226,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/acceptance"), help="folder")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
+    rates = ["default", "ours"]
+    parser.add_argument("--rates", nargs="+", choices=rates, default=rates, help="of the peers")
     parser.add_argument("--families", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of training")
     parser.add_argument("--tokens", type=float, default=4e6, help="tokens of a training")
