@@ -11,8 +11,6 @@ over rows in segments, one of each depth. Tests: tests/kernels/test_parallel_att
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -34,6 +32,7 @@ class ParallelRows:
             is read for rows of depth j or more that are not padding.
         readers: int64 [D, M]; readers[d − 1] is the row of depth d that attends to each masked
             slot: flat, b · R + r, or −1 for none.
+        segments: int64 [D + 2], the first row of each depth, and R.
     """
 
     sizes: tuple[int, ...]
@@ -41,11 +40,7 @@ class ParallelRows:
     starts: Tensor
     slots: Tensor
     readers: Tensor
-
-    @cached_property
-    def segments(self) -> Tensor:
-        """The first row of each depth, and R: int64 [D + 2], on the device of the rows."""
-        return torch.tensor([0, *accumulate(self.sizes)], device=self.index.device)
+    segments: Tensor
 
 
 @triton_operator("ttt_attention_launch", when=on_cuda_below_float64)

@@ -84,7 +84,9 @@ class ParallelCase:
         self.d_output = random(batch, num_rows, heads, head_dim)
         for name, value in vars(self).items():
             setattr(self, name, to_device(value, device))
-        self.rows = ParallelRows(self.sizes, self.index, self.starts, self.slots, self.readers)
+        segments = torch.tensor([*_starts(self.sizes), num_rows], device=device)
+        indices = self.index, self.starts, self.slots, self.readers
+        self.rows = ParallelRows(self.sizes, *indices, segments)
 
     def leaves(self) -> list[Tensor]:
         """Return every tensor that has a gradient."""

@@ -57,7 +57,8 @@ def attend_in_parallel(
         on_gpu(*shape, num_rows, dtype=torch.int64) for shape in ((1,), (len(sizes) - 1, 1))
     )
     readers = on_gpu(len(sizes) - 1, num_slots, dtype=torch.int64)
-    rows = ParallelRows(sizes, index, index, slots, readers)
+    segments = on_gpu(len(sizes) + 1, dtype=torch.int64)
+    rows = ParallelRows(sizes, index, index, slots, readers, segments)
     parallel_attention(*leaves, rows).sum().backward()
 
 

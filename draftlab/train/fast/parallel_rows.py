@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from draftlab.kernels.parallel_attention import ParallelRows
 from draftlab.kernels.ttt_attention import document_starts
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
-from draftlab.train.objectives.loss import step_of_row
+from draftlab.train.objectives.loss import step_of_row, to_device
 
 
 class PaddedRows:
@@ -77,6 +78,7 @@ def attention_rows(batch: Batch, steps: Sequence[StepRows]) -> tuple[PaddedRows,
             row_starts.view_as(index),
             slots[:, batch_start + index],
             torch.where(reads, places[len(first_valid) :][readers], -1),
+            to_device([0, *accumulate(sizes)], device),
         )
         return PaddedRows(layout, places)
 
