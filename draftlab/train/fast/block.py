@@ -24,7 +24,7 @@ from draftlab.train.batch.packing import Batch
 from draftlab.train.fast.functions import LayerInputs, layer_inputs
 from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, expand_last
 from draftlab.train.fast.layers import LayerWeights, pad_rows, unpad_rows
-from draftlab.train.fast.shared_gradients import branch
+from draftlab.train.fast.shared_gradients import select_rows
 from draftlab.train.objectives.block import block_attention, slot_row_indices, step_anchors
 from draftlab.train.objectives.loss import StepOutput, row_starts
 
@@ -64,7 +64,7 @@ class FastBlock:
                 slot * num_anchors + anchors
                 for slot, anchors in enumerate(step_anchors(steps), head.config.first_slot)
             ]
-            output = branch(slots, torch.cat(indices))[1]
+            output = select_rows(slots, torch.cat(indices))
         outputs = output.split([len(index) for index in indices])
         return [StepOutput(o, rows.teacher_index) for o, rows in zip(outputs, steps, strict=True)]
 

@@ -113,29 +113,29 @@ class _Product(torch.autograd.Function):
         return gradient @ weight if ctx.needs_input_grad[0] else None, None, None
 
 
-def branch(x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return x [N, C] and x[index] [n, C]; the gradients of both are added in one pass.
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Return x[index] [n, C] of x [N, C].
+
+    Autograd's own backward pass of a selection provides for rows that occur twice, which takes
+    longer.
 
     Args:
         index: int64 [n], no row twice.
     """
-    return _Branch.apply(x, index)
+    return _SelectedRows.apply(x, index)
 
 
-class _Branch(torch.autograd.Function):
+class _SelectedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, index: Tensor) -> Tensor:
         ctx.save_for_backward(index)
         ctx.num_rows = len(x)
-        ctx.set_materialize_grads(False)
-        return x.view_as(x), x.index_select(0, index)
+        return x.index_select(0, index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, whole: Tensor | None, rows: Tensor | None) -> tuple[Tensor | None, None]:
-        if rows is None:
-            return whole, None
-        return branch_gradient(whole, *ctx.saved_tensors, rows, ctx.num_rows), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return branch_gradient(None, *ctx.saved_tensors, gradient, ctx.num_rows), None
 
 
 def branch_gradient(whole: Tensor | None, index: Tensor, rows: Tensor, num_rows: int) -> Tensor:

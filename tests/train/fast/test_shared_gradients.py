@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import weakref
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from draftlab.train.fast.shared_gradients import Shared, branch
+from draftlab.train.fast.shared_gradients import Shared, branch_gradient, select_rows
 
 ROWS, SIZE, WIDTH = 7, 5, 6
 USES = st.lists(st.integers(0, ROWS), min_size=1, max_size=6)  # rows of each product
@@ -95,25 +96,26 @@ def test_tensors_become_one_matrix_of_another_dtype() -> None:
     assert torch.equal(torch.cat(gradients), (weight.T @ x).float())
 
 
-def test_a_branch_adds_what_its_rows_owe_and_changes_no_gradient_of_others() -> None:
+def test_selected_rows_have_autograds_gradient() -> None:
     x, index = drawn(1, ROWS, SIZE).requires_grad_(), torch.tensor([5, 0, 3])
-    for whole_used, rows_used in ((True, True), (True, False), (False, True)):
-        y = x * 1
-        whole, rows = branch(y, index)
-        assert torch.equal(rows, x[index])
-        parts = []
-        parts += [whole.sum()] if whole_used else []  # its gradient is one number, expanded
-        parts += [(rows * drawn(2, 3, SIZE)).sum()] if rows_used else []
-        (actual,) = torch.autograd.grad(sum(parts), x)
-        expected = torch.full_like(actual, float(whole_used))
-        expected[index] += drawn(2, 3, SIZE) * rows_used
-        torch.testing.assert_close(actual, expected)
-    # Two results of one sum are given the same gradient tensor.
-    whole, rows = branch(x * 1, index)
-    other = x * 1
-    (actual, beside) = torch.autograd.grad(((whole + other) * 3).sum() + rows.sum(), (whole, other))
-    assert torch.equal(beside, torch.full_like(beside, 3))
-    assert torch.equal(actual, beside)
+    weight = drawn(2, 3, SIZE)
+    rows = select_rows(x * 1, index)
+    assert torch.equal(rows, x[index])
+    actual, expected = (
+        torch.autograd.grad((selected * weight).sum(), x) for selected in (rows, x[index])
+    )
+    assert torch.equal(*actual, *expected)
+
+
+@pytest.mark.parametrize("whole", [torch.ones(()).expand(ROWS, SIZE), torch.ones(ROWS, SIZE), None])
+def test_gradients_of_rows_are_added_to_a_copy(whole: Tensor | None) -> None:
+    """Autograd may give the whole's gradient to others, or expand one number."""
+    index, rows = torch.tensor([5, 0, 3]), drawn(2, 3, SIZE).float()
+    actual = branch_gradient(whole, index, rows, ROWS)
+    expected = torch.zeros(ROWS, SIZE) if whole is None else torch.ones(ROWS, SIZE)
+    expected[index] += rows
+    assert torch.equal(actual, expected)
+    assert whole is None or (whole == 1).all()
 
 
 def test_a_step_leaves_nothing_behind_for_the_garbage_collector() -> None:
