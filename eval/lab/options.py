@@ -54,7 +54,7 @@ CHAIN = {
     "norm_before_residual": "head.norm_before_residual=true",
     "no norm_before_residual": "head.norm_before_residual=false",
     "norm_before_fc": "head.norm_before_fc=true",
-    "fc_norm": "head.fc_norm=true",
+    "fc_norm": "head.fc_norm=true export.formats=[vllm]",
     "norm_output": "head.norm_output=true",
     "fc_norm, norm_output": "head.fc_norm=true head.norm_output=true",
     "qk_norm": "head.qk_norm=true",
@@ -84,7 +84,15 @@ PARALLEL = {name: CHAIN[name] for name in ("base", *NORMS, "lk", "wsd", "replay"
     "gamma 0.6": "train.acceptance_weighting=0 train.gamma=0.6",
     "gamma 1": "train.acceptance_weighting=0 train.gamma=1",
 }
-VARIANTS = CHAIN | PARALLEL
+# Steps with which quickstart_dspark.yaml trains for about the base's CPU seconds.
+BLOCK = {
+    "base": "",
+    "three rows a step": "train.batch_rows=3 train.steps=510",
+    "anchor_share 1": "train.anchor_share=1 train.steps=195",
+    "anchor_share 1, three rows a step": "train.anchor_share=1 train.batch_rows=3 train.steps=310",
+}
+VARIANTS = CHAIN | PARALLEL | BLOCK
+FAMILIES = {"eagle3": CHAIN, "peagle": PARALLEL, "dspark": BLOCK}
 GREEDY = Sampling()
 
 
@@ -275,8 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target, tokenizer = load_target(recipe.target), load_tokenizer(recipe.target)
     conditions = option_values(options, "recipe", "prompts", "k", "settings")
     parts = Measurements(options, conditions, target.device)
-    parallel = recipe.head.family == "peagle"
-    names = options.only or (PARALLEL if parallel else CHAIN)
+    names = options.only or FAMILIES.get(recipe.head.family, CHAIN)
     results: dict[str, list[Result]] = {}
     for name, seed in product(VARIANTS, options.seeds):
         part = folder_name(name, seed)

@@ -9,6 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from draftlab.pipeline.check_recipe import check_head
+from draftlab.pipeline.head_spec import target_config
+from draftlab.pipeline.recipe import load_recipe
 from tests.helpers.drivers import load
 from tests.helpers.small_run import copy_of_finished
 
@@ -61,3 +64,11 @@ def test_only_differences_beyond_chance_are_bold() -> None:
     assert "**+0.100 [+0.100, +0.100]**" in options.row([result("other", np.full(40, 6))], [base])
     noisy = result("other", np.random.default_rng(0).integers(0, 11, 40))
     assert "**" not in options.row([noisy], [base])
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "quickstart_peagle", "quickstart_dspark"])
+def test_a_family_can_have_its_default_variants(recipe: str) -> None:
+    path = options.RECIPE.with_name(f"{recipe}.yaml")
+    for settings in options.FAMILIES[load_recipe(path).head.family].values():
+        changed = load_recipe(path, settings.split())
+        check_head(changed, target_config(changed.target))
