@@ -84,12 +84,14 @@ PARALLEL = {name: CHAIN[name] for name in ("base", *NORMS, "lk", "wsd", "replay"
     "gamma 0.6": "train.acceptance_weighting=0 train.gamma=0.6",
     "gamma 1": "train.acceptance_weighting=0 train.gamma=1",
 }
-# Steps with which quickstart_dspark.yaml trains for about the base's CPU seconds.
+# Steps with which quickstart_dspark.yaml trains for about as many CPU seconds.
+HALF, ALL = "train.anchor_share=0.5", "train.anchor_share=1"
 BLOCK = {
     "base": "",
-    "three rows a step": "train.batch_rows=3 train.steps=510",
-    "anchor_share 1": "train.anchor_share=1 train.steps=195",
-    "anchor_share 1, three rows a step": "train.anchor_share=1 train.batch_rows=3 train.steps=310",
+    "anchor_share 0.5": f"{HALF} train.steps=330",
+    "anchor_share 1": f"{ALL} train.steps=195",
+    "anchor_share 0.5, three rows a step": f"{HALF} train.batch_rows=3 train.steps=510",
+    "anchor_share 1, three rows a step": f"{ALL} train.batch_rows=3 train.steps=310",
 }
 VARIANTS = CHAIN | PARALLEL | BLOCK
 FAMILIES = {"eagle3": CHAIN, "peagle": PARALLEL, "dspark": BLOCK}
