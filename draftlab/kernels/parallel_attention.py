@@ -1,11 +1,13 @@
 """Attention of parallel drafting in training, all depths in one call (docs/methods.md §4).
 
-A row of depth d attends to the step-0 keys of its document up to its anchor's slot, and to the keys
-of its anchor's masked slots of depths 1..d, its own among them. In contrast to training-time test
-(`ttt_attention.py`), rows share these keys: that of depth j has a reader at each depth from j on.
+A row of depth d attends to the depth-0 keys of its document up to its anchor's position, and to the
+keys of its anchor's masked slots of depths 1..d, its own among them. In contrast to training-time
+test (`ttt_attention.py`), rows share these keys: all rows of an anchor from depth j on read the key
+of its depth j.
 
-The forward pass and the gradients of queries and step-0 keys are kernels of `ttt_attention.py`, run
-over rows in segments, one of each depth. Tests: tests/kernels/test_parallel_attention.py.
+The forward pass and the gradients of queries and depth-0 keys use the kernels of
+`ttt_attention.py`, which take the rows of each depth as a segment. Tests:
+tests/kernels/test_parallel_attention.py.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ from draftlab.kernels.ttt_attention_types import check_inputs
 
 @dataclass(frozen=True)
 class ParallelRows:
-    """R rows of each of B batch rows, sorted by depth, and M masked slots.
+    """R query rows of each of B batch rows, sorted by depth, and the M masked slots they see.
 
     Attributes:
         sizes: number of rows of each depth 0..D, Σ = R.
-        index: int64 [B, R], the slot of each row's anchor.
+        index: int64 [B, R], the position of each row's anchor in its batch row.
         starts: int64 [B, R], where the anchor's document begins; beyond `index` for padding rows.
-        slots: int64 [D, B, R]; slots[j − 1] is the masked slot of depth j of each row's anchor. It
-            is read for rows of depth j or more that are not padding.
+        slots: int64 [D, B, R]; slots[j − 1] is the masked slot of depth j of each row's anchor, or
+            −1. It counts for rows of depth j or more that are not padding.
         readers: int64 [D, M]; readers[d − 1] is the row of depth d that attends to each masked
             slot: flat, b · R + r, or −1 for none.
         segments: int64 [D + 2], the first row of each depth, and R.
@@ -52,10 +54,10 @@ def parallel_attention(
     slot_value: Tensor,
     rows: ParallelRows,
 ) -> Tensor:
-    """Return attention of rows of all depths to step-0 keys, and to keys of masked slots.
+    """Return the attention of rows of all depths to depth-0 keys and to keys of masked slots.
 
-    Padding rows see nothing, yield zeros and have no gradient. On a GPU this is fast where the
-    slots of each depth's rows ascend.
+    Padding rows see nothing, yield zeros and have no gradient. On a GPU this is fast if the rows of
+    each depth are sorted by position.
 
     Args:
         query: [B, R, heads, head_dim], rotated. Query head h reads kv head h // (heads / kv heads).

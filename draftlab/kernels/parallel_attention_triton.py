@@ -18,7 +18,8 @@ def d_slot_keys_kernel(
 ):  # fmt: skip
     """Compute dK and dV of a tile of slots; grid [kv heads, tiles].
 
-    A slot has one reader a depth at most, so scores are sums and no products of tiles.
+    At most one row of each depth reads a slot. Scores are therefore sums over a row's channels, and
+    not products of tiles.
     """
     kv_head = tl.program_id(0)
     slot = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)

@@ -26,7 +26,7 @@ from draftlab.kernels.ttt_attention_types import check_inputs
 STEPS_AT_ONCE = 8  # a kernel is compiled for up to 8 steps, up to 16, 24, …
 SCAN = 1024  # rows scanned together
 DELTA_ROWS = 32
-SLOT_ELEMENTS = 4096  # of the tile of a program that takes masked slots
+SLOT_ELEMENTS = 4096  # of a program's tile of masked slots, slots × channels
 
 
 class Tiles(NamedTuple):
@@ -175,8 +175,8 @@ class _TttAttention(torch.autograd.Function):
             if parallel is not None and step_kv[0].numel():
                 num_slots, at_once = len(step_kv[0]), SLOT_ELEMENTS // dims["HEAD_DIM_PADDED"]
                 d_slot_keys_kernel[key.shape[2], cdiv(num_slots, at_once)](
-                    query, *step_kv, parallel.readers, d_output, lse, delta, *d_step_kv, *scales,
-                    num_rows, num_slots, len(parallel.readers), *strides[:3],
+                    query, *step_kv, parallel.readers.contiguous(), d_output, lse, delta,
+                    *d_step_kv, *scales, num_rows, num_slots, len(parallel.readers), *strides[:3],
                     SLOTS=at_once, **shapes, **FP_FUSION,
                 )  # fmt: skip
         return d_query, d_key, d_value, *[None] * 5, *d_step_kv

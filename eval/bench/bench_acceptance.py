@@ -227,7 +227,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/acceptance"), help="folder")
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=list(PEERS))
     rates = ["default", "ours"]
-    parser.add_argument("--rates", nargs="+", choices=rates, default=rates, help="of the peers")
+    parser.add_argument("--rates", nargs="+", choices=rates, default=rates, help="of peers")
     parser.add_argument("--families", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of training")
     parser.add_argument("--tokens", type=float, default=4e6, help="tokens of a training")

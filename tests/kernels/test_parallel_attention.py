@@ -101,13 +101,17 @@ def test_kernels(name: str) -> None:
 
 @inside
 def test_kernels_of_strided_inputs() -> None:
-    """Queries, keys and values of one projection, heads before rows in memory."""
+    """Queries, keys and values of one projection, heads before rows in memory, and so on."""
     case = ParallelCase(LENGTHS[:2], 33, heads=4, kv_heads=2)
     case.query = case.query.transpose(1, 2).contiguous().transpose(1, 2)
     both = torch.cat([case.key, case.value], 2)
     case.key, case.value = both[:, :, :2], both[:, :, 2:]
     own = torch.cat([case.slot_key, case.slot_value], 1)
     case.slot_key, case.slot_value = own[:, :2], own[:, 2:]
+    index, starts, slots, readers = (
+        x.mT.contiguous().mT for x in (case.index, case.starts, case.slots, case.readers)
+    )
+    case.rows = ParallelRows(case.sizes, index, starts, slots, readers)
     check(case)
 
 

@@ -16,7 +16,7 @@ from draftlab.train.objectives.loss import step_of_row, to_device
 
 
 class PaddedRows:
-    """Rows with queries, n in order of depth, and their layout [B, R] with padding.
+    """The n rows that have queries, sorted by depth, and their padded layout [B, R].
 
     Args:
         layout: what attention takes.
@@ -25,23 +25,23 @@ class PaddedRows:
 
     def __init__(self, layout: ParallelRows, places: Tensor) -> None:
         self.layout, self._places, self._shape = layout, places, layout.index.shape
-        # A single batch row has the same order, and no padding.
-        self._is_same = self._shape[0] == 1
+        # A single batch row has no padding, and its rows lie in the same order.
+        self._is_padded = self._shape[0] > 1
 
     def pad(self, x: Tensor) -> Tensor:
         """Return x [n, …] as [B, R, …] with zeros in padding rows."""
-        if not self._is_same:
+        if self._is_padded:
             x = x.new_zeros(self._shape.numel(), *x.shape[1:]).index_copy(0, self._places, x)
         return x.unflatten(0, self._shape)
 
     def unpad(self, x: Tensor) -> Tensor:
         """Return the rows [n, …] of x [B, R, …], the inverse of `pad`."""
         x = x.flatten(0, 1)
-        return x if self._is_same else x.index_select(0, self._places)
+        return x.index_select(0, self._places) if self._is_padded else x
 
 
 def attention_rows(batch: Batch, steps: Sequence[StepRows]) -> tuple[PaddedRows, PaddedRows]:
-    """Return the rows of all depths, first with all positions at depth 0, then those with loss.
+    """Return the rows of all depths: with every position at depth 0, and with its loss rows alone.
 
     Args:
         steps: rows that carry loss at each depth; those of depth 1 and more are masked slots.
@@ -62,7 +62,7 @@ def attention_rows(batch: Batch, steps: Sequence[StepRows]) -> tuple[PaddedRows,
     batch_start = torch.arange(num_batch, device=device)[:, None] * width
 
     def padded(first: Tensor, first_valid: Tensor) -> PaddedRows:
-        """Return the rows for those of depth 0: `StepRows.index` and `valid_rows`."""
+        """Return the rows of all depths; `StepRows.index` and `valid_rows` of depth 0 are given."""
         index = torch.cat([first, *(rows.index for rows in masked)], 1)
         sizes = first.shape[1], *(rows.index.shape[1] for rows in masked)
         row_starts = starts.gather(1, index)

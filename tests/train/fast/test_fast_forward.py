@@ -21,6 +21,7 @@ from draftlab.train.fast.block import FastBlock
 from draftlab.train.fast.choose_forward import compiled_ops
 from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps
 from draftlab.train.fast.parallel import FastParallel
+from draftlab.train.fast.parallel_rows import attention_rows
 from draftlab.train.fast.shared_gradients import Shared
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.objectives.block import block_outputs
@@ -152,6 +153,13 @@ def test_a_gpu_has_the_references_outputs(changes: dict[str, object], dtype: tor
 @pytest.mark.parametrize("num_layers", [1, 2])
 @pytest.mark.parametrize("one_row", [False, True])
 def test_anchors_may_keep_any_depths(one_row: bool, num_layers: int) -> None:
+    batch = batch_of_any_depths(one_row)
+    model = random_norms_head(**PEAGLE, num_layers=num_layers)
+    actual = train_step(model, FastParallel(torch.float64)(model, batch), batch)
+    assert_same(actual, reference_step(model, batch))
+
+
+def batch_of_any_depths(one_row: bool) -> Batch:
     """Neighbouring anchors have different numbers of masked slots, some none."""
     records = [record(spans_of([(2, 9)]), parts(), seed) for seed in range(4)]
 
@@ -161,9 +169,26 @@ def test_anchors_may_keep_any_depths(one_row: bool, num_layers: int) -> None:
 
     batch = pack([records[:3], records[3:]], 40, 4, max_steps=depths, one_row=one_row)
     assert len({*batch.counts}) == 4
-    model = random_norms_head(**PEAGLE, num_layers=num_layers)
-    actual = train_step(model, FastParallel(torch.float64)(model, batch), batch)
-    assert_same(actual, reference_step(model, batch))
+    return batch
+
+
+@pytest.mark.parametrize("one_row", [False, True])
+def test_readers_of_masked_slots_and_padding(one_row: bool) -> None:
+    """A GPU's kernels read who reads a slot, and skip padding; a CPU's attention does neither."""
+    batch = batch_of_any_depths(one_row)
+    num_masked = sum(batch.counts[1:])
+    first = batch.tokens.numel(), batch.counts[0]
+    for rows, num_first in zip(attention_rows(batch, batch.steps), first, strict=True):
+        layout = rows.layout
+        seeing = layout.starts <= layout.index
+        is_row = rows.pad(torch.ones(num_first + num_masked)) == 1
+        assert torch.equal(seeing, is_row & (batch.documents.gather(1, layout.index) >= 0))
+        depth = torch.arange(4).repeat_interleave(torch.tensor(layout.sizes))
+        readers = torch.full((3, num_masked), -1)
+        for b, r in (seeing & (depth > 0)).nonzero().tolist():
+            of_anchor = layout.slots[: depth[r], b, r]
+            readers[depth[r] - 1, of_anchor] = b * len(depth) + r
+        assert torch.equal(layout.readers, readers)
 
 
 @pytest.mark.usefixtures("float64")
