@@ -108,10 +108,9 @@ def test_kernels_of_strided_inputs() -> None:
     case.key, case.value = both[:, :, :2], both[:, :, 2:]
     own = torch.cat([case.slot_key, case.slot_value], 1)
     case.slot_key, case.slot_value = own[:, :2], own[:, 2:]
-    index, starts, slots, readers = (
-        x.mT.contiguous().mT for x in (case.index, case.starts, case.slots, case.readers)
-    )
-    case.rows = ParallelRows(case.sizes, index, starts, slots, readers)
+    names = "index", "starts", "slots", "readers"
+    strided = {name: getattr(case.rows, name).mT.contiguous().mT for name in names}
+    case.rows = replace(case.rows, **strided)
     check(case)
 
 

@@ -173,8 +173,8 @@ def batch_of_any_depths(one_row: bool) -> Batch:
 
 
 @pytest.mark.parametrize("one_row", [False, True])
-def test_readers_of_masked_slots_and_padding(one_row: bool) -> None:
-    """A GPU's kernels read who reads a slot, and skip padding; a CPU's attention does neither."""
+def test_what_kernels_alone_read(one_row: bool) -> None:
+    """The readers of masked slots, where padding is, and segments; the CPU's attention needs none."""
     batch = batch_of_any_depths(one_row)
     num_masked = sum(batch.counts[1:])
     first = batch.tokens.numel(), batch.counts[0]
@@ -183,6 +183,8 @@ def test_readers_of_masked_slots_and_padding(one_row: bool) -> None:
         seeing = layout.starts <= layout.index
         is_row = rows.pad(torch.ones(num_first + num_masked)) == 1
         assert torch.equal(seeing, is_row & (batch.documents.gather(1, layout.index) >= 0))
+        assert layout.segments[0] == 0
+        assert layout.segments.diff().tolist() == list(layout.sizes)
         depth = torch.arange(4).repeat_interleave(torch.tensor(layout.sizes))
         readers = torch.full((3, num_masked), -1)
         for b, r in (seeing & (depth > 0)).nonzero().tolist():
