@@ -174,7 +174,7 @@ def batch_of_any_depths(one_row: bool) -> Batch:
 
 @pytest.mark.parametrize("one_row", [False, True])
 def test_what_kernels_alone_read(one_row: bool) -> None:
-    """The readers of masked slots, where padding is, and segments; the CPU's attention needs none."""
+    """The readers of masked slots, padding and segments, which no CPU needs."""
     batch = batch_of_any_depths(one_row)
     num_masked = sum(batch.counts[1:])
     first = batch.tokens.numel(), batch.counts[0]
