@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.kernels.ttt_attention import document_starts
@@ -116,6 +119,42 @@ class Case:
             weights = (scores * self.query.shape[-1] ** -0.5).softmax(0)
             output[b, r, h] = weights @ torch.stack(values).double()
         return output
+
+
+def check_kernels(
+    operator: Any, case: Any, plan: tuple[int, int] | None = (16, 16), tolerance: float = 1e-4
+) -> None:
+    """Compare output and every gradient of an operator's kernels with the reference's in float64.
+
+    Args:
+        case: has the `run` and the `query` of `Case`.
+        plan: rows and keys of all tiles; None: the launcher chooses them.
+    """
+    from draftlab.kernels.ttt_attention_launch import Plan, Tiles
+
+    tiles = plan and Plan(*[Tiles(*plan, 4, 1)] * 4)
+    actual = case.run(partial(operator.triton, plan=tiles))
+    expected = case.run(operator.reference, torch.float64)
+    for output, exact in zip(actual, expected, strict=True):
+        assert output.dtype == case.query.dtype
+        torch.testing.assert_close(output.double(), exact, atol=tolerance, rtol=tolerance)
+
+
+def sizes(lengths: list[list[int]], width: int, **others: Any) -> dict[str, Any]:
+    """Return the arguments of a case."""
+    return {"lengths": lengths, "width": width} | others
+
+
+def draw_documents(data: st.DataObject, width: int) -> list[list[int]]:
+    """Draw lengths of the documents of one or two batch rows."""
+    lengths = []
+    for _ in range(data.draw(st.integers(1, 2))):
+        left, row = width, []
+        while left and data.draw(st.booleans()):
+            row.append(data.draw(st.integers(1, left)))
+            left -= row[-1]
+        lengths.append(row)
+    return lengths
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:

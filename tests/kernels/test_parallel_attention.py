@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from draftlab.kernels.parallel_attention import parallel_attention
 from tests.helpers.gpu import on_gpu, relative_error
 from tests.helpers.interpreter import inside, interpreter_test, outside
 from tests.helpers.parallel_attention_cases import ParallelCase
+from tests.helpers.ttt_attention_cases import check_kernels, draw_documents, sizes
 
 test_in_the_interpreter = pytest.mark.slow(interpreter_test(__file__))
 
@@ -52,23 +52,7 @@ def test_wrong_inputs() -> None:
         parallel_attention(*(x.double() for x in case.leaves()[:4]), case.slot_value, case.rows)
 
 
-def check(
-    case: ParallelCase, plan: tuple[int, int] | None = (16, 16), tolerance: float = 1e-4
-) -> None:
-    """Compare output and every gradient of the kernels with the reference's in float64."""
-    from draftlab.kernels.ttt_attention_launch import Plan, Tiles
-
-    tiles = plan and Plan(*[Tiles(*plan, 4, 1)] * 4)
-    actual = case.run(partial(parallel_attention.triton, plan=tiles))
-    expected = case.run(parallel_attention.reference, torch.float64)
-    for output, exact in zip(actual, expected, strict=True):
-        assert output.dtype == case.query.dtype
-        torch.testing.assert_close(output.double(), exact, atol=tolerance, rtol=tolerance)
-
-
-def sizes(lengths: list[list[int]], width: int, **others: Any) -> dict[str, Any]:
-    return {"lengths": lengths, "width": width} | others
-
+check = partial(check_kernels, parallel_attention)
 
 HEADS = [(3, 3, 16), (4, 1, 32), (16, 2, 16), (6, 2, 20)]  # the last leave rows and channels unused
 SIZES = {
@@ -132,13 +116,7 @@ def test_what_is_beyond_a_rows_depth_is_not_read() -> None:
 @given(data=st.data())
 def test_kernels_on_any_documents(data: st.DataObject) -> None:
     width = data.draw(st.integers(1, 40))
-    lengths = []
-    for _ in range(data.draw(st.integers(1, 2))):
-        left, row = width, []
-        while left and data.draw(st.booleans()):
-            row.append(data.draw(st.integers(1, left)))
-            left -= row[-1]
-        lengths.append(row)
+    lengths = draw_documents(data, width)
     share, depths = data.draw(st.floats(0, 1)), data.draw(st.integers(0, 3))
     check(ParallelCase(lengths, width, share=share, depths=depths))
 

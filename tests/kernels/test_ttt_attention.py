@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from draftlab.kernels.ttt_attention_types import StepKeyValues
 from draftlab.train.objectives import block
 from tests.helpers.gpu import on_gpu, relative_error
 from tests.helpers.interpreter import inside, interpreter_test, outside
-from tests.helpers.ttt_attention_cases import Case
+from tests.helpers.ttt_attention_cases import Case, check_kernels, draw_documents, sizes
 
 test_in_the_interpreter = pytest.mark.slow(interpreter_test(__file__))
 
@@ -92,21 +91,7 @@ def test_wrong_inputs() -> None:
         )
 
 
-def check(case: Case, plan: tuple[int, int] | None = (16, 16), tolerance: float = 1e-4) -> None:
-    """Output and every gradient of the kernels, against the reference's in float64."""
-    from draftlab.kernels.ttt_attention_launch import Plan, Tiles
-
-    tiles = plan and Plan(*[Tiles(*plan, 4, 1)] * 4)
-    actual = case.run(partial(ttt_attention.triton, plan=tiles))
-    expected = case.run(ttt_attention.reference, torch.float64)
-    for output, exact in zip(actual, expected, strict=True):
-        assert output.dtype == case.query.dtype
-        torch.testing.assert_close(output.double(), exact, atol=tolerance, rtol=tolerance)
-
-
-def sizes(lengths: list[list[int]], width: int, **others: Any) -> dict[str, Any]:
-    return {"lengths": lengths, "width": width} | others
-
+check = partial(check_kernels, ttt_attention)
 
 HEADS = [(3, 3, 16), (4, 1, 32), (16, 2, 16), (6, 2, 20)]  # the last leave rows and channels unused
 SIZES = {
@@ -226,13 +211,7 @@ def test_scores_far_from_zero() -> None:
 @given(data=st.data())
 def test_kernels_on_any_documents(data: st.DataObject) -> None:
     width = data.draw(st.integers(1, 40))
-    lengths = []
-    for _ in range(data.draw(st.integers(1, 2))):
-        left, row = width, []
-        while left and data.draw(st.booleans()):
-            row.append(data.draw(st.integers(1, left)))
-            left -= row[-1]
-        lengths.append(row)
+    lengths = draw_documents(data, width)
     share, steps = data.draw(st.floats(0, 1)), data.draw(st.integers(0, 3))
     check(Case(lengths, width, share=share, steps=steps))
 
