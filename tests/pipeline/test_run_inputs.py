@@ -1,4 +1,4 @@
-"""What a run is given: conversations that are dropped or cut, and mistakes that are refused."""
+"""Inputs of a run: conversations are dropped or cut with a line, and mistakes are refused."""
 
 from __future__ import annotations
 

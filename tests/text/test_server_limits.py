@@ -56,7 +56,7 @@ def lengths_of_requests(server: CompletionServer) -> list[int]:
 def test_prompts_that_the_server_refuses_as_too_long_are_left_out(
     workshop: Path, kind: str
 ) -> None:
-    """Of a server that does not state how long a prompt and its answer may be."""
+    """A server may not state how long a prompt and its answer may be."""
     write_prompts(workshop / "prompts.jsonl", ["def f():" + " pass" * n for n in range(6)])
     with serve(workshop / "toy") as server:
         prepare(workshop, server, "name=all")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -12,7 +13,7 @@ from draftlab.kernels.parallel_attention import ParallelRows
 from draftlab.kernels.ttt_attention import document_starts
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
-from draftlab.train.objectives.loss import step_of_row, to_device
+from draftlab.train.objectives.loss import row_starts, step_of_row, to_device
 
 
 class PaddedRows:
@@ -65,17 +66,14 @@ def attention_rows(batch: Batch, steps: Sequence[StepRows]) -> tuple[PaddedRows,
         """Return the rows of all depths; `StepRows.index` and `valid_rows` of depth 0 are given."""
         index = torch.cat([first, *(rows.index for rows in masked)], 1)
         sizes = first.shape[1], *(rows.index.shape[1] for rows in masked)
-        row_starts = starts.gather(1, index)
         if num_batch == 1:
             places = torch.arange(index.numel(), device=device)
         else:
             places = _places(sizes, [first_valid, *(rows.valid_rows for rows in masked)])
-            seen = row_starts.flatten()[places]
-            row_starts = torch.full_like(index, width).flatten().index_copy(0, places, seen)
         layout = ParallelRows(
             sizes,
             index,
-            row_starts.view_as(index),
+            row_starts(starts, replace(steps[0], index=index, valid_rows=places)),
             slots[:, batch_start + index],
             torch.where(reads, places[len(first_valid) :][readers], -1),
             to_device([0, *accumulate(sizes)], device),

@@ -1,4 +1,4 @@
-"""What the fast passes save for the backward pass, and when their gradients are complete."""
+"""The tensors that fast passes save for the backward pass, and when gradients are complete."""
 
 from __future__ import annotations
 
