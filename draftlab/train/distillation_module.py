@@ -18,7 +18,7 @@ def product_dtype(precision: str, device: torch.device) -> torch.dtype:
     """Return the dtype of products that `train.precision` means on a device."""
     if precision == "auto":
         precision = "float32" if device.type == "cpu" else "bfloat16"
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[precision]
+    return torch.float32 if precision == "float32" else torch.bfloat16
 
 
 class DistillationModule(nn.Module):

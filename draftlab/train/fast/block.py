@@ -34,6 +34,7 @@ class FastBlock:
 
     Args:
         dtype: of products, norms and saved activations.
+        float8: whether products of layers are in 8 bits, and the rest in `dtype`.
         ops: `FUSED_OPS`, or the same compiled.
     """
 
@@ -48,8 +49,10 @@ class FastBlock:
             for layer in head.layers
         )
 
-    def __init__(self, dtype: torch.dtype, *, ops: FusedOps = FUSED_OPS) -> None:
-        self.dtype, self.ops = dtype, ops
+    def __init__(
+        self, dtype: torch.dtype, *, float8: bool = False, ops: FusedOps = FUSED_OPS
+    ) -> None:
+        self.dtype, self.float8, self.ops = dtype, float8, ops
 
     def __call__(self, head: BlockHead, batch: Batch) -> list[StepOutput]:
         """Return each step's output."""
@@ -58,7 +61,7 @@ class FastBlock:
             return []
         # All tensors have one dtype already. Autocast would widen norms and cast their readers.
         with torch.autocast(batch.tokens.device.type, enabled=False):
-            slots = _BlockPass(head, batch, steps[0], self.dtype, self.ops).run()
+            slots = _BlockPass(head, batch, steps[0], self).run()
             num_anchors = len(steps[0].valid_rows)
             indices = [
                 slot * num_anchors + anchors
@@ -80,10 +83,11 @@ class _BlockPass:
     """
 
     def __init__(
-        self, head: BlockHead, batch: Batch, anchors: StepRows, dtype: torch.dtype, ops: FusedOps
+        self, head: BlockHead, batch: Batch, anchors: StepRows, options: FastBlock
     ) -> None:
-        self.head, self.batch, self.anchors, self.dtype = head, batch, anchors, dtype
-        self.ops, self.eps = ops, head.config.rms_norm_eps
+        self.head, self.batch, self.anchors = head, batch, anchors
+        self.eps = head.config.rms_norm_eps
+        self.dtype, self.float8, self.ops = options.dtype, options.float8, options.ops
         self.num_slots = head.config.block_size
         positions = batch.positions.flatten()
         slots = torch.arange(self.num_slots, device=positions.device)[:, None]
@@ -119,7 +123,7 @@ class _BlockPass:
             context: [T, H].
             window: of attention.
         """
-        weights, ops = LayerWeights(layer, self.dtype), self.ops
+        weights, ops = LayerWeights(layer, self.dtype, float8=self.float8), self.ops
         projections = weights.projections(ops, self.eps, layer.input_layernorm.weight)
         inputs = layer_inputs(projections, hidden, self.angles, context=context)
         attended = self.attend(inputs, window)

@@ -73,8 +73,10 @@ def choose_forward(
     on_gpu, recompute = head.fc.weight.is_cuda, settings.recompute
     if fast is None or not fast.supports(head):
         unused = ["compile"] * (settings.compile is True) + ["recompute"] * (recompute is True)
+        unused += ["precision: float8"] * (settings.precision == "float8")
         return objective.forward, ", ".join(["the reference forward", *_unused(unused)])
-    description, options = [fast.description], {}
+    description, options = [fast.description], {"float8": settings.precision == "float8"}
+    description += ["layers' products are in 8 bits"] * options["float8"]
     if fast.can_recompute:
         if recompute == "auto":
             recompute = on_gpu and not _fits_in_memory(head, settings, dtype)

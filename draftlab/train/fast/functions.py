@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftlab.heads.layers import Angles
+from draftlab.kernels.float8 import flatten, unflatten
 from draftlab.train.fast.fused_ops import FusedOps
 from draftlab.train.fast.shared_gradients import Shared, branch_gradient
 
@@ -93,14 +94,18 @@ def layer_inputs(
 class _LayerInputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, projections: Projections, *tensors) -> tuple[Tensor | None, ...]:
-        rows, weights = tensors[:7], tensors[7:]
+        rows, (norm, _, _, *head_norms) = tensors[:7], tensors[7:]
+        shared = projections.query, projections.key_value
+        matrices = (None if each is None else each.matrix for each in shared)
+        weights = norm, *matrices, *head_norms
         residual, product_input, query, key, value, *products = projections.ops.layer_inputs(
             rows, weights, projections.eps
         )
         previous, context, origin, embedded, index, *angles = rows
         hidden = previous if residual is None else residual
         product_input = hidden if product_input is None else product_input
-        ctx.save_for_backward(hidden, *angles, *products, product_input, origin, index, *weights)
+        saved, ctx.saved_weights = flatten(weights)
+        ctx.save_for_backward(hidden, *angles, *products, product_input, origin, index, *saved)
         ctx.ops, ctx.eps = projections.ops, projections.eps
         ctx.norm_before_residual = projections.norm_before_residual
         ctx.num_previous, ctx.num_context = len(previous), 0 if context is None else len(context)
@@ -121,7 +126,8 @@ class _LayerInputs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_previous, d_residual, *d_heads) -> tuple[Tensor | None, ...]:
         saved, (query, key_value, embedded) = ctx.saved_tensors, ctx.sums
-        rows, (product_input, origin, index), weights = saved[:5], saved[5:8], saved[8:]
+        rows, (product_input, origin, index) = saved[:5], saved[5:8]
+        weights = unflatten(saved[8:], ctx.saved_weights)
         if all(gradient is None for gradient in (d_residual, *d_heads)):
             return None, d_previous, *[None] * 11
         d_hidden, d_normed = d_previous if origin is None else d_residual, None
@@ -161,24 +167,29 @@ def layer_output(
         weights: of the projection of attended values, of gate and up as one, and of down.
         norm: weight of the norm before the feed-forward.
     """
-    tensors, sums = zip(*((shared.tensor, shared.sum) for shared in weights), strict=True)
-    return _LayerOutput.apply(ops, sums, eps, attended, residual, *tensors, norm)
+    tensors = (shared.tensor for shared in weights)
+    return _LayerOutput.apply(ops, weights, eps, attended, residual, *tensors, norm)
 
 
 class _LayerOutput(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, ops: FusedOps, sums, eps: float, attended, residual, *weights) -> Tensor:
-        ctx.ops, ctx.sums, ctx.eps = ops, sums, eps
+    def forward(
+        ctx: Any, ops: FusedOps, shared, eps: float, attended, residual, *tensors
+    ) -> Tensor:
+        ctx.ops, ctx.sums, ctx.eps = ops, tuple(each.sum for each in shared), eps
+        weights = *(each.matrix for each in shared), tensors[-1]
         output, *read_again = ops.layer_output((attended, residual), weights, eps)
-        ctx.save_for_backward(attended, *read_again, *weights)
+        saved, ctx.saved_weights = flatten(weights)
+        ctx.save_for_backward(attended, *read_again, *saved)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        attended, hidden, normed, gate_up, *weights = ctx.saved_tensors
+        attended, hidden, normed, gate_up, *saved = ctx.saved_tensors
+        weights = unflatten(saved, ctx.saved_weights)
         d_attended, d_hidden, d_gate_up, d_norm, activated = ctx.ops.layer_output_backward(
-            (gradient, hidden, gate_up), tuple(weights), ctx.eps
+            (gradient, hidden, gate_up), weights, ctx.eps
         )
         output, both, down = ctx.sums
         down.add_product(gradient, activated)

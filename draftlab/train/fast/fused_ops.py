@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.heads.layers import Angles, at_least_float32, rotate
+from draftlab.kernels.float8 import Float8Weight, input_gradient, product
 from draftlab.kernels.swiglu import swiglu, swiglu_backward_
 
 Rows = tuple[Tensor | None, ...]
 """Tensors whose first dimension is the number of rows."""
-Weights = tuple[Tensor | None, ...]
+Weights = tuple[Tensor | Float8Weight | None, ...]
 
 
 def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -120,9 +121,9 @@ def layer_inputs(rows: Rows, weights: Weights, eps: float) -> Rows:
     product_input = hidden if norm is None else normed(hidden, norm, eps)
     query = key = value = query_product = key_value_product = None
     if query_weight is not None:
-        query_product = product_input @ query_weight.T
+        query_product = product(product_input, query_weight)
         if embedded is not None:
-            addend = embedded[:, : len(query_weight)].index_select(0, index)
+            addend = embedded[:, : query_product.shape[1]].index_select(0, index)
             query_product = query_product + addend
         start = 0 if context is None else len(context)
         query_angles = tuple(x[start:] for x in angles)
@@ -132,9 +133,9 @@ def layer_inputs(rows: Rows, weights: Weights, eps: float) -> Rows:
     if context is not None:
         product_input = torch.cat([context, product_input])
     if key_value_weight is not None:
-        key_value_product = product_input @ key_value_weight.T
+        key_value_product = product(product_input, key_value_weight)
         if embedded is not None:
-            addend = embedded[:, -len(key_value_weight) :].index_select(0, index)
+            addend = embedded[:, -key_value_product.shape[1] :].index_select(0, index)
             key_value_product = key_value_product + addend
         key, value = split_heads(key_value_product, angles).chunk(2, 1)
         key = norm_and_rotate(key, key_norm, angles, eps)
@@ -175,7 +176,7 @@ def layer_inputs_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Ten
         )
         d_key_value = torch.cat([d_key, d_value.flatten(1)], 1)
         d_key_value = expand_last_backward(d_key_value, num_context + len(hidden))
-        d_input = d_key_value @ key_value_weight
+        d_input = input_gradient(d_key_value, key_value_weight)
         if num_context:
             d_context, d_input = d_input[:num_context], d_input[num_context:]
         d_normed = d_input if d_normed is None else d_normed + d_input
@@ -185,7 +186,7 @@ def layer_inputs_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Ten
             d_query, query_product, query_norm, query_angles, eps
         )
         d_query = expand_last_backward(d_query, len(hidden))
-        d_input = d_query @ query_weight
+        d_input = input_gradient(d_query, query_weight)
         d_normed = d_input if d_normed is None else d_normed + d_input
     if norm is not None:
         d_hidden, d_norm = normed_backward(d_normed, hidden, norm, eps, d_hidden)
@@ -203,12 +204,12 @@ def layer_output(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, ...]
     """
     attended, residual = rows
     output_weight, gate_up_weight, down_weight, norm = weights
-    hidden = residual + attended @ output_weight.T
+    hidden = residual + product(attended, output_weight)
     normed_hidden = normed(hidden, norm, eps)
-    gate_up = normed_hidden @ gate_up_weight.T
+    gate_up = product(normed_hidden, gate_up_weight)
     # torch.compile fuses the reference itself.
     gate = swiglu.reference if torch.compiler.is_compiling() else swiglu
-    return hidden + gate(gate_up) @ down_weight.T, hidden, normed_hidden, gate_up
+    return hidden + product(gate(gate_up), down_weight), hidden, normed_hidden, gate_up
 
 
 def layer_output_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor | None, ...]:
@@ -222,12 +223,13 @@ def layer_output_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Ten
     """
     gradient, hidden, gate_up = rows
     output_weight, gate_up_weight, down_weight, norm = weights
-    inner = gradient @ down_weight
+    inner = input_gradient(gradient, down_weight)
     compiling = torch.compiler.is_compiling()
     gate_backward_ = swiglu_backward_.reference if compiling else swiglu_backward_
     d_gate_up = gate_backward_(gate_up, inner)  # inner becomes silu(gate) · up
-    d_hidden, d_norm = normed_backward(d_gate_up @ gate_up_weight, hidden, norm, eps, gradient)
-    return d_hidden @ output_weight, d_hidden, d_gate_up, d_norm, inner
+    d_normed = input_gradient(d_gate_up, gate_up_weight)
+    d_hidden, d_norm = normed_backward(d_normed, hidden, norm, eps, gradient)
+    return input_gradient(d_hidden, output_weight), d_hidden, d_gate_up, d_norm, inner
 
 
 class FusedOps(NamedTuple):

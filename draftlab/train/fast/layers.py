@@ -36,36 +36,43 @@ class LayerWeights:
         layer: the layer.
         dtype: of products.
         qkv: in place of q's, k's and v's weights, such as some of their columns.
+        float8: whether rows are multiplied by the matrices in 8 bits.
 
     Attributes:
         query, key_value, output, gate_up, down: weights of the products.
     """
 
     def __init__(
-        self, layer: DecoderLayer, dtype: torch.dtype, qkv: Sequence[Tensor] | None = None
+        self,
+        layer: DecoderLayer,
+        dtype: torch.dtype,
+        qkv: Sequence[Tensor] | None = None,
+        *,
+        float8: bool = False,
     ) -> None:
-        self._layer, self._dtype, self._qkv = layer, dtype, qkv or qkv_weights(layer)
+        self._layer, self._qkv = layer, qkv or qkv_weights(layer)
+        self._options = {"dtype": dtype, "float8": float8}
 
     @cached_property
     def query(self) -> Shared:
-        return Shared(self._qkv[0], dtype=self._dtype)
+        return Shared(self._qkv[0], **self._options)
 
     @cached_property
     def key_value(self) -> Shared:
-        return Shared(*self._qkv[1:], dtype=self._dtype)
+        return Shared(*self._qkv[1:], **self._options)
 
     @cached_property
     def output(self) -> Shared:
-        return Shared(self._layer.self_attn.o_proj.weight, dtype=self._dtype)
+        return Shared(self._layer.self_attn.o_proj.weight, **self._options)
 
     @cached_property
     def gate_up(self) -> Shared:
         mlp = self._layer.mlp
-        return Shared(mlp.gate_proj.weight, mlp.up_proj.weight, dtype=self._dtype)
+        return Shared(mlp.gate_proj.weight, mlp.up_proj.weight, **self._options)
 
     @cached_property
     def down(self) -> Shared:
-        return Shared(self._layer.mlp.down_proj.weight, dtype=self._dtype)
+        return Shared(self._layer.mlp.down_proj.weight, **self._options)
 
     def projections(self, ops: FusedOps, eps: float, norm: Tensor | None) -> Projections:
         """Return what `layer_inputs` takes; `norm` is the weight of hidden states' norm."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftlab.kernels.add_rows import add_rows_
+from draftlab.kernels.float8 import quantise_weight
 
 
 class _Sum:
@@ -62,11 +63,18 @@ class Shared:
     Args:
         tensors: [out_i, in], which become one matrix [Σ out_i, in].
         dtype: of the matrix; None: that of the tensors.
+        float8: whether `functions.py` multiplies rows by the matrix in 8 bits.
+
+    Attributes:
+        matrix: what `functions.py` multiplies by.
     """
 
-    def __init__(self, *tensors: Tensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, *tensors: Tensor, dtype: torch.dtype | None = None, float8: bool = False
+    ) -> None:
         self.sum = _Sum()
         self.tensor = _Collected.apply(self.sum, dtype or tensors[0].dtype, *tensors)
+        self.matrix = quantise_weight(self.tensor) if float8 else self.tensor
 
     def product(self, x: Tensor) -> Tensor:
         """Return x Wᵀ [n, out] for x [n, in] and this W [out, in], in their common dtype."""
