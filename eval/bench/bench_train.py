@@ -4,6 +4,7 @@
     python eval/bench/bench_train.py --dense                # every position computed
     python eval/bench/bench_train.py --host                 # batches packed and copied
     python eval/bench/bench_train.py --same-loss 20 --precision float32
+    python eval/bench/bench_train.py --precision float8     # layers' products in 8 bits
     python eval/bench/bench_train.py --peer speculators     # or specforge; prints the ratio
     python eval/bench/bench_train.py --family peagle --layers 2  # a parallel head, 8 depths
     python eval/bench/bench_train.py --family dspark        # a block head of 7 slots
@@ -16,8 +17,8 @@ GPU's own, from events between the phases; on a CPU they are the host's.
 
 --same-loss runs a second trainer, eager and in float32 from whole logits, on the same batches from
 the same state. It compares each step's loss, and both gradients at the reference's weights. In
-float32 it fails beyond a difference of 1e-4 and below a cosine of 0.9999; in bfloat16 it fails if
-the losses of the last tenth of the steps differ by more than 1 %.
+float32 it fails beyond a difference of 1e-4 and below a cosine of 0.9999; otherwise it fails if the
+losses of the last tenth of the steps differ by more than 1 %.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ from eval.measurements import Measurements, add_options, option_values, require
 
 RATE = 1e-4
 TOGETHER = 4
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float8": torch.bfloat16, "float32": torch.float32}
 LOSS_BOUND, COSINE_BOUND, LATE_BOUND = 1e-4, 0.9999, 0.01
 
 
@@ -78,7 +79,10 @@ def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> Tr
         work.head.lm_head.weight.requires_grad_(False)
     known = {"auto": "auto", "on": True, "off": False}
     settings = train_settings(
-        work.shape, compile=known[options.compile], recompute=known[options.recompute]
+        work.shape,
+        precision=options.precision,
+        compile=known[options.compile],
+        recompute=known[options.recompute],
     )
     distillation = DistillationModule(work.head, work.target, settings, DTYPES[options.precision])
     print(f"how steps are run: {distillation.description}", file=sys.stderr)
