@@ -12,9 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
-LARGEST_E4M3 = 448.0
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+from draftlab.kernels.fp8_linear import E4M3, LARGEST_E4M3, SMALLEST_SCALE
 
 
 @dataclass(frozen=True)

@@ -214,9 +214,9 @@ class TrainSettings(Settings):
     """Decay of AdamW's second moment."""
     clip: float = Field(default=0.5, gt=0)
     """Gradient norm above which gradients are clipped."""
-    precision: Literal["auto", "float32", "bfloat16", "float8"] = "auto"
-    """Autocast dtype over float32 weights; "auto": bfloat16 on a GPU, float32 on a CPU. float8:
-    bfloat16, with layers' products in 8 bits, for GPUs from Ada and Hopper on."""
+    precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
+    """Autocast dtype over float32 weights; "auto": bfloat16 on a GPU, float32 on a CPU. fp8:
+    bfloat16, with layers' products in 8 bits, for GPUs that have such products."""
     compile: Literal["auto"] | bool = "auto"
     """Whether norms and rotations are compiled (torch.compile); "auto": on a GPU.
     It has no effect on eagle and eagle_llama4."""

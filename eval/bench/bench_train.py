@@ -4,7 +4,7 @@
     python eval/bench/bench_train.py --dense                # every position computed
     python eval/bench/bench_train.py --host                 # batches packed and copied
     python eval/bench/bench_train.py --same-loss 20 --precision float32
-    python eval/bench/bench_train.py --precision float8     # layers' products in 8 bits
+    python eval/bench/bench_train.py --precision fp8        # layers' products in 8 bits
     python eval/bench/bench_train.py --peer speculators     # or specforge; prints the ratio
     python eval/bench/bench_train.py --family peagle --layers 2  # a parallel head, 8 depths
     python eval/bench/bench_train.py --family dspark        # a block head of 7 slots
@@ -69,7 +69,7 @@ from eval.measurements import Measurements, add_options, option_values, require
 
 RATE = 1e-4
 TOGETHER = 4
-DTYPES = {"bfloat16": torch.bfloat16, "float8": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.bfloat16, "float32": torch.float32}
 LOSS_BOUND, COSINE_BOUND, LATE_BOUND = 1e-4, 0.9999, 0.01
 
 

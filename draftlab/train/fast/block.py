@@ -34,8 +34,7 @@ class FastBlock:
 
     Args:
         dtype: of products, norms and saved activations.
-        float8: whether products of layers are in 8 bits, and the rest in `dtype`.
-        ops: `FUSED_OPS`, or the same compiled.
+        ops: `FUSED_OPS`, `FP8_OPS`, or the same compiled.
     """
 
     description = "all blocks run side by side"
@@ -49,10 +48,8 @@ class FastBlock:
             for layer in head.layers
         )
 
-    def __init__(
-        self, dtype: torch.dtype, *, float8: bool = False, ops: FusedOps = FUSED_OPS
-    ) -> None:
-        self.dtype, self.float8, self.ops = dtype, float8, ops
+    def __init__(self, dtype: torch.dtype, *, ops: FusedOps = FUSED_OPS) -> None:
+        self.dtype, self.ops = dtype, ops
 
     def __call__(self, head: BlockHead, batch: Batch) -> list[StepOutput]:
         """Return each step's output."""
@@ -61,7 +58,7 @@ class FastBlock:
             return []
         # All tensors have one dtype already. Autocast would widen norms and cast their readers.
         with torch.autocast(batch.tokens.device.type, enabled=False):
-            slots = _BlockPass(head, batch, steps[0], self).run()
+            slots = _BlockPass(head, batch, steps[0], self.dtype, self.ops).run()
             num_anchors = len(steps[0].valid_rows)
             indices = [
                 slot * num_anchors + anchors
@@ -83,11 +80,10 @@ class _BlockPass:
     """
 
     def __init__(
-        self, head: BlockHead, batch: Batch, anchors: StepRows, options: FastBlock
+        self, head: BlockHead, batch: Batch, anchors: StepRows, dtype: torch.dtype, ops: FusedOps
     ) -> None:
-        self.head, self.batch, self.anchors = head, batch, anchors
-        self.eps = head.config.rms_norm_eps
-        self.dtype, self.float8, self.ops = options.dtype, options.float8, options.ops
+        self.head, self.batch, self.anchors, self.dtype = head, batch, anchors, dtype
+        self.ops, self.eps = ops, head.config.rms_norm_eps
         self.num_slots = head.config.block_size
         positions = batch.positions.flatten()
         slots = torch.arange(self.num_slots, device=positions.device)[:, None]
@@ -123,12 +119,12 @@ class _BlockPass:
             context: [T, H].
             window: of attention.
         """
-        weights, ops = LayerWeights(layer, self.dtype, float8=self.float8), self.ops
-        projections = weights.projections(ops, self.eps, layer.input_layernorm.weight)
+        weights = LayerWeights(layer, self.dtype, self.ops)
+        projections = weights.projections(self.eps, layer.input_layernorm.weight)
         inputs = layer_inputs(projections, hidden, self.angles, context=context)
         attended = self.attend(inputs, window)
         residual = expand_last(inputs.previous, len(attended))
-        return weights.run_output(ops, attended, residual, self.eps)
+        return weights.run_output(attended, residual, self.eps)
 
     def attend(self, inputs: LayerInputs, window: int | None) -> Tensor:
         """Return attended values [slots · n, Q]."""

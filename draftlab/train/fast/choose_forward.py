@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 
+from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
+from draftlab.kernels.fp8_linear import SIZE_MULTIPLE, linear, quantise_weight
 from draftlab.store.store import Record
 from draftlab.target_model.function_copy import copy_function
 from draftlab.train.batch.packing import Batch, pack
-from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps
+from draftlab.train.fast.fused_ops import FP8_OPS, FUSED_OPS, FusedOps
 from draftlab.train.flops import kept_bytes
 from draftlab.train.objectives.objective import Forward, Objective
 from draftlab.train.settings import TrainSettings
@@ -38,9 +40,7 @@ class _CompiledOp:
     """
 
     def __init__(self, op: FunctionType, backend: str) -> None:
-        # The number of variants is limited for each code object: other heads have other copies.
-        copied = copy_function(op, op.__globals__, op.__code__.replace())
-        self.compiled = torch.compile(copied, backend=backend)
+        self.compiled = torch.compile(_own_copy(op), backend=backend)
 
     def __call__(self, rows: tuple[Tensor | None, ...], *rest: Any) -> Any:
         for tensor in rows:
@@ -49,14 +49,22 @@ class _CompiledOp:
         return self.compiled(rows, *rest)
 
 
-def compiled_ops(backend: str = "inductor") -> FusedOps:
-    """Return compiled `FusedOps`, which run norms and rotations in few kernels."""
+def _own_copy(op: FunctionType) -> FunctionType:
+    """Return a copy of a function for one head: variants are limited for each code object."""
+    return copy_function(op, op.__globals__, op.__code__.replace())
+
+
+def compiled_ops(ops: FusedOps = FUSED_OPS, backend: str = "inductor") -> FusedOps:
+    """Return compiled `FusedOps`, which run norms, rotations and quantisation in few kernels."""
     # An operation is compiled for queries, keys or both; with and without a norm and a context; for
     # one row; and for thousands of rows.
     # The limit is the process's: a higher one only lets other functions have more variants, too.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 32)
-    return FusedOps(*(_CompiledOp(op, backend) for op in FUSED_OPS))
+    *of_rows, quantise = ops
+    if quantise is not None:  # for the shape of each matrix
+        quantise = torch.compile(_own_copy(quantise), backend=backend, dynamic=False)
+    return FusedOps(*(_CompiledOp(op, backend) for op in of_rows), quantise)
 
 
 def choose_forward(
@@ -68,15 +76,20 @@ def choose_forward(
         head: on its device.
         objective: of its family.
         dtype: of products.
+
+    Raises:
+        UserError: with train.precision=fp8, if the GPU or a size of the layers does not allow it.
     """
     fast = objective.fast_forward
-    on_gpu, recompute = head.fc.weight.is_cuda, settings.recompute
+    on_gpu, recompute, fp8 = head.fc.weight.is_cuda, settings.recompute, settings.precision == "fp8"
     if fast is None or not fast.supports(head):
         unused = ["compile"] * (settings.compile is True) + ["recompute"] * (recompute is True)
-        unused += ["precision: float8"] * (settings.precision == "float8")
+        unused += ["precision=fp8"] * fp8
         return objective.forward, ", ".join(["the reference forward", *_unused(unused)])
-    description, options = [fast.description], {"float8": settings.precision == "float8"}
-    description += ["layers' products are in 8 bits"] * options["float8"]
+    description, options = [fast.description], {"ops": FP8_OPS if fp8 else FUSED_OPS}
+    if fp8:
+        check_fp8(head)
+        description.append("layers' products are in fp8")
     if fast.can_recompute:
         if recompute == "auto":
             recompute = on_gpu and not _fits_in_memory(head, settings, dtype)
@@ -87,7 +100,7 @@ def choose_forward(
     eager = fast(dtype, **options)
     if not (settings.compile is True or (settings.compile == "auto" and on_gpu)):
         return eager, ", ".join(description)
-    compiled = fast(dtype, **options, ops=compiled_ops())
+    compiled = fast(dtype, **options | {"ops": compiled_ops(options["ops"])})
     num_tokens = min(_GPU_CHECK_TOKENS, _pass_tokens(settings)) if on_gpu else 32
     try:
         check_compiled(head, compiled, eager, num_tokens)
@@ -103,6 +116,29 @@ def _unused(settings: list[str]) -> list[str]:
     have = "has" if len(settings) == 1 else "have"
     names = " and train.".join(settings)
     return [f"train.{names} {have} no effect on such heads"] if settings else []
+
+
+def check_fp8(head: DraftHead) -> None:
+    """Raise UserError if the products of a head's layers cannot be in fp8 on its device."""
+    do = "Set train.precision=bfloat16."
+    for name, weight in head.layers.named_parameters(prefix="layers"):
+        if weight.ndim == 2 and any(size % SIZE_MULTIPLE for size in weight.shape):
+            raise UserError(
+                f"train.precision=fp8 expects sizes that are multiples of {SIZE_MULTIPLE}, found "
+                f"{list(weight.shape)}",
+                where=name,
+                do=do,
+            )
+    x = head.fc.weight.new_ones(SIZE_MULTIPLE, SIZE_MULTIPLE, dtype=torch.bfloat16)
+    try:
+        linear(x, quantise_weight(x))
+    except RuntimeError as error:
+        raise UserError(
+            "train.precision=fp8 expects a GPU that multiplies e4m3 numbers with a scale for each "
+            f"row, such as Hopper's and Blackwell's; here torch says: {error}",
+            where=str(head.fc.weight.device),
+            do=do,
+        ) from error
 
 
 def _fits_in_memory(head: DraftHead, settings: TrainSettings, dtype: torch.dtype) -> bool:

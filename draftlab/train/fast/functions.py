@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftlab.heads.layers import Angles
-from draftlab.kernels.float8 import flatten, unflatten
+from draftlab.kernels.fp8_linear import flatten_weights, unflatten_weights
 from draftlab.train.fast.fused_ops import FusedOps
 from draftlab.train.fast.shared_gradients import Shared, branch_gradient
 
@@ -104,8 +104,8 @@ class _LayerInputs(torch.autograd.Function):
         previous, context, origin, embedded, index, *angles = rows
         hidden = previous if residual is None else residual
         product_input = hidden if product_input is None else product_input
-        saved, ctx.saved_weights = flatten(weights)
-        ctx.save_for_backward(hidden, *angles, *products, product_input, origin, index, *saved)
+        tensors, ctx.in_fp8 = flatten_weights(weights)
+        ctx.save_for_backward(hidden, *angles, *products, product_input, origin, index, *tensors)
         ctx.ops, ctx.eps = projections.ops, projections.eps
         ctx.norm_before_residual = projections.norm_before_residual
         ctx.num_previous, ctx.num_context = len(previous), 0 if context is None else len(context)
@@ -127,7 +127,7 @@ class _LayerInputs(torch.autograd.Function):
     def backward(ctx: Any, d_previous, d_residual, *d_heads) -> tuple[Tensor | None, ...]:
         saved, (query, key_value, embedded) = ctx.saved_tensors, ctx.sums
         rows, (product_input, origin, index) = saved[:5], saved[5:8]
-        weights = unflatten(saved[8:], ctx.saved_weights)
+        weights = unflatten_weights(saved[8:], ctx.in_fp8)
         if all(gradient is None for gradient in (d_residual, *d_heads)):
             return None, d_previous, *[None] * 11
         d_hidden, d_normed = d_previous if origin is None else d_residual, None
@@ -179,15 +179,15 @@ class _LayerOutput(torch.autograd.Function):
         ctx.ops, ctx.sums, ctx.eps = ops, tuple(each.sum for each in shared), eps
         weights = *(each.matrix for each in shared), tensors[-1]
         output, *read_again = ops.layer_output((attended, residual), weights, eps)
-        saved, ctx.saved_weights = flatten(weights)
-        ctx.save_for_backward(attended, *read_again, *saved)
+        tensors, ctx.in_fp8 = flatten_weights(weights)
+        ctx.save_for_backward(attended, *read_again, *tensors)
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         attended, hidden, normed, gate_up, *saved = ctx.saved_tensors
-        weights = unflatten(saved, ctx.saved_weights)
+        weights = unflatten_weights(saved, ctx.in_fp8)
         d_attended, d_hidden, d_gate_up, d_norm, activated = ctx.ops.layer_output_backward(
             (gradient, hidden, gate_up), weights, ctx.eps
         )

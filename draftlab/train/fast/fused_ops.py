@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.heads.layers import Angles, at_least_float32, rotate
-from draftlab.kernels.float8 import Float8Weight, input_gradient, product
+from draftlab.kernels.fp8_linear import Fp8Weight, input_gradient, linear, quantise_weight
 from draftlab.kernels.swiglu import swiglu, swiglu_backward_
 
 Rows = tuple[Tensor | None, ...]
 """Tensors whose first dimension is the number of rows."""
-Weights = tuple[Tensor | Float8Weight | None, ...]
+Weights = tuple[Tensor | Fp8Weight | None, ...]
 
 
 def normed(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -121,7 +121,7 @@ def layer_inputs(rows: Rows, weights: Weights, eps: float) -> Rows:
     product_input = hidden if norm is None else normed(hidden, norm, eps)
     query = key = value = query_product = key_value_product = None
     if query_weight is not None:
-        query_product = product(product_input, query_weight)
+        query_product = linear(product_input, query_weight)
         if embedded is not None:
             addend = embedded[:, : query_product.shape[1]].index_select(0, index)
             query_product = query_product + addend
@@ -133,7 +133,7 @@ def layer_inputs(rows: Rows, weights: Weights, eps: float) -> Rows:
     if context is not None:
         product_input = torch.cat([context, product_input])
     if key_value_weight is not None:
-        key_value_product = product(product_input, key_value_weight)
+        key_value_product = linear(product_input, key_value_weight)
         if embedded is not None:
             addend = embedded[:, -key_value_product.shape[1] :].index_select(0, index)
             key_value_product = key_value_product + addend
@@ -204,12 +204,12 @@ def layer_output(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, ...]
     """
     attended, residual = rows
     output_weight, gate_up_weight, down_weight, norm = weights
-    hidden = residual + product(attended, output_weight)
+    hidden = residual + linear(attended, output_weight)
     normed_hidden = normed(hidden, norm, eps)
-    gate_up = product(normed_hidden, gate_up_weight)
+    gate_up = linear(normed_hidden, gate_up_weight)
     # torch.compile fuses the reference itself.
     gate = swiglu.reference if torch.compiler.is_compiling() else swiglu
-    return hidden + product(gate(gate_up), down_weight), hidden, normed_hidden, gate_up
+    return hidden + linear(gate(gate_up), down_weight), hidden, normed_hidden, gate_up
 
 
 def layer_output_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor | None, ...]:
@@ -233,12 +233,19 @@ def layer_output_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Ten
 
 
 class FusedOps(NamedTuple):
-    """Functions above, eager or compiled; each takes rows, weights and an epsilon."""
+    """Functions above, eager or compiled; each takes rows, weights and an epsilon.
+
+    Attributes:
+        quantise_weight: what makes the matrices of layers' products, of the cast ones; None: these
+            are multiplied.
+    """
 
     layer_inputs: Callable[..., Any] = layer_inputs
     layer_inputs_backward: Callable[..., Any] = layer_inputs_backward
     layer_output: Callable[..., Any] = layer_output
     layer_output_backward: Callable[..., Any] = layer_output_backward
+    quantise_weight: Callable[[Tensor], Fp8Weight] | None = None
 
 
 FUSED_OPS = FusedOps()
+FP8_OPS = FusedOps(quantise_weight=quantise_weight)

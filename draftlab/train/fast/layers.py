@@ -35,8 +35,8 @@ class LayerWeights:
     Args:
         layer: the layer.
         dtype: of products.
+        ops: `FUSED_OPS`, `FP8_OPS`, or the same compiled.
         qkv: in place of q's, k's and v's weights, such as some of their columns.
-        float8: whether rows are multiplied by the matrices in 8 bits.
 
     Attributes:
         query, key_value, output, gate_up, down: weights of the products.
@@ -46,12 +46,11 @@ class LayerWeights:
         self,
         layer: DecoderLayer,
         dtype: torch.dtype,
+        ops: FusedOps,
         qkv: Sequence[Tensor] | None = None,
-        *,
-        float8: bool = False,
     ) -> None:
-        self._layer, self._qkv = layer, qkv or qkv_weights(layer)
-        self._options = {"dtype": dtype, "float8": float8}
+        self._layer, self._ops, self._qkv = layer, ops, qkv or qkv_weights(layer)
+        self._options = {"dtype": dtype, "quantise": ops.quantise_weight}
 
     @cached_property
     def query(self) -> Shared:
@@ -74,17 +73,17 @@ class LayerWeights:
     def down(self) -> Shared:
         return Shared(self._layer.mlp.down_proj.weight, **self._options)
 
-    def projections(self, ops: FusedOps, eps: float, norm: Tensor | None) -> Projections:
+    def projections(self, eps: float, norm: Tensor | None) -> Projections:
         """Return what `layer_inputs` takes; `norm` is the weight of hidden states' norm."""
         norms = self._layer.self_attn.q_norm, self._layer.self_attn.k_norm
         norm_weights = (None if each is None else each.weight for each in norms)
-        return Projections(ops, eps, norm, self.query, self.key_value, *norm_weights)
+        return Projections(self._ops, eps, norm, self.query, self.key_value, *norm_weights)
 
-    def run_output(self, ops: FusedOps, attended: Tensor, residual: Tensor, eps: float) -> Tensor:
+    def run_output(self, attended: Tensor, residual: Tensor, eps: float) -> Tensor:
         """Return `DecoderLayer.output` [n, H] of attended values [n, Q] and residual [n, H]."""
         weights = self.output, self.gate_up, self.down
         norm = self._layer.post_attention_layernorm.weight
-        return layer_output(ops, attended, residual, weights, norm, eps)
+        return layer_output(self._ops, attended, residual, weights, norm, eps)
 
 
 def pad_rows(x: Tensor, rows: StepRows) -> Tensor:

@@ -31,8 +31,7 @@ class FastParallel:
 
     Args:
         dtype: of products, norms and saved activations.
-        float8: whether products of layers are in 8 bits, and the rest in `dtype`.
-        ops: `FUSED_OPS`, or the same compiled.
+        ops: `FUSED_OPS`, `FP8_OPS`, or the same compiled.
     """
 
     description = "all depths run side by side"
@@ -48,10 +47,8 @@ class FastParallel:
             and all(type(layer.self_attn) is Attention for layer in head.layers)
         )
 
-    def __init__(
-        self, dtype: torch.dtype, *, float8: bool = False, ops: FusedOps = FUSED_OPS
-    ) -> None:
-        self.dtype, self.float8, self.ops = dtype, float8, ops
+    def __init__(self, dtype: torch.dtype, *, ops: FusedOps = FUSED_OPS) -> None:
+        self.dtype, self.ops = dtype, ops
 
     def __call__(self, head: PeagleHead, batch: Batch) -> list[StepOutput]:
         """Return each depth's output."""
@@ -60,7 +57,7 @@ class FastParallel:
             return []
         # All tensors have one dtype already. Autocast would widen norms and cast their readers.
         with torch.autocast(batch.tokens.device.type, enabled=False):
-            output = _ParallelPass(head, batch, steps, self).run()
+            output = _ParallelPass(head, batch, steps, self.dtype, self.ops).run()
         outputs = output.split([len(rows.valid_rows) for rows in steps])
         return [StepOutput(o, rows.teacher_index) for o, rows in zip(outputs, steps, strict=True)]
 
@@ -73,10 +70,11 @@ class _ParallelPass:
         head: PeagleHead,
         batch: Batch,
         steps: list[StepRows],
-        options: FastParallel,
+        dtype: torch.dtype,
+        ops: FusedOps,
     ) -> None:
-        self.head, self.batch, self.steps, self.eps = head, batch, steps, head.config.rms_norm_eps
-        self.dtype, self.float8, self.ops = options.dtype, options.float8, options.ops
+        self.head, self.batch, self.steps, self.dtype = head, batch, steps, dtype
+        self.ops, self.eps = ops, head.config.rms_norm_eps
         positions = batch.positions.flatten()
         self.num_positions = len(positions)
         teachers = torch.cat([positions[:0], *(rows.teacher_index for rows in steps[1:])])
@@ -126,8 +124,8 @@ class _ParallelPass:
             hidden: T + M rows, or T + 1 while masked slots share one.
             residual: as many rows; None: they are `hidden`.
         """
-        weights, ops = LayerWeights(layer, self.dtype, float8=self.float8), self.ops
-        projections = weights.projections(ops, self.eps, norm)
+        weights = LayerWeights(layer, self.dtype, self.ops)
+        projections = weights.projections(self.eps, norm)
         if last:  # keys of depth 0 are read at every position, its outputs only at these rows
             rows = self.steps[0]
             masked = torch.arange(self.num_positions, len(hidden), device=hidden.device)
@@ -144,7 +142,7 @@ class _ParallelPass:
             inputs = layer_inputs(projections, hidden, self.angles)
             attended = self.attend(inputs.query, inputs.key, inputs.value, self.all_rows)
             residual = inputs.previous if residual is None else residual
-        return weights.run_output(ops, attended, expand_last(residual, len(attended)), self.eps)
+        return weights.run_output(attended, expand_last(residual, len(attended)), self.eps)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PaddedRows) -> Tensor:
         """Return attended values [n, Q] of queries [n, heads, head_dim].

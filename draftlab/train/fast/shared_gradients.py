@@ -8,6 +8,7 @@ step, beside the products; for selected rows it costs three passes over all rows
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftlab.kernels.add_rows import add_rows_
-from draftlab.kernels.float8 import quantise_weight
+from draftlab.kernels.fp8_linear import Fp8Weight
 
 
 class _Sum:
@@ -63,18 +64,22 @@ class Shared:
     Args:
         tensors: [out_i, in], which become one matrix [Σ out_i, in].
         dtype: of the matrix; None: that of the tensors.
-        float8: whether `functions.py` multiplies rows by the matrix in 8 bits.
+        quantise: what makes `matrix` of the tensor; None: they are the same.
 
     Attributes:
-        matrix: what `functions.py` multiplies by.
+        tensor: the matrix, which has a gradient.
+        matrix: what `functions.py` multiplies rows by.
     """
 
     def __init__(
-        self, *tensors: Tensor, dtype: torch.dtype | None = None, float8: bool = False
+        self,
+        *tensors: Tensor,
+        dtype: torch.dtype | None = None,
+        quantise: Callable[[Tensor], Fp8Weight] | None = None,
     ) -> None:
         self.sum = _Sum()
         self.tensor = _Collected.apply(self.sum, dtype or tensors[0].dtype, *tensors)
-        self.matrix = quantise_weight(self.tensor) if float8 else self.tensor
+        self.matrix = self.tensor if quantise is None else quantise(self.tensor)
 
     def product(self, x: Tensor) -> Tensor:
         """Return x Wᵀ [n, out] for x [n, in] and this W [out, in], in their common dtype."""

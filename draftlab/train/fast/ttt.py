@@ -39,8 +39,7 @@ class FastUnroll:
     Args:
         dtype: of products, norms and saved activations.
         recompute: whether the backward pass recomputes steps instead of saving their activations.
-        float8: whether products of the layer are in 8 bits, and the rest in `dtype`.
-        ops: `FUSED_OPS`, or the same compiled.
+        ops: `FUSED_OPS`, `FP8_OPS`, or the same compiled.
     """
 
     description = "the embeddings' part of q, k and v is computed once a token"
@@ -57,21 +56,16 @@ class FastUnroll:
         )
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        *,
-        recompute: bool = False,
-        float8: bool = False,
-        ops: FusedOps = FUSED_OPS,
+        self, dtype: torch.dtype, *, recompute: bool = False, ops: FusedOps = FUSED_OPS
     ) -> None:
-        self.dtype, self.recompute, self.float8, self.ops = dtype, recompute, float8, ops
+        self.dtype, self.recompute, self.ops = dtype, recompute, ops
 
     def __call__(self, head: Eagle3Head, batch: Batch) -> list[StepOutput]:
         """Return each step's output; gradients flow through all earlier steps."""
         outputs: list[Tensor] = []
         # All tensors have one dtype already. Autocast would widen norms and cast their readers.
         with torch.autocast(batch.tokens.device.type, enabled=False):
-            unrolled = _Unroll(head, batch, self)
+            unrolled = _Unroll(head, batch, self.dtype, self.ops)
             output, step_keys = unrolled.projected, None
             for k, rows in enumerate(batch.steps):
                 if rows.index.shape[1] == 0:
@@ -94,13 +88,13 @@ class _Unroll:
     A step has n rows that carry loss. Positions of the batch are flat, B · S.
     """
 
-    def __init__(self, head: Eagle3Head, batch: Batch, options: FastUnroll) -> None:
+    def __init__(self, head: Eagle3Head, batch: Batch, dtype: torch.dtype, ops: FusedOps) -> None:
         self.head, self.batch, self.eps = head, batch, head.config.rms_norm_eps
-        dtype, self.ops, layer = options.dtype, options.ops, head.layer
+        layer = head.layer
         # q, k and v read cat[embedding, hidden]; only the hidden half changes from step to step.
         halves = (weight.chunk(2, 1) for weight in qkv_weights(layer))
         embedding_weights, hidden_weights = zip(*halves, strict=True)
-        self.weights = weights = LayerWeights(layer, dtype, hidden_weights, float8=options.float8)
+        self.weights = weights = LayerWeights(layer, dtype, ops, hidden_weights)
         self.starts = document_starts(batch.documents)
         positions = batch.positions.flatten()
         projection = (torch.cat(embedding_weights) * layer.input_layernorm.weight).to(dtype)
@@ -113,7 +107,7 @@ class _Unroll:
         angles = head.rope.angles(torch.cat([positions, positions[torch.cat(teachers)] - 1]))
         sizes = [len(positions), *map(len, teachers)]
         first, *self.angles = zip(*(x.split(sizes) for x in angles), strict=True)
-        every = weights.projections(self.ops, self.eps, layer.hidden_norm.weight)
+        every = weights.projections(self.eps, layer.hidden_norm.weight)
         self.every = every = every._replace(
             embedded=embedded, norm_before_residual=layer.norm_before_residual
         )
@@ -151,5 +145,5 @@ class _Unroll:
         query, starts = pad_rows(inputs.query, rows), row_starts(self.starts, rows)
         attended = ttt_attention(query, self.key, self.value, rows.index, starts, step_keys)
         attended = unpad_rows(attended, rows).flatten(1)
-        output = self.weights.run_output(self.ops, attended, inputs.residual, self.eps)
+        output = self.weights.run_output(attended, inputs.residual, self.eps)
         return inputs.previous, self.head.output_norm(output), step_keys

@@ -1,0 +1,115 @@
+"""Products in 8 bits: codes and scales against their definition, products against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftlab.kernels.fp8_linear import (
+    E4M3,
+    LARGEST_E4M3,
+    Fp8Weight,
+    flatten_weights,
+    input_gradient,
+    linear,
+    quantise_rows,
+    quantise_weight,
+    unflatten_weights,
+)
+
+HALF_STEP = 2**-4
+"""Half a step of a mantissa of three bits, relative to the number."""
+
+
+def random_rows(n: int, size: int, seed: int, device: str = "cpu") -> Tensor:
+    """Return bfloat16 rows whose sizes differ by factors of up to e⁸."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(n, size, generator=generator)
+    sizes = torch.exp(2 * torch.randn(n, 1, generator=generator).clamp(-2, 2))
+    return (sizes * rows).to(device, torch.bfloat16)
+
+
+def relative(actual: Tensor, exact: Tensor) -> float:
+    return float((actual.double() - exact.double()).norm() / exact.double().norm())
+
+
+def test_a_number_is_off_by_half_a_step_of_its_row_at_most() -> None:
+    x = random_rows(8, 48, seed=0)
+    codes, scales = quantise_rows(x)
+    assert (codes.dtype, scales.dtype, scales.shape) == (E4M3, torch.float32, (8, 1))
+    assert torch.equal(codes.float().abs().amax(1), torch.full((8,), LARGEST_E4M3))
+    exact, value = x.double(), codes.double() * scales.double()
+    smallest_normal = 2**-6 * scales.double()
+    bound = HALF_STEP * torch.maximum(exact.abs(), smallest_normal) * 1.0001
+    assert ((value - exact).abs() <= bound).all()
+    assert ((value - exact).abs() > 0.9 * bound).any()
+
+
+def test_zeros_stay_zeros_and_other_rows_do_not_matter() -> None:
+    x = random_rows(4, 32, seed=1)
+    x[1] = 0
+    codes, scales = quantise_rows(x)
+    assert not codes[1].float().any()
+    assert scales[1] > 0
+    for row in range(4):
+        assert torch.equal(quantise_rows(x[row : row + 1])[0].float(), codes[row : row + 1].float())
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_shows_in_the_product(value: float) -> None:
+    x, weight = random_rows(3, 32, seed=2), quantise_weight(random_rows(16, 32, seed=3))
+    x[1, 5] = value
+    finite = linear(x, weight).isfinite().all(1)
+    assert finite.tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(("n", "size", "out"), [(1, 16, 32), (7, 48, 16), (300, 256, 512)])
+def test_products_are_those_of_the_dequantised_rows(
+    n: int, size: int, out: int, device: str
+) -> None:
+    x, weight = random_rows(n, size, 4, device), random_rows(out, size, 5, device)
+    gradient, fp8 = random_rows(n, out, 6, device), quantise_weight(weight)
+    forward = dequantised(x) @ (fp8.codes.double() * fp8.scale.T.double()).T
+    backward = dequantised(gradient) @ (fp8.transposed.double() * fp8.transposed_scale.T.double()).T
+    for actual, expected in (
+        (linear(x, fp8), forward),
+        (input_gradient(gradient, fp8), backward),
+    ):
+        assert (actual.dtype, actual.shape) == (torch.bfloat16, expected.shape)
+        # A sum of fast accumulation has some bits less than float32.
+        assert relative(actual, expected) < 2**-8
+    assert relative(forward, x.double() @ weight.double().T) < 2 * HALF_STEP
+    assert relative(backward, gradient.double() @ weight.double()) < 2 * HALF_STEP
+
+
+def dequantised(x: Tensor) -> Tensor:
+    """Return what the codes of rows stand for, in float64."""
+    codes, scales = quantise_rows(x)
+    return codes.double() * scales.double()
+
+
+def test_a_large_output_does_not_cost_the_others_their_precision() -> None:
+    """One scale for the matrix would leave the small rows in subnormal codes."""
+    weight = torch.randn(16, 64, generator=torch.Generator().manual_seed(7)).bfloat16()
+    weight[0] *= 1e5
+    x = random_rows(50, 64, seed=8)
+    exact = x.double() @ weight.double().T
+    assert relative(linear(x, quantise_weight(weight))[:, 1:], exact[:, 1:]) < HALF_STEP
+
+
+def test_weights_in_16_bits_are_multiplied_as_they_are() -> None:
+    x, weight, gradient = random_rows(5, 8, 0), random_rows(6, 8, 1), random_rows(5, 6, 2)
+    assert torch.equal(linear(x, weight), x @ weight.T)
+    assert torch.equal(input_gradient(gradient, weight), gradient @ weight)
+
+
+def test_flat_weights_become_the_same_weights() -> None:
+    weights = torch.ones(2), None, quantise_weight(torch.ones(4, 4)), torch.zeros(3)
+    tensors, in_fp8 = flatten_weights(weights)
+    assert len(tensors) == 7
+    restored = unflatten_weights(tensors, in_fp8)
+    assert isinstance(restored[2], Fp8Weight)
+    assert all(a is b for a, b in zip(restored[2], weights[2], strict=True))
+    assert [a is b for a, b in zip(restored, weights, strict=True)] == [True, True, False, True]

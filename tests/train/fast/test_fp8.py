@@ -1,0 +1,109 @@
+"""With train.precision=fp8 outputs and gradients differ from float32's by rounding alone."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftlab.errors import UserError
+from draftlab.heads.head import DraftHead
+from draftlab.train.distillation_module import DistillationModule, product_dtype
+from draftlab.train.fast import choose_forward
+from draftlab.train.fast.choose_forward import compiled_ops
+from draftlab.train.fast.fused_ops import FP8_OPS
+from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.settings import TrainSettings
+from tests.helpers.fast_forward import EAGLE, ragged_batch, random_norms_head, train_step
+from tests.helpers.synthetic import parts
+
+HEADS: list[dict[str, object]] = [
+    {},
+    {"qk_norm": True, "norm_before_residual": True},
+    {"family": "peagle", "num_layers": 2},
+    {"family": "dspark", "k_trained": 4, "num_layers": 2},
+]
+
+
+def module(model: DraftHead, **settings: object) -> DistillationModule:
+    teacher = DraftTeacher.of(parts(), model)
+    chosen = TrainSettings(ttt_steps=4, **{"precision": "fp8", **settings})
+    return DistillationModule(model, teacher, chosen, torch.bfloat16)
+
+
+def step_of(model: DraftHead, **settings: object) -> dict[str, Tensor]:
+    """Return the outputs and gradients that training has."""
+    batch = ragged_batch()
+    return train_step(model, module(model, **settings).head_forward(model, batch), batch)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("changes", HEADS, ids=str)
+def test_outputs_and_gradients_are_close_to_float32s(
+    changes: dict[str, object], device: str
+) -> None:
+    model, batch = random_norms_head(**changes), ragged_batch()
+    reference = model.family.objective().forward
+    exact = train_step(model, list(reference(model, batch)), batch)
+    model, batch = model.to(device), batch.to(torch.device(device))
+    errors = {}
+    for precision in ("bfloat16", "fp8"):
+        fast = module(model, precision=precision)
+        if device == "cuda":
+            assert "operations are compiled" in fast.description
+        actual = train_step(model, fast.head_forward(model, batch), batch)
+        for name, value in exact.items():
+            error = (actual[name].cpu().float() - value).norm() / value.norm().clamp(min=1e-9)
+            errors[precision, name] = float(error)
+    for name in exact:
+        assert errors["fp8", name] < (0.1 if name.startswith("step") else 0.25), name
+    matrices = [n for n in exact if n.startswith("layers") and exact[n].ndim == 2]
+    assert len(matrices) >= 7
+    for name in (*matrices, "step 1"):
+        assert errors["fp8", name] > 2 * errors["bfloat16", name], name
+
+
+@pytest.mark.parametrize("changes", HEADS, ids=str)
+def test_recomputed_and_compiled_steps_are_the_same(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = random_norms_head(**changes)
+    expected = step_of(model, recompute=False)
+    assert all(torch.equal(x, expected[n]) for n, x in step_of(model, recompute=True).items())
+    traced = partial(compiled_ops, backend="aot_eager")
+    monkeypatch.setattr(choose_forward, "compiled_ops", traced)
+    monkeypatch.setattr(choose_forward, "_TOLERANCE", {torch.bfloat16: 1e-6})
+    compiled = module(model, compile=True)
+    assert "small operations are compiled" in compiled.description
+    batch = ragged_batch()
+    actual = train_step(model, compiled.head_forward(model, batch), batch)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_training_says_what_is_in_8_bits() -> None:
+    fast = module(random_norms_head())
+    assert fast.head_forward.ops == FP8_OPS
+    assert "layers' products are in fp8" in fast.description
+    assert "fp8" not in module(random_norms_head(), precision="auto").description
+    other = module(random_norms_head(**EAGLE))
+    assert "train.precision=fp8 has no effect on such heads" in other.description
+    assert product_dtype("fp8", torch.device("cuda")) == torch.bfloat16
+
+
+def test_sizes_that_no_gpu_multiplies_are_refused() -> None:
+    with pytest.raises(UserError, match=r"multiples of 16, found \[40, 32\]") as caught:
+        module(random_norms_head(intermediate_size=40))
+    assert caught.value.where == "layers.0.mlp.gate_proj.weight"
+    assert "train.precision=bfloat16" in caught.value.do
+
+
+def test_a_gpu_without_such_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Tensor) -> Tensor:
+        raise RuntimeError("torch._scaled_mm is only supported on …")
+
+    monkeypatch.setattr(choose_forward, "linear", refuse)
+    with pytest.raises(UserError, match="expects a GPU that multiplies e4m3") as caught:
+        module(random_norms_head())
+    assert "only supported on" in caught.value.what
