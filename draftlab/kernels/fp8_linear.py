@@ -48,11 +48,11 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).to(E4M3), scale
 
 
-@torch.no_grad()
 def quantise_weight(weight: Tensor) -> Fp8Weight:
     """Return a matrix [out, in] in 8 bits."""
-    codes, scale = quantise_rows(weight)
-    transposed, transposed_scale = quantise_rows(weight.T.contiguous())
+    with torch.no_grad():  # as a decorator it would hide this function's code from torch.compile
+        codes, scale = quantise_rows(weight)
+        transposed, transposed_scale = quantise_rows(weight.T.contiguous())
     return Fp8Weight(codes, scale.T.contiguous(), transposed, transposed_scale.T.contiguous())
 
 

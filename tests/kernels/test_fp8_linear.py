@@ -56,6 +56,14 @@ def test_zeros_stay_zeros_and_other_rows_do_not_matter() -> None:
         assert torch.equal(quantise_rows(x[row : row + 1])[0].float(), codes[row : row + 1].float())
 
 
+@pytest.mark.parametrize("factor", [2.0**-100, 2.0**100])
+def test_the_size_of_a_row_does_not_change_its_codes(factor: float) -> None:
+    x = random_rows(4, 32, seed=9)
+    (codes, scales), (expected, others) = quantise_rows(factor * x), quantise_rows(x)
+    assert torch.equal(codes.float(), expected.float())
+    assert torch.equal(scales, factor * others)
+
+
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_number_that_is_not_finite_shows_in_the_product(value: float) -> None:
     x, weight = random_rows(3, 32, seed=2), quantise_weight(random_rows(16, 32, seed=3))

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from draftlab.heads.head import DraftHead
+from draftlab.kernels.fp8_linear import Fp8Weight
 from draftlab.kernels.ttt_attention import document_starts
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.fast import choose_forward
 from draftlab.train.fast.block import FastBlock
 from draftlab.train.fast.choose_forward import compiled_ops
-from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps
+from draftlab.train.fast.fused_ops import FP8_OPS, FUSED_OPS, FusedOps
 from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.fast.shared_gradients import Shared
 from draftlab.train.fast.ttt import FastUnroll
@@ -200,9 +201,10 @@ def test_in_16_bit_nothing_is_widened(changes: dict[str, object]) -> None:
         assert (actual[name].float() - value).norm() <= 0.05 * value.norm(), name
 
 
+@pytest.mark.parametrize("ops", [FUSED_OPS, FP8_OPS], ids=["16 bits", "fp8"])
 @pytest.mark.parametrize("changes", [{}, PEAGLE, DSPARK], ids=str)
 def test_a_graph_keeps_no_weights_behind_its_backward_pass(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], ops: FusedOps
 ) -> None:
     """The loss lives on while the next pass runs."""
     weights: list[weakref.ref] = []
@@ -210,18 +212,19 @@ def test_a_graph_keeps_no_weights_behind_its_backward_pass(
 
     def recorded(self: Shared, *tensors: Tensor, **options: object) -> None:
         initialise(self, *tensors, **options)
-        weights.append(weakref.ref(self.tensor))
+        in_8_bits = self.matrix if isinstance(self.matrix, Fp8Weight) else ()
+        weights.extend(map(weakref.ref, (self.tensor, *in_8_bits)))
 
     monkeypatch.setattr(Shared, "__init__", recorded)
     model, batch = random_norms_head(**changes), ragged_batch()
     gc.collect()
     gc.disable()
     try:
-        outputs = fast_forward(model)(torch.float32)(model, batch)
+        outputs = fast_forward(model)(torch.float32, ops=ops)(model, batch)
         loss = sum(o.output.sum() for o in outputs)
         del outputs
         loss.backward()
-        assert len(weights) > 3
+        assert len(weights) > (3 if ops == FUSED_OPS else 15)
         assert [each() for each in weights] == [None] * len(weights)
     finally:
         gc.enable()
@@ -261,15 +264,17 @@ def test_training_runs_all_depths_side_by_side(monkeypatch: pytest.MonkeyPatch) 
 
 def test_heads_do_not_share_the_variants_of_compiled_ops() -> None:
     """torch.compile limits the variants of a code object, and runs eager steps beyond."""
-    heads = [compiled_ops(backend="eager") for _ in range(2)]
+    heads = [compiled_ops(FP8_OPS, backend="eager") for _ in range(2)]
     limits = {"recompile_limit": 1, "fail_on_recompile_limit_hit": True}
     with torch._dynamo.config.patch(limits):
         for width, ops in enumerate(heads, 3):
             rows, weight = torch.ones(2, width), torch.zeros(width, width)
             weights = weight, torch.cat([weight, weight]), weight, None
             torch.testing.assert_close(ops.layer_output((rows, rows), weights, 0.0)[0], rows)
+            assert not ops.quantise_weight(weight.requires_grad_()).scale.requires_grad
 
 
+@pytest.mark.parametrize("precision", ["float32", "fp8"])
 @pytest.mark.parametrize("changes", [{}, PEAGLE | {"num_layers": 2}, DSPARK], ids=str)
 @pytest.mark.parametrize(
     ("wrong", "reason"),
@@ -279,12 +284,17 @@ def test_heads_do_not_share_the_variants_of_compiled_ops() -> None:
     ],
 )
 def test_failing_or_wrong_compiled_code_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], wrong: object, reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, object],
+    wrong: object,
+    reason: str,
+    precision: str,
 ) -> None:
-    ops = FUSED_OPS._replace(layer_output=wrong)
-    monkeypatch.setattr(choose_forward, "compiled_ops", lambda _: ops)
-    module = distillation_module(random_norms_head(**changes), compile=True)
-    assert module.head_forward.ops == FUSED_OPS
+    monkeypatch.setattr(
+        choose_forward, "compiled_ops", lambda ops: ops._replace(layer_output=wrong)
+    )
+    module = distillation_module(random_norms_head(**changes), compile=True, precision=precision)
+    assert module.head_forward.ops == (FP8_OPS if precision == "fp8" else FUSED_OPS)
     assert "not compiled" in module.description
     assert reason in module.description
 
