@@ -1,9 +1,10 @@
 """Products of 16-bit rows with a weight matrix in 8 bits (e4m3), which a GPU computes faster.
 
-Each row and each column of the result has a scale, which maps the largest number behind it to
-e4m3's largest, 448; torchtitan's rowwise float8 training does the same. Sums are float32. For
-normally distributed numbers a product has a relative error of 4 %, of random sign. The gradient of
-the matrix is no such product: it is computed in 16 bits. Tests: tests/kernels/test_fp8_linear.py.
+Each row of x and of W in x Wᵀ has a scale, which maps the row's largest number to e4m3's largest,
+448. W is also quantised by columns, for the gradient of x. Scales are computed anew for each batch.
+torchtitan's float8 recipe `rowwise` scales alike, but computes the gradient of W in 8 bits too;
+here it is computed in 16 bits. For normally distributed numbers a product has a relative error of
+4 %, of random sign. Tests: tests/kernels/test_fp8_linear.py.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ SIZE_MULTIPLE = 16
 
 
 class Fp8Weight(NamedTuple):
-    """A matrix W [out, in] for products with rows, and with their gradients.
+    """A matrix W [out, in] in 8 bits, once for `linear` and once for `input_gradient`.
 
     Attributes:
         codes: e4m3 [out, in]; W is about codes · scaleᵀ.
-        scale: float32 [1, out].
+        scale: float32 [1, out], of each row of W.
         transposed: e4m3 [in, out]; Wᵀ is about transposed · transposed_scaleᵀ.
-        transposed_scale: float32 [1, in].
+        transposed_scale: float32 [1, in], of each column of W.
     """
 
     codes: Tensor
@@ -41,7 +42,7 @@ class Fp8Weight(NamedTuple):
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return e4m3 codes of x [n, k] and float32 scales [n, 1], so that x is about codes · scales.
 
-    A row with a number that is not finite has codes that are NaN, so that the loss shows it.
+    A number that is not finite makes the products of its row NaN, so that the loss shows it.
     """
     wide = x.float()
     scale = (wide.abs().amax(1, keepdim=True) / LARGEST_E4M3).clamp(min=SMALLEST_SCALE)
@@ -49,7 +50,7 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantise_weight(weight: Tensor) -> Fp8Weight:
-    """Return a matrix [out, in] in 8 bits."""
+    """Return a matrix [out, in] in 8 bits; no gradient flows through it."""
     with torch.no_grad():  # as a decorator it would hide this function's code from torch.compile
         codes, scale = quantise_rows(weight)
         transposed, transposed_scale = quantise_rows(weight.T.contiguous())
@@ -77,7 +78,7 @@ def _scaled_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
         return torch._scaled_mm(
             rows, codes.T, row_scale, scale, out_dtype=x.dtype, use_fast_accum=True
         )
-    # A CPU has no such products. It computes the same sums in float32.
+    # torch's products in 8 bits are for GPUs. A CPU computes the same sums from float32 copies.
     return ((rows.float() @ codes.float().T) * row_scale * scale).to(x.dtype)
 
 

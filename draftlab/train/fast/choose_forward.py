@@ -86,8 +86,9 @@ def choose_forward(
     on_gpu, recompute, fp8 = head.fc.weight.is_cuda, settings.recompute, settings.precision == "fp8"
     if fast is None or not fast.supports(head):
         unused = ["compile"] * (settings.compile is True) + ["recompute"] * (recompute is True)
-        unused += ["precision=fp8"] * fp8
-        return objective.forward, ", ".join(["the reference forward", *_unused(unused)])
+        notes = ["the reference forward", *_unused(unused)]
+        notes += ["train.precision=fp8 means bfloat16 on such heads"] * fp8
+        return objective.forward, ", ".join(notes)
     description, options = [fast.description], {"ops": FP8_OPS if fp8 else FUSED_OPS}
     if fp8:
         check_fp8(head)

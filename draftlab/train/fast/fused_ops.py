@@ -236,8 +236,8 @@ class FusedOps(NamedTuple):
     """Functions above, eager or compiled; each takes rows, weights and an epsilon.
 
     Attributes:
-        quantise_weight: what makes the matrices of layers' products, of the cast ones; None: these
-            are multiplied.
+        quantise_weight: quantises a layer's weight [out, in], once a batch; None: products are in
+            the dtype of the rows.
     """
 
     layer_inputs: Callable[..., Any] = layer_inputs

@@ -64,11 +64,11 @@ class Shared:
     Args:
         tensors: [out_i, in], which become one matrix [Σ out_i, in].
         dtype: of the matrix; None: that of the tensors.
-        quantise: what makes `matrix` of the tensor; None: they are the same.
+        quantise: quantises the matrix for `functions.py`; None: it is multiplied as it is.
 
     Attributes:
-        tensor: the matrix, which has a gradient.
-        matrix: what `functions.py` multiplies rows by.
+        tensor: the matrix in `dtype`, which has a gradient and which `product` multiplies.
+        matrix: what `functions.py` multiplies rows by, `tensor` or its quantised form.
     """
 
     def __init__(

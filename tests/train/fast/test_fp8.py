@@ -88,7 +88,7 @@ def test_a_training_says_what_is_in_8_bits() -> None:
     assert "layers' products are in fp8" in fast.description
     assert "fp8" not in module(random_norms_head(), precision="auto").description
     other = module(random_norms_head(**EAGLE))
-    assert "train.precision=fp8 has no effect on such heads" in other.description
+    assert "train.precision=fp8 means bfloat16 on such heads" in other.description
     assert product_dtype("fp8", torch.device("cuda")) == torch.bfloat16
 
 
