@@ -3,8 +3,9 @@
 Each row of x and of W in x Wᵀ has a scale, which maps the row's largest number to e4m3's largest,
 448. W is also quantised by columns, for the gradient of x. Scales are computed anew for each batch.
 torchtitan's float8 recipe `rowwise` scales alike, but computes the gradient of W in 8 bits too;
-here it is computed in 16 bits. For normally distributed numbers a product has a relative error of
-4 %, of random sign. Tests: tests/kernels/test_fp8_linear.py.
+here it is computed in 16 bits. A GPU adds up with fewer bits than float32 (fast accumulation). For
+normally distributed numbers a product has a relative error of 4 %, of random sign.
+Tests: tests/kernels/test_fp8_linear.py.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _scaled_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
         return torch._scaled_mm(
             rows, codes.T, row_scale, scale, out_dtype=x.dtype, use_fast_accum=True
         )
-    # torch's products in 8 bits are for GPUs. A CPU computes the same sums from float32 copies.
+    # On a CPU not every supported torch takes a scale for each row. These are the same sums.
     return ((rows.float() @ codes.float().T) * row_scale * scale).to(x.dtype)
 
 
