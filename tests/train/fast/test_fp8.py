@@ -10,10 +10,13 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
+from draftlab.kernels import fp8_linear
+from draftlab.kernels.fp8_linear import quantise_weight
 from draftlab.train.distillation_module import DistillationModule, product_dtype
 from draftlab.train.fast import choose_forward
 from draftlab.train.fast.choose_forward import compiled_ops
 from draftlab.train.fast.fused_ops import FP8_OPS
+from draftlab.train.fast.layers import LayerWeights
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
 from tests.helpers.fast_forward import EAGLE, ragged_batch, random_norms_head, train_step
@@ -80,6 +83,29 @@ def test_recomputed_and_compiled_steps_are_the_same(
     batch = ragged_batch()
     actual = train_step(model, compiled.head_forward(model, batch), batch)
     torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_every_product_of_a_layer_is_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product that is not would only make the errors above smaller."""
+    shapes: list[tuple[int, ...]] = []
+    product = fp8_linear._scaled_product
+
+    def recorded(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+        shapes.append(tuple(codes.shape))
+        return product(x, codes, scale)
+
+    model, batch = random_norms_head(family="dspark", k_trained=4), ragged_batch()
+    fast = module(model)
+    monkeypatch.setattr(fp8_linear, "_scaled_product", recorded)
+    train_step(model, fast.head_forward(model, batch), batch)
+    weights = LayerWeights(model.layers[0], torch.bfloat16, FP8_OPS)
+    expected = []
+    for name in ("query", "key_value", "output", "gate_up", "down"):
+        shared = getattr(weights, name)
+        expected += [tuple(shared.tensor.shape), tuple(shared.tensor.T.shape)]
+        for actual, of_cast in zip(shared.matrix, quantise_weight(shared.tensor), strict=True):
+            assert torch.equal(actual.float(), of_cast.float())
+    assert sorted(shapes) == sorted(expected)
 
 
 def test_a_training_says_what_is_in_8_bits() -> None:
