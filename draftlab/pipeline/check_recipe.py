@@ -37,6 +37,7 @@ from draftlab.text.mask_token import check_mask_id, choose_mask_token
 from draftlab.text.prompts import prompt_file
 from draftlab.text.tokenizer_check import check_tokenizer
 from draftlab.train.distributed.ranks import num_launched
+from draftlab.train.fast.check_fp8 import check_fp8_device, check_fp8_sizes
 from draftlab.train.trackers import check_trackers
 from draftlab.vllm.process import find_python
 
@@ -132,6 +133,8 @@ def _check_machine(recipe: Recipe, stages: Collection[str]) -> None:
     if "head" in stages:
         with _at("train.device"):
             device = resolve_device(recipe.train.device)
+        if recipe.train.precision == "fp8":
+            check_fp8_device(device)
         check_trackers(recipe.train)
         check_target_of_ranks(recipe, num_launched())
         if recipe.record.rolls and recipe.record.backend == "vllm":
@@ -279,12 +282,15 @@ def check_head(recipe: Recipe, config: Any, tokenizer_hash: str = "") -> DraftHe
 
     Raises:
         UserError: such a head cannot be, cannot start from the recipe's head.init, or cannot be
-            exported as the recipe says; the message names the fields.
+            trained or exported as the recipe says; the message names the fields.
     """
     head = planned_head(recipe, config, planned_identity(recipe, config, tokenizer_hash))
     if recipe.head.init is not None:
         folder = find_head(recipe.head.init)
         check_start(head.config, load_config(folder), folder)
+    fast = head.family.objective().fast_forward
+    if recipe.train.precision == "fp8" and fast is not None and fast.supports(head):
+        check_fp8_sizes(head)
     k = recipe.export.k or head.config.k_trained
     export = Export(head.config, config.to_dict(), recipe.target.path, k, torch.bfloat16)
     for program in recipe.export.formats:

@@ -215,9 +215,8 @@ class TrainSettings(Settings):
     clip: float = Field(default=0.5, gt=0)
     """Gradient norm above which gradients are clipped."""
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
-    """Autocast dtype over float32 weights; "auto": bfloat16 on a GPU, float32 on a CPU. fp8:
-    bfloat16, but layers' products are in 8 bits, except for gradients of weights. It needs a GPU
-    that has such products, as Hopper and later. On eagle and eagle_llama4 it means bfloat16."""
+    """Autocast dtype over float32 weights; "auto": bfloat16 on a GPU, float32 on a CPU. fp8: layers
+    multiply in 8 bits, which a GPU of Hopper or later does; on eagle and eagle_llama4: bfloat16."""
     compile: Literal["auto"] | bool = "auto"
     """Whether norms and rotations are compiled (torch.compile); "auto": on a GPU.
     It has no effect on eagle and eagle_llama4."""

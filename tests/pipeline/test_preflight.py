@@ -31,6 +31,10 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("head.num_attention_heads=5", "5 attention heads are not a multiple of 2 key-value heads"),
         ("head.num_key_value_heads=0", "head.num_key_value_heads: expected a number greater than"),
         ("head.head_dim=7", "head_dim: expected a multiple of 2, found 7"),
+        (
+            "train.precision=fp8 head.intermediate_size=100",
+            "sizes that are multiples of 16, found [100, ",
+        ),
         ("prompts.source=no.jsonl", "where: no.jsonl"),
         ("eval.suite=no.jsonl", "where: no.jsonl"),
         ("name=latest", "runs/latest is a link to the latest run"),
@@ -47,6 +51,23 @@ def test_what_cannot_succeed_is_refused(
     assert result.exit_code == 2, result.output
     assert message in result.output
     assert not (workshop / "runs").exists()
+
+
+@pytest.mark.parametrize("verb", ["run", "run --plan"])
+def test_a_device_without_products_in_fp8_is_refused(
+    verb: str, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("torch._scaled_mm is only supported on newer devices")
+
+    monkeypatch.setattr("draftlab.train.fast.check_fp8.linear", refuse)
+    name, *options = verb.split()
+    result = draftlab(workshop, name, "small.yaml", "train.precision=fp8", *options)
+    assert result.exit_code == 2, result.output
+    assert "expects a GPU that multiplies e4m3 numbers" in result.output
+    assert "only supported on newer devices" in result.output
+    assert not (workshop / "runs").exists()
+    assert draftlab(workshop, name, "small.yaml", "--plan").exit_code == 0
 
 
 def test_a_plan_without_its_files_is_printed_whole(workshop: Path) -> None:

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 
-from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
-from draftlab.kernels.fp8_linear import SIZE_MULTIPLE, linear, quantise_weight
 from draftlab.store.store import Record
 from draftlab.target_model.function_copy import copy_function
 from draftlab.train.batch.packing import Batch, pack
+from draftlab.train.fast.check_fp8 import check_fp8_device, check_fp8_sizes
 from draftlab.train.fast.fused_ops import FP8_OPS, FUSED_OPS, FusedOps
 from draftlab.train.flops import kept_bytes
 from draftlab.train.objectives.objective import Forward, Objective
@@ -91,7 +90,8 @@ def choose_forward(
         return objective.forward, ", ".join(notes)
     description, options = [fast.description], {"ops": FP8_OPS if fp8 else FUSED_OPS}
     if fp8:
-        check_fp8(head)
+        check_fp8_sizes(head)
+        check_fp8_device(head.fc.weight.device)
         description.append("layers' products are in fp8")
     if fast.can_recompute:
         if recompute == "auto":
@@ -119,29 +119,6 @@ def _unused(settings: list[str]) -> list[str]:
     have = "has" if len(settings) == 1 else "have"
     names = " and train.".join(settings)
     return [f"train.{names} {have} no effect on such heads"] if settings else []
-
-
-def check_fp8(head: DraftHead) -> None:
-    """Raise UserError if the products of a head's layers cannot be in fp8 on its device."""
-    do = "Set train.precision=bfloat16."
-    for name, weight in head.layers.named_parameters(prefix="layers"):
-        if weight.ndim == 2 and any(size % SIZE_MULTIPLE for size in weight.shape):
-            raise UserError(
-                f"train.precision=fp8 expects sizes that are multiples of {SIZE_MULTIPLE}, found "
-                f"{list(weight.shape)}",
-                where=name,
-                do=do,
-            )
-    x = head.fc.weight.new_ones(SIZE_MULTIPLE, SIZE_MULTIPLE, dtype=torch.bfloat16)
-    try:
-        linear(x, quantise_weight(x))
-    except RuntimeError as error:
-        raise UserError(
-            "train.precision=fp8 expects a GPU that multiplies e4m3 numbers with a scale for each "
-            f"row, such as Hopper's and Blackwell's; here torch says: {error}",
-            where=str(head.fc.weight.device),
-            do=do,
-        ) from error
 
 
 def _fits_in_memory(head: DraftHead, settings: TrainSettings, dtype: torch.dtype) -> bool:
