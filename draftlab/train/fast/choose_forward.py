@@ -62,10 +62,10 @@ def compiled_ops(ops: FusedOps = FUSED_OPS, backend: str = "inductor") -> FusedO
     # The limit is the process's: a higher one only lets other functions have more variants, too.
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 32)
-    *of_rows, quantise = ops
+    *row_ops, quantise = ops
     if quantise is not None:  # for the shape of each matrix
         quantise = torch.compile(_own_copy(quantise), backend=backend, dynamic=False)
-    return FusedOps(*(_CompiledOp(op, backend) for op in of_rows), quantise)
+    return FusedOps(*(_CompiledOp(op, backend) for op in row_ops), quantise)
 
 
 def choose_forward(

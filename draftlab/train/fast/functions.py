@@ -104,8 +104,10 @@ class _LayerInputs(torch.autograd.Function):
         previous, context, origin, embedded, index, *angles = rows
         hidden = previous if residual is None else residual
         product_input = hidden if product_input is None else product_input
-        tensors, ctx.in_fp8 = flatten_weights(weights)
-        ctx.save_for_backward(hidden, *angles, *products, product_input, origin, index, *tensors)
+        weight_tensors, ctx.in_fp8 = flatten_weights(weights)
+        ctx.save_for_backward(
+            hidden, *angles, *products, product_input, origin, index, *weight_tensors
+        )
         ctx.ops, ctx.eps = projections.ops, projections.eps
         ctx.norm_before_residual = projections.norm_before_residual
         ctx.num_previous, ctx.num_context = len(previous), 0 if context is None else len(context)
@@ -179,8 +181,8 @@ class _LayerOutput(torch.autograd.Function):
         ctx.ops, ctx.sums, ctx.eps = ops, tuple(each.sum for each in shared), eps
         weights = *(each.matrix for each in shared), tensors[-1]
         output, *read_again = ops.layer_output((attended, residual), weights, eps)
-        tensors, ctx.in_fp8 = flatten_weights(weights)
-        ctx.save_for_backward(attended, *read_again, *tensors)
+        weight_tensors, ctx.in_fp8 = flatten_weights(weights)
+        ctx.save_for_backward(attended, *read_again, *weight_tensors)
         return output
 
     @staticmethod
