@@ -17,6 +17,7 @@ from draftlab.kernels.fp8_linear import (
     quantise_weight,
     unflatten_weights,
 )
+from tests.helpers.gpu import on_devices
 
 HALF_STEP = 2**-4
 """Half a step of a mantissa of three bits, relative to the number."""
@@ -72,7 +73,7 @@ def test_a_number_that_is_not_finite_shows_in_the_product(value: float) -> None:
     assert finite.tolist() == [True, False, True]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@on_devices
 @pytest.mark.parametrize(("n", "size", "out"), [(1, 16, 32), (7, 48, 16), (300, 256, 512)])
 def test_products_are_those_of_the_dequantised_rows(
     n: int, size: int, out: int, device: str

@@ -39,7 +39,7 @@ def check_fp8_device(device: torch.device) -> None:
     except RuntimeError as error:
         raise UserError(
             "train.precision=fp8 expects a GPU that multiplies e4m3 numbers with a scale for each "
-            f"row, as Hopper and later; torch says: {error}",
+            f"row, as Hopper GPUs and later ones do; torch says: {error}",
             where=str(device),
             do=_DO,
         ) from error

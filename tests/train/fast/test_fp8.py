@@ -20,6 +20,7 @@ from draftlab.train.fast.layers import LayerWeights
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
 from tests.helpers.fast_forward import EAGLE, ragged_batch, random_norms_head, train_step
+from tests.helpers.gpu import on_devices
 from tests.helpers.synthetic import parts
 
 HEADS: list[dict[str, object]] = [
@@ -42,7 +43,7 @@ def step_of(model: DraftHead, **settings: object) -> dict[str, Tensor]:
     return train_step(model, module(model, **settings).head_forward(model, batch), batch)
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@on_devices
 @pytest.mark.parametrize("changes", HEADS, ids=str)
 def test_outputs_and_gradients_are_close_to_float32s(
     changes: dict[str, object], device: str
