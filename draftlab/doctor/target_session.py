@@ -82,7 +82,7 @@ class TargetSession:
         stops = stop_ids(self.tokenizer, target.folder)
         requests = [
             Request(name, ids, settings.max_new_tokens, Sampling(), stops)
-            for name, ids in suite.prompts[: settings.max_prompts]
+            for name, ids in suite.sample(settings.max_prompts, seed=0).prompts
         ]
         return requests, generate_answers(target, requests, self.monitor)
 

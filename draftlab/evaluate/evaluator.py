@@ -8,7 +8,6 @@ few prompts (`evaluate/timing.py`). Every head, K, temperature and drafter setti
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -72,17 +71,15 @@ class Evaluator:
         *,
         monitor: Monitor,
     ) -> None:
-        prompts = suite.prompts[: settings.max_prompts]
-        if not prompts:
+        drawn = suite.sample(settings.max_prompts, settings.seed)
+        if not drawn.prompts:
             raise UserError(
                 "expected prompts to evaluate, found none",
                 where=suite.name,
                 do="raise eval.max_prompts, or name another eval.suite",
             )
-        self.workload = Workload(
-            target, tuple(heads), replace(suite, prompts=prompts), stop_ids, settings, monitor
-        )
-        self.warnings = suite_warnings(len(prompts), settings)
+        self.workload = Workload(target, tuple(heads), drawn, stop_ids, settings, monitor)
+        self.warnings = suite_warnings(len(drawn.prompts), settings)
         self._announce(len(suite.prompts))
 
     def _announce(self, available: int) -> None:

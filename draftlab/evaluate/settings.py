@@ -42,7 +42,8 @@ class EvalSettings(Settings):
     raw: bool = False
     """Use the prompts as plain text, without the chat template."""
     max_prompts: int | None = Field(default=64, ge=1)
-    """Number of prompts, taken from the start of the suite; None: all."""
+    """Number of prompts, drawn by `seed` from all of the suite so that each category has its share;
+    None: all."""
     compare: Annotated[tuple[str, ...], SingleOrList, _Distinct] = ()
     """Further heads in the same report: "reference", or head folders. A head that was trained for
     another target is skipped with a message."""
@@ -76,8 +77,8 @@ class EvalSettings(Settings):
     batch: int = Field(default=16, ge=1)
     """Prompts decoded at once for the counters."""
     timing_prompts: int = Field(default=10, ge=0)
-    """Number of timed prompts, at least one batch; a suite of fewer is repeated. 0: measure no
-    times."""
+    """Number of timed prompts, at least one batch, drawn in the same way from the evaluated ones; a
+    suite of fewer is repeated. 0: measure no times."""
     timing_tokens: int = Field(default=64, ge=2)
     """Largest number of tokens in a timed answer."""
     timing_batches: Annotated[tuple[_Count, ...], SingleOrList, _Distinct] = Field(

@@ -121,13 +121,17 @@ class Workload:
         return min(longest + answer + max_k + 1, self.target.max_length)
 
     def requests(self, temperature: float, *, timed: bool = False) -> list[Request]:
-        """Return the requests of the suite; timed ones have their own length limit."""
+        """Return the requests of the suite.
+
+        Timed ones have their own length limit, and an order of which every beginning has its share
+        of each category (`Suite.evenly_ordered`).
+        """
         settings = self.settings
         sampling = Sampling(temperature, settings.top_k, settings.top_p, settings.seed)
         tokens = settings.timing_tokens if timed else settings.max_new_tokens
-        return [
-            Request(id_, ids, tokens, sampling, self.stop_ids) for id_, ids in self.suite.prompts
-        ]
+        suite = self.suite
+        prompts = suite.evenly_ordered(settings.seed) if timed else suite.prompts
+        return [Request(id_, ids, tokens, sampling, self.stop_ids) for id_, ids in prompts]
 
     def decode(self, results: EngineResults, engine: Decoder, config: DecodingConfig) -> None:
         """Decode the suite at every temperature of the configuration; add it to the results."""

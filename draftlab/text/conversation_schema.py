@@ -102,6 +102,7 @@ class ConversationLine(StrictModel):
     id: Id | None = None
     messages: Annotated[list[Message], Field(min_length=1)]
     source: str | None = None
+    category: str | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
     answers: list[AnswerLine] = []
     tools: list[dict[str, Any]] = []

@@ -17,7 +17,8 @@ from draftlab.text.conversation_schema import ConversationLine
 
 LINE_HELP = (
     'a line is {"id": …, "messages": [{"role": "system" | "user" | "assistant", '
-    '"content": text}, …], "source": …}; id and source may be left out of all lines'
+    '"content": text}, …], "source": …, "category": …}; '
+    "id and source may be left out of all lines, category of any"
 )
 
 
@@ -48,6 +49,7 @@ class Conversation:
         answers: the target's own answers, one per assistant turn; empty for given answers.
         media: kinds of the parts that are not text ("image", …); `messages` does not hold them.
         tools: JSON schemas of the functions that the answers may call.
+        category: what the conversation is about; None: it is not known.
     """
 
     id: str
@@ -57,6 +59,7 @@ class Conversation:
     answers: tuple[Answer, ...] = ()
     media: tuple[str, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    category: str | None = None
 
     @property
     def has_answer(self) -> bool:
@@ -72,6 +75,7 @@ class Conversation:
             "temperature": self.temperature,
             "answers": [vars(answer) for answer in self.answers],
             **({"tools": list(self.tools)} if self.tools else {}),
+            **({"category": self.category} if self.category else {}),
         }
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
 
@@ -120,6 +124,7 @@ def parse_conversation(
         tuple(Answer(a.prompt_ids, a.token_ids, a.finish) for a in parsed.answers),
         tuple(sorted(set().union(*(message.media for message in parsed.messages)))),
         tuple(parsed.tools),
+        parsed.category,
     )
     return conversation, parsed.model_fields_set
 

@@ -1,15 +1,19 @@
 """Prompt suites for evaluation: public benchmarks, embedded prompts, or a file of conversations.
 
 Of each benchmark's conversations a suite has the first turn only, as in `vllm bench`. The order is
-the data's own (`vllm bench` shuffles), so a suite may begin with many prompts of one category.
+the data's own, where a file may begin with many prompts of one category. So a part of a suite is
+drawn from all of it (`Suite.sample`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, known_sha256, sha256_text
@@ -34,22 +38,62 @@ _HELP = (
 )
 Prompts = tuple[tuple[str, tuple[int, ...]], ...]
 """Prompts as (id, token ids)."""
-Chat = tuple[str, Messages, Tools]
-"""(id, turns before the first answer, tools)."""
+Chat = tuple[str, Messages, Tools, str | None]
+"""(id, turns before the first answer, tools, category)."""
 
 
 @dataclass(frozen=True)
 class Suite:
-    """The prompts of a suite as token ids, rendered with the target's chat template."""
+    """The prompts of a suite as token ids, rendered with the target's chat template.
+
+    Attributes:
+        categories: the category of each prompt that has one, by its id.
+    """
 
     name: str
     template_sha256: str
     prompts: Prompts
+    categories: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def sha256(self) -> str:
         """Return the hex SHA-256 of all ids and tokens."""
         return sha256_text(canonical_json(self.prompts))
+
+    def evenly_ordered(self, seed: int) -> Prompts:
+        """Return the prompts in an order of which every beginning has its share of each category.
+
+        The order within a category is random, by the seed.
+        """
+        strata = [self.categories.get(id_) for id_, _ in self.prompts]
+        return tuple(self.prompts[i] for i in even_order(strata, seed))
+
+    def sample(self, count: int | None, seed: int) -> Suite:
+        """Return a suite of `count` prompts, drawn evenly from all categories (None: all).
+
+        They keep the order of this suite.
+        """
+        if count is None or count >= len(self.prompts):
+            return self
+        drawn = {id_ for id_, _ in self.evenly_ordered(seed)[:count]}
+        return replace(self, prompts=tuple(one for one in self.prompts if one[0] in drawn))
+
+
+def even_order(strata: Sequence[str | None], seed: int) -> list[int]:
+    """Return the numbers of items in an order of which every beginning represents all of them.
+
+    The items of a stratum, n of them in random order, are at (0 + u) / n, (1 + u) / n … of the
+    order, with a random u in [0, 1) of each stratum. So equal strata never differ by more than one
+    item in any beginning.
+    """
+    generator = np.random.default_rng(seed)
+    place: dict[int, float] = {}
+    for stratum in dict.fromkeys(strata):
+        members = [i for i, one in enumerate(strata) if one == stratum]
+        start = generator.random()
+        for j, i in enumerate(generator.permutation(members).tolist()):
+            place[i] = (j + start) / len(members)
+    return sorted(place, key=place.__getitem__)
 
 
 def load_suite(
@@ -78,7 +122,7 @@ def load_suite(
         chats: list[Chat] = _conversations(source, monitor)
     else:
         rows = read_rows(benchmark)
-        chats = [(i, [{"role": "user", "content": text}], ()) for i, _, text in rows]
+        chats = [(i, [{"role": "user", "content": text}], (), kind) for i, kind, text in rows]
         counts = Counter(category for _, category, _ in rows if category)
         categories = ", ".join(f"{category} {count:,}" for category, count in counts.items())
         monitor.say(
@@ -88,11 +132,18 @@ def load_suite(
         )
     prompts = tuple(
         (i, _encode(tokenizer, messages, tools, f"{source}, prompt {i}", raw))
-        for i, messages, tools in chats
+        for i, messages, tools, _ in chats
     )
     if max_prompt_tokens is not None:
         prompts = _drop_long(prompts, max_prompt_tokens, source, monitor)
-    return Suite(source, NO_TEMPLATE if raw else template_sha256(tokenizer), prompts)
+    template = NO_TEMPLATE if raw else template_sha256(tokenizer)
+    return Suite(source, template, prompts, _categories(chats))
+
+
+def _categories(chats: Sequence[Chat]) -> dict[str, str]:
+    """Return the categories by id; none where all prompts have the same one."""
+    categories = {i: category for i, _, _, category in chats if category}
+    return categories if len(set(categories.values())) > 1 else {}
 
 
 def suite_sha256(source: str) -> str | None:
@@ -111,13 +162,17 @@ def _check_known(source: str) -> None:
 
 
 def _conversations(source: str, monitor: Monitor) -> list[Chat]:
-    """Return the conversations of a file or of an embedded prompt set."""
+    """Return the conversations of a file or of an embedded prompt set.
+
+    Where a line has no category, the data set that it comes from (`source`) serves.
+    """
     _check_known(source)
     chats: list[Chat] = []
     for prompt in select_prompts(PromptSettings(source=source, deduplicate=False), monitor):
         roles = [message["role"] for message in prompt.messages]
         end = roles.index("assistant") if "assistant" in roles else len(roles)
-        chats.append((prompt.id, prompt.messages[:end], prompt.tools))
+        category = prompt.category or prompt.source
+        chats.append((prompt.id, prompt.messages[:end], prompt.tools, category))
     return chats
 
 
