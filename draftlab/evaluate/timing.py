@@ -54,9 +54,23 @@ def warm_up_batches(batch: Sequence[Request]) -> list[list[Request]]:
 
     The first steps of a size pay for kernels that are compiled and a graph that is captured.
     """
-    short = [replace(request, max_new_tokens=WARM_UP_TOKENS) for request in batch]
+    short = _shortened(batch)
     sizes = {min(GraphedStep.padded_size(n), len(batch)) for n in range(1, len(batch) + 1)}
     return [short[:size] for size in sorted(sizes, reverse=True)]
+
+
+def warm_up_prefills(batches: Sequence[Sequence[Request]]) -> list[list[Request]]:
+    """Return a short batch for each combination of prompt lengths among the batches.
+
+    The first prefill of a length pays for kernels and a graph, too, so that otherwise the
+    temperature that is timed first would have the longest time to the first token.
+    """
+    by_lengths = {tuple(len(request.prompt_ids) for request in batch): batch for batch in batches}
+    return [_shortened(batch) for batch in by_lengths.values()]
+
+
+def _shortened(batch: Sequence[Request]) -> list[Request]:
+    return [replace(request, max_new_tokens=WARM_UP_TOKENS) for request in batch]
 
 
 def repeated_request(requests: Sequence[Request], i: int) -> Request:
@@ -73,17 +87,20 @@ def time_in_turn(
 ) -> dict[DecodingConfig, TimedRun]:
     """Decode the same batches with every engine in turn and return the timed generations.
 
+    Before, every engine decodes short answers to the same prompts, which are discarded.
+
     Args:
         progress: called with the number of finished batches and of all batches.
     """
     runs = {config: TimedRun([], 0.0) for config in engines}
-    warm_up = warm_up_batches(batches[0])
+    sizes, prefills = warm_up_batches(batches[0]), warm_up_prefills(batches)
     for engine in engines.values():
-        for requests in warm_up:
+        for requests in sizes + prefills:
             list(engine.generate(requests))
     if have_graphs(engines.values()):
         for engine in engines.values():
-            list(engine.generate(warm_up[0]))
+            for requests in prefills:
+                list(engine.generate(requests))
     with collected_garbage():
         for number, batch in enumerate(batches, 1):
             for config, engine in engines.items():

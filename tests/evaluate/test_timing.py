@@ -7,8 +7,16 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
+from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request
-from draftlab.evaluate.timing import WARM_UP_TOKENS, collected_garbage, time_in_turn
+from draftlab.evaluate.decoding_config import DecodingConfig
+from draftlab.evaluate.metrics import timing
+from draftlab.evaluate.timing import (
+    WARM_UP_TOKENS,
+    collected_garbage,
+    time_in_turn,
+    timing_batches,
+)
 
 
 class CountingDecoder:
@@ -36,7 +44,53 @@ def test_every_size_of_a_shrinking_batch_is_warmed_up(batch: int, sizes: list[in
     requests = [Request(str(i), (1, 2), 64) for i in range(batch)]
     with pytest.raises(KeyError):  # the first timed batch has no generations
         time_in_turn({None: decoder}, [requests], lambda *_: None)  # type: ignore[dict-item]
-    assert decoder.calls == [*((size, WARM_UP_TOKENS) for size in sizes), (batch, 64)]
+    warm_up = [*sizes, batch]  # every size of a step, then the prompts of the timed batch
+    assert decoder.calls == [*((size, WARM_UP_TOKENS) for size in warm_up), (batch, 64)]
+
+
+class CapturingDecoder:
+    """Takes ten times as long for the first prefill of a prompt length, as for a CUDA graph.
+
+    A capture slows the next prefill of each other engine down, too, whose memory it gives back.
+    """
+
+    def __init__(self, others: list[CapturingDecoder]) -> None:
+        self.graphs = object()
+        self.known: set[int] = set()
+        self.slowed: set[int] = set()
+        self.others = others
+        others.append(self)
+
+    def generate(self, requests: Sequence[Request]) -> Iterator[Generation]:
+        for request in requests:
+            length, steps = len(request.prompt_ids), ((0, 0),) * (request.max_new_tokens - 1)
+            first = 1.0
+            if length not in self.known:
+                self.known.add(length)
+                first = 10.0
+                for other in self.others:
+                    other.slowed |= other.known - {length}
+            elif length in self.slowed:
+                self.slowed.remove(length)
+                first = 5.0
+            tokens = (1,) * request.max_new_tokens
+            yield Generation(
+                request.id, tokens, "length", Counters(0), (), steps, first, first + len(steps)
+            )
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_no_timed_prefill_is_the_first_of_its_length(batch: int) -> None:
+    """So the time to the first token does not depend on which row is timed first."""
+    decoders: list[CapturingDecoder] = []
+    engines = {DecodingConfig(k=k): CapturingDecoder(decoders) for k in (0, 3)}
+    requests = [Request(str(i), (1,) * (2 + i % 4), 64) for i in range(8)]
+    batches = list(timing_batches(requests, 8, batch))
+    for _ in (0.0, 0.7):  # the temperatures share the engines
+        runs = time_in_turn(engines, batches, lambda *_: None)
+        assert {timing(run, None, batch=batch).ttft_ms for run in runs.values()} == {1000.0}
+        for run in runs.values():
+            assert {g.first_token_s for g in run.generations} == {1.0}
 
 
 def test_collections_pass_over_what_was_there_before() -> None:
