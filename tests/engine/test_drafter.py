@@ -165,7 +165,8 @@ def test_drafts_at_every_position_are_the_training_forwards(
 ) -> None:
     """A conversation, verified pair by pair: each draft is the best token behind the one before.
 
-    A causal block's first drafts are those of a shorter block.
+    Its confidence is stated behind the same token. A causal block's first drafts are those of a
+    shorter block.
     """
     sliding = {"sliding_window": 6, "layer_types": ("sliding_attention", "full_attention")}
     fields = {
@@ -184,17 +185,22 @@ def test_drafts_at_every_position_are_the_training_forwards(
     blank = torch.zeros(len(tokens), 1)
     r = Record("r", tokens, torch.ones_like(tokens), features, blank, blank[:, 0], tokens, 0.0)
     steps = [step.output for step in block_outputs(head, pack([[r]], len(tokens), K))]
-    drafter = new_drafter(head, k, draft_probs=False)
+    drafter = new_drafter(head, k, draft_probs=False, confidence=head.confidence_head is not None)
     drafter.start(2, 32)
     table, drafts = torch.tensor([[1]], dtype=torch.int32), []
     for t in range(length):
         verified = pairs.next([1], table)
         verified = replace(verified, features=verified.features.double())
-        (drafted,) = drafter.propose(verified).tokens
-        previous = pairs.tokens[0][t]
+        proposal = drafter.propose(verified)
+        (drafted,), previous = proposal.tokens, pairs.tokens[0][t]
         for step, draft in enumerate(drafted):
-            logits = head.logits(steps[step][t], previous)
+            output = steps[step][t]
+            logits = head.logits(output, previous)
             assert int(head.target_ids(logits.argmax())) == int(draft), (t, step)
+            if proposal.confidence is not None:
+                factors = head.markov_factors(previous)
+                expected = float(head.confidence_logits(head.normed(output), factors))
+                assert float(proposal.confidence[0, step]) == pytest.approx(expected, rel=1e-5)
             previous = draft
         drafts += drafted.tolist()
     assert len(set(drafts)) > 10  # or the test proves little
