@@ -102,12 +102,16 @@ def update_settings(
         raise UserError("\n".join(lines), where=where, do=do) from None
 
 
-_UNION_MEMBER = re.compile(r"(bool|int|float|str|literal\[.*\])$")
+_UNION_MEMBER = re.compile(r"(bool|int|float|str|(literal|list|tuple|dict)\[.*\])$")
 """What pydantic appends to a key for each type of a union."""
+
+_MAX_LENGTH, _MAX_LINES = 80, 12
+"""Characters of a value, and lines of one error, that messages show."""
 
 _EXPECTED = {
     "int_type": "a whole number",
     "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number of fewer digits",
     "int_from_float": "a whole number",
     "float_type": "a number",
     "float_parsing": "a number",
@@ -115,10 +119,12 @@ _EXPECTED = {
     "bool_type": "true or false",
     "bool_parsing": "true or false",
     "string_type": "a text",
+    "string_too_short": "a text that is not empty",
     "tuple_type": "a list",
     "list_type": "a list",
-    "model_type": "a mapping of settings",
-    "dict_type": "a mapping of settings",
+    "model_type": "a mapping",
+    "dict_type": "a mapping",
+    "none_required": "null",
 }
 """What was expected, by pydantic's types of errors."""
 
@@ -127,25 +133,32 @@ def merged_errors(error: ValidationError) -> list[Any]:
     """Return pydantic's errors, one for each value.
 
     For a list with invalid items pydantic also reports that the list is empty, and for a union it
-    reports one error for each type.
+    reports one error for each type: those inside a list or a mapping say most, and errors of the
+    value itself are joined.
     """
     by_key: dict[tuple[Any, ...], Any] = {}
     for one in error.errors():
-        loc = one["loc"]
-        if len(loc) > 1 and _UNION_MEMBER.match(str(loc[-1])):
+        loc = tuple(part for part in one["loc"] if not _UNION_MEMBER.match(str(part)))
+        if loc != one["loc"] and _UNION_MEMBER.match(str(one["loc"][-1])):
             expected = _expected(one)
-            if loc[:-1] in by_key:
-                expected = f"{by_key[loc[:-1]]['expected']} or {expected}"
-            one = {**one, "loc": loc[:-1], "expected": expected}
-        by_key[one["loc"]] = one
-    lists = {loc[:-1] for loc in by_key}
-    return [e for loc, e in by_key.items() if e["type"] != "too_short" or loc not in lists]
+            if loc in by_key:
+                expected = f"{by_key[loc]['expected']} or {expected}"
+            one = {**one, "expected": expected}
+        by_key[loc] = {**one, "loc": loc}
+    inner = {loc[:length] for loc in by_key for length in range(len(loc))}
+    return [
+        e
+        for loc, e in by_key.items()
+        if loc not in inner or not ("expected" in e or e["type"] == "too_short")
+    ]
 
 
 def _expected(error: Any) -> str:
     kind, message = error["type"], error["msg"].removeprefix("Input should be ")
     if kind == "string_pattern_mismatch":
         return f"a text that matches {error['ctx']['pattern']}"
+    if kind == "too_short":
+        return "at least one value"
     return _EXPECTED.get(kind) or "a number " * message.startswith(("greater", "less")) + message
 
 
@@ -165,16 +178,22 @@ def describe_error(error: Any) -> str:
         return "expected a value, found nothing"
     if kind == "extra_forbidden":
         return "unknown key"
-    if kind == "too_short":
+    if kind == "too_short" and "expected" not in error:
         return "expected at least one value, found none"
-    return (
-        f"expected {error.get('expected') or _expected(error)}, found {_yaml_text(error['input'])}"
-    )
+    found = _yaml_text(error["input"])
+    found = found if len(found) <= _MAX_LENGTH else f"{found[:_MAX_LENGTH]}…"
+    return f"expected {error.get('expected') or _expected(error)}, found {found}"
 
 
-def describe_errors(error: ValidationError) -> str:
-    """Return a line for each error, which begins with its key."""
-    return "\n  ".join(
-        ": ".join(filter(None, [".".join(map(str, one["loc"])), describe_error(one)]))
+def describe_errors(error: ValidationError, whole: str = "") -> str:
+    """Return a line for each of the first errors, which begins with its key.
+
+    Args:
+        whole: stands for the key of an error that concerns all values together.
+    """
+    lines = [
+        ": ".join(filter(None, [".".join(map(str, one["loc"])) or whole, describe_error(one)]))
         for one in merged_errors(error)
-    )
+    ]
+    more = [f"and {len(lines) - _MAX_LINES} more"] if len(lines) > _MAX_LINES else []
+    return "\n  ".join(lines[:_MAX_LINES] + more)

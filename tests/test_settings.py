@@ -17,6 +17,8 @@ class Outer(Settings):
     many: Annotated[tuple[Annotated[int, Field(ge=1)], ...], Field(min_length=1)] = (1,)
     inner: Inner = Inner()
     name: str = Field(default="a", pattern="^a")
+    parts: str | list[Inner] = ""
+    nothing: None = None
 
 
 @pytest.mark.parametrize(
@@ -25,16 +27,29 @@ class Outer(Settings):
         ({"many": [0]}, "many.0: expected a number greater than or equal to 1, found 0"),
         ({"many": []}, "many: expected at least one value, found none"),
         ({"many": ["x"]}, "many.0: expected a whole number, found 'x'"),
-        ({"inner": 3}, "inner: expected a mapping of settings, found 3"),
+        ({"inner": 3}, "inner: expected a mapping, found 3"),
         ({"inner": {"rate": 0}}, "inner.rate: expected a number greater than 0, found 0"),
         ({"inner": {"rat": 1}}, "inner.rat: unknown key"),
         ({"name": "b"}, "name: expected a text that matches ^a, found 'b'"),
+        ({"name": "b" * 99}, f"name: expected a text that matches ^a, found '{'b' * 79}…"),
+        ({"parts": None}, "parts: expected a text or a list, found null"),
+        ({"parts": [{"rate": 0}]}, "parts.0.rate: expected a number greater than 0, found 0"),
+        ({"parts": [{"rat": 1}]}, "parts.0.rat: unknown key"),
+        ({"nothing": 5}, "nothing: expected null, found 5"),
+        (5, "whole: expected a mapping, found 5"),
     ],
 )
-def test_each_error_is_one_line(values: dict, message: str) -> None:
+def test_each_error_is_one_line(values: object, message: str) -> None:
     with pytest.raises(ValidationError) as caught:
         Outer.model_validate(values)
-    assert describe_errors(caught.value) == message
+    assert describe_errors(caught.value, "whole") == message
+
+
+def test_long_lists_of_errors_are_cut() -> None:
+    with pytest.raises(ValidationError) as caught:
+        Outer.model_validate({"many": [0] * 30})
+    lines = describe_errors(caught.value).splitlines()
+    assert (len(lines), lines[-1].strip()) == (13, "and 18 more")
 
 
 def test_update_settings_validates_new_values() -> None:

@@ -11,17 +11,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PretrainedConfig
 
 from draftlab.errors import UserError
 from draftlab.export.launch_text import stated_k
 from draftlab.export.layout import LAUNCH
 from draftlab.files import read_json
+from draftlab.heads.config import Size
 from draftlab.heads.family import Family, families
 from draftlab.heads.vllm_config import MASK_TOKEN_KEYS
+from draftlab.settings import describe_error, merged_errors
 
 LLAMA4 = ("Llama4ForCausalLM", "EagleLlama4ForCausalLM")
 """Architectures of dense Llama 4 drafters, which cannot be imported."""
@@ -53,7 +55,7 @@ class DflashConfig(BaseModel):
 
     mask_token_id: int
     target_layer_ids: list[int]
-    block_size: int | None = None
+    block_size: Size | None = None
     causal: bool | None = None
 
 
@@ -68,22 +70,22 @@ class ForeignConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     model_type: Literal["llama", "qwen3"] = "llama"
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    rms_norm_eps: float
-    vocab_size: int
-    draft_vocab_size: int | None = None
-    target_hidden_size: int | None = None
-    max_position_embeddings: int | None = None
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    rms_norm_eps: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    vocab_size: Size
+    draft_vocab_size: Size | None = None
+    target_hidden_size: Size | None = None
+    max_position_embeddings: Size | None = None
     rope_theta: float | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
-    num_aux_hidden_states: int | None = None
+    num_aux_hidden_states: Size | None = None
     eagle_config: EagleConfig | None = None
     norm_before_residual: bool | None = None
     norm_before_fc: bool | None = None
@@ -94,13 +96,13 @@ class ForeignConfig(BaseModel):
     ptd_token_id: int | None = None
     aux_hidden_state_layer_ids: list[int] | None = None
     target_layer_ids: list[int] | None = None
-    num_target_layers: int | None = None
+    num_target_layers: Size | None = None
     dflash_config: DflashConfig | None = None
-    block_size: int | None = None
+    block_size: Size | None = None
     sample_from_anchor: bool | None = None
     is_causal: bool | None = None
     sliding_window_non_causal: bool | None = None
-    markov_rank: int | None = None
+    markov_rank: Annotated[int, Field(ge=0)] | None = None
     markov_head_type: Literal["vanilla"] | None = None
     enable_confidence_head: bool | None = None
     confidence_head_with_markov: bool | None = None
@@ -110,7 +112,7 @@ class ForeignConfig(BaseModel):
     bias: Literal[False] | None = None
     qkv_bias: Literal[False] | None = None
     use_sliding_window: bool | None = None
-    sliding_window: int | None = None
+    sliding_window: Size | None = None
     layer_types: list[Literal["full_attention", "sliding_attention"]] | None = None
     logit_scale: Literal[1.0] | None = None
     quantization_config: None = None
@@ -277,18 +279,15 @@ def _parse(config: dict[str, Any], where: Path, ignore: frozenset[str]) -> Forei
         return ForeignConfig.model_validate(checked)
     except ValidationError as error:
         lines, unknown = [], []
-        for fault in error.errors():
+        for fault in merged_errors(error):
             key = ".".join(map(str, fault["loc"]))
             if fault["type"] == "extra_forbidden":
                 unknown.append(key)
                 lines.append(
                     f"{key}: unknown, {fault['input']!r}; it might change what is computed"
                 )
-            elif fault["type"] == "missing":
-                lines.append(f"{key}: missing")
             else:
-                expected = fault["msg"].removeprefix("Input should be ")
-                lines.append(f"{key}: expected {expected}, found {fault['input']!r}")
+                lines.append(f"{key}: {describe_error(fault)}")
         do = " ".join(f"--ignore {key}" for key in unknown)
         raise UserError(
             "the config is not one of a head that draftlab can compute:\n  " + "\n  ".join(lines),

@@ -33,6 +33,7 @@ from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.folder import meta_head, new_head, save_head
 from draftlab.heads.validate import refuse_faults, tensor_faults
 from draftlab.progress import Monitor
+from draftlab.settings import describe_errors
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.locate import resolve_target
@@ -267,11 +268,7 @@ def foreign_head_config(
             | own_fields
         )
     except (ValidationError, ValueError, TypeError) as error:
-        faults = error.errors() if isinstance(error, ValidationError) else []
-        reason = "; ".join(
-            ": ".join([*map(str, f["loc"]), f["msg"].removeprefix("Value error, ")]) for f in faults
-        )
-        reason = reason or str(error)
+        reason = describe_errors(error) if isinstance(error, ValidationError) else str(error)
         raise UserError(
             f"draftlab cannot compute this head: {reason}",
             where=where,

@@ -163,8 +163,9 @@ def _read_yaml(path: Path) -> dict[str, Any]:
             do="correct the line that the message names",
         ) from None
     if not isinstance(tree, dict):
+        found = "nothing" if tree is None else repr(tree)[:60]
         raise UserError(
-            f"expected a mapping of settings, found {type(tree).__name__}",
+            f"expected a mapping of settings, found {found}",
             where=path,
             do="write settings as `train: {steps: 200}`; recipes/quickstart.yaml is an example",
         )

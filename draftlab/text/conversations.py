@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from draftlab.errors import UserError
 from draftlab.files import atomic_path
+from draftlab.settings import describe_errors
 from draftlab.text.conversation_schema import ConversationLine
 
 LINE_HELP = (
@@ -154,27 +155,7 @@ def _parse_with_json(line: bytes, number: int, *, where: str, do: str) -> Conver
     try:
         return ConversationLine.model_validate_json(text)
     except ValidationError as error:
-        raise UserError(_describe(error), where=where, do=do) from None
-
-
-def _describe(error: ValidationError) -> str:
-    """Return what the first error of a line expected and found, with the key's path."""
-    first = error.errors()[0]
-    key = ".".join(str(part) for part in first["loc"]) or "the line"
-    if first["type"] == "missing":
-        return f"expected {key}, found {', '.join(first['input']) or 'nothing'}"
-    expected = first["msg"].replace("Input should be", "expected")
-    if first["type"] in ("model_type", "dict_type"):
-        expected = "expected an object"
-    return f"{key}: {expected}, found {_in_words(first['input'])}"
-
-
-def _in_words(value: Any) -> str:
-    """Return a JSON value, shortened, with the kind of one that looks like another."""
-    if isinstance(value, str):
-        return repr(value[:60])
-    kind = "the number " if type(value) in (int, float) else ""
-    return kind + json.dumps(value, ensure_ascii=False)[:60]
+        raise UserError(describe_errors(error, "the line"), where=where, do=do) from None
 
 
 def iterate_conversations(path: Path, *, do: str = LINE_HELP) -> Iterator[Conversation]:

@@ -247,8 +247,8 @@ def test_copies_of_the_targets_tensors_are_recognised(
     [
         ({"attention_bias": True}, "attention_bias: expected False"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', found 'gelu'"),
-        ({"hidden_size": "32"}, "hidden_size: expected a valid integer"),
-        ({"rms_norm_eps": ...}, "rms_norm_eps: missing"),
+        ({"hidden_size": "32"}, "hidden_size: expected a whole number, found '32'"),
+        ({"rms_norm_eps": ...}, "rms_norm_eps: expected a value, found nothing"),
         ({"residual_scale": 0.5}, "residual_scale: unknown, 0.5(?s:.*)--ignore residual_scale"),
         ({"layer_types": ["sliding_attention"]}, "layer_types"),
         ({"logit_scale": 0.25}, "logit_scale"),

@@ -94,7 +94,7 @@ def test_an_unknown_setting_unlike_any_lists_the_known(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("train:", "train: expected a mapping of settings, found "),
+        ("train:", "train: expected a mapping, found null"),
         ("record: {overlong: cut}", "record.overlong: expected 'truncate' or 'skip', found 'cut'"),
         (
             "eval: {k: [0]}",
@@ -106,8 +106,8 @@ def test_an_unknown_setting_unlike_any_lists_the_known(tmp_path: Path) -> None:
             "'gguf'; did you mean 'llamacpp'?\n",
         ),
         ("name: ../elsewhere", "name: expected a name of letters, digits, "),
-        ("- a\n- b", "expected a mapping of settings, found list"),
-        ("", "expected a mapping of settings, found NoneType"),
+        ("- a\n- b", "expected a mapping of settings, found ['a', 'b']"),
+        ("", "expected a mapping of settings, found nothing"),
         ("train: {steps: 1", "expected YAML"),
         ("train: {steps: 1, steps: 2}", "the key 'steps' is there twice"),
     ],
