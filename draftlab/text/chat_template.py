@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateSyntaxError
+from jinja2.exceptions import SecurityError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, read_json, sha256_text
+from draftlab.text.template_meter import LimitError
+from draftlab.text.template_sandbox import render_template
 
 Messages = Sequence[Mapping[str, Any]]
 """[{"role": "system" | "user" | "assistant" | "tool", "content": text}, …]; an assistant's may also
@@ -23,7 +24,6 @@ have `reasoning_content` (text) and `tool_calls` ([{"function": {"name", "argume
 Tools = Sequence[dict[str, Any]]
 """JSON schemas of the functions that the answers may call."""
 
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Text that tokenizers split differently: digits, indentation, line ends, contractions, accents.
 _PROBE = "It's  1234567 OK:\n\n\tdef f(x):\r\n        return x  # naïve “日本語” 👩‍💻\n"
 
@@ -73,7 +73,7 @@ def generation_blocks(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None = None
 ) -> list[tuple[int, int]] | None:
     """Return the character ranges inside `{% generation %}` blocks; None if there are none."""
-    return _render(tokenizer, messages, tools, blocks=True)[1] or None
+    return _render(tokenizer, messages, tools)[1] or None
 
 
 def _render(
@@ -82,28 +82,50 @@ def _render(
     tools: Tools | None,
     *,
     generation_prompt: bool = False,
-    blocks: bool = False,
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return the rendered text and, with `blocks`, its generation blocks.
+    """Return the rendered text and its generation blocks.
 
-    `apply_chat_template` calls the same function, but its token mask is not sufficient: it merges
+    The text is that of `apply_chat_template`, whose token mask is not sufficient: it merges
     adjacent answers, and an answer whose first character has no token silently loses its mask.
+
+    Raises:
+        RenderError: the template cannot render this conversation.
+        UserError: it cannot render any, exceeds its limits or does what a template must not.
     """
     source = chat_template(tokenizer)
     if not messages:
         raise RenderError("expected a turn before the first answer, found none")
+    variables = {
+        "messages": [_with_thinking(message) for message in messages],
+        "tools": list(tools) if tools else None,
+        "documents": None,
+        "add_generation_prompt": generation_prompt,
+        **tokenizer.special_tokens_map,
+    }
+    size = sum(len(message.get("content") or "") for message in messages)
     try:
-        texts, ranges = render_jinja_template(
-            conversations=[[_with_thinking(message) for message in messages]],
-            tools=list(tools) if tools else None,
-            chat_template=source,
-            return_assistant_tokens_mask=blocks and _GENERATION.search(source) is not None,
-            add_generation_prompt=generation_prompt,
-            **tokenizer.special_tokens_map,
-        )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise RenderError(f"the target's chat template refuses the conversation: {error}") from None
-    return texts[0], [(start, end) for start, end in ranges[0]] if ranges else []
+        return render_template(source, variables, size)
+    except TemplateSyntaxError as error:
+        fault, line = f"is not a Jinja template: {_shown(error)}", f", line {error.lineno}"
+    except (LimitError, SecurityError, MemoryError, RecursionError) as error:
+        kinds = {RecursionError: "it calls itself without end", MemoryError: "it fills the memory"}
+        fault, line = f"is refused: {kinds.get(type(error)) or _shown(error)}", ""
+    except Exception as error:  # whatever a stranger's program raises
+        raise RenderError(
+            f"the target's chat template refuses the conversation: {_shown(error)}"
+        ) from None
+    raise UserError(
+        f"the target's chat template {fault}",
+        where=f"the chat template of {tokenizer.name_or_path}{line}",
+        do="use the template that the model was published with, as chat_template.jinja in its "
+        "folder",
+    )
+
+
+def _shown(error: Exception) -> str:
+    """Return the first 300 characters of an error's message."""
+    text = str(error) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]} …"
 
 
 def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
