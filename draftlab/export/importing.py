@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 from torch import Tensor
-from transformers import AutoConfig
 
 from draftlab.errors import UserError
 from draftlab.export.compare import compare_tensors
@@ -36,7 +35,7 @@ from draftlab.progress import Monitor
 from draftlab.settings import describe_errors
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
-from draftlab.target_model.locate import resolve_target
+from draftlab.target_model.locate import load_config, resolve_target
 from draftlab.target_model.parts import load_parts
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256
@@ -162,16 +161,7 @@ def foreign_head_config(
     """Return draftlab.json of a foreign head; only a mask token makes the embeddings its own."""
     config, where = foreign.config, folder / "config.json"
     target_folder = resolve_target(settings)
-    try:
-        target_config = AutoConfig.from_pretrained(
-            target_folder, trust_remote_code=settings.trust_remote_code
-        )
-    except Exception as error:  # OSError, ValueError, and what remote code raises
-        raise UserError(
-            f"the target's config does not load: {error}",
-            where=target_folder,
-            do="check that the folder is complete and that transformers knows the architecture",
-        ) from None
+    target_config = load_config(target_folder, trust_remote_code=settings.trust_remote_code)
     text = target_config.get_text_config()
     sizes = {
         "vocab_size": (config.vocab_size, text.vocab_size),

@@ -21,7 +21,13 @@ from draftlab.store.manifest import StoreIdentity
 from draftlab.store.store import Store
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
 from draftlab.target_model.config_fields import max_positions
-from draftlab.target_model.locate import config_folder, hub_answers, hub_error, resolve_target
+from draftlab.target_model.locate import (
+    config_folder,
+    hub_answers,
+    hub_error,
+    load_config,
+    resolve_target,
+)
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids
 from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary
@@ -34,23 +40,18 @@ def target_config(target: TargetSettings) -> Any:
     Raises:
         UserError: the config cannot be read.
     """
-    folder = config_folder(target)
-    answers = folder is not None or hub_answers()
+    if (folder := config_folder(target)) is not None:
+        return load_config(folder, trust_remote_code=target.trust_remote_code)
+    answers = hub_answers()
     try:
         return AutoConfig.from_pretrained(
-            str(folder or target.path),
+            target.path,
             revision=target.revision,
             trust_remote_code=target.trust_remote_code,
             local_files_only=not answers,
         )
     except Exception as error:  # OSError, ValueError, and what remote code raises
-        if folder is None:
-            raise hub_error(target, "the target's config", error, answers) from None
-        raise UserError(
-            f"the target's config does not load: {error}",
-            where=folder,
-            do="check that the folder is complete and that transformers knows the architecture",
-        ) from None
+        raise hub_error(target, "the target's config", error, answers) from None
 
 
 def choose_boundaries(recipe: Recipe, num_layers: int, monitor: Monitor) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
@@ -24,7 +23,12 @@ from transformers.utils import logging as transformers_logging
 from draftlab.errors import UserError
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.compiled import compile_target
-from draftlab.target_model.locate import resolve_device, resolve_target
+from draftlab.target_model.locate import (
+    load_config,
+    load_error,
+    resolve_device,
+    resolve_target,
+)
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import shard_files
 from draftlab.target_model.pipeline_parallel import dispatch_layers, plan_placement
@@ -33,18 +37,26 @@ from draftlab.target_model.settings import TargetSettings
 
 
 def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
-    """Load the target's tokenizer; its chat template has the values of `template_arguments`."""
+    """Load the target's tokenizer; its chat template has the values of `template_arguments`.
+
+    Raises:
+        UserError: the target has none, or it does not load.
+    """
     folder = resolve_target(settings)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # OSError, ValueError, and what the tokenizers library raises
+        advice = "copy the tokenizer files there, such as tokenizer.json"
+        raise load_error("the target's tokenizer", folder, error, advice) from None
+    # Of a folder without a tokenizer transformers makes one of the special tokens alone.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise UserError(
-            f"the target's tokenizer does not load: {error}",
+            "expected the target's tokenizer, found none with words",
             where=folder,
             do="copy the tokenizer files there, such as tokenizer.json",
-        ) from None
+        )
     template = tokenizer.chat_template
     if isinstance(template, str):
         tokenizer.chat_template = settings.template(template)
@@ -88,7 +100,7 @@ def load_model(
     shard_files(folder)
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
     try:
-        config = AutoConfig.from_pretrained(folder, **options)
+        config = load_config(folder, trust_remote_code=settings.trust_remote_code)
         placement = plan_placement(config, settings.gpus, device, **options)
         if placement is not None:
             options["device_map"] = placement.by_module
@@ -106,11 +118,8 @@ def load_model(
     except UserError:
         raise
     except Exception as error:  # transformers and safetensors raise many types for a bad checkpoint
-        raise UserError(
-            f"the target does not load: {type(error).__name__}: {error}",
-            where=folder,
-            do="check that config.json fits the weights and that all files are complete",
-        ) from None
+        advice = "check that config.json fits the weights and that all files are complete"
+        raise load_error("the target", folder, error, advice) from None
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise UserError(

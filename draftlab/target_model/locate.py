@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,8 +71,47 @@ def hub_answers() -> bool:
     return True
 
 
+def load_error(what: str, where: Path | str, error: Exception, do: str) -> UserError:
+    """Return the error of a part of a checkpoint that transformers cannot load.
+
+    Args:
+        what: the part, such as "the target's config".
+        do: the advice, if the reason is not that the checkpoint ships code.
+    """
+    if "trust_remote_code" in str(error):  # transformers names the argument of its own function
+        return UserError(
+            f"{what} needs code that the checkpoint ships, and draftlab runs none unless told to",
+            where=where,
+            do="read its Python files; then say --trust-remote-code, or in the recipe "
+            "target.trust_remote_code: true",
+        )
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return UserError(f"{what} does not load: {kind}{error}", where=where, do=do)
+
+
+def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
+    """Return a checkpoint's config.json as transformers reads it.
+
+    Raises:
+        UserError: it does not load.
+    """
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # OSError, ValueError, and what remote code raises
+        raise load_error(
+            "the target's config",
+            folder,
+            error,
+            "check that the folder is complete and that transformers knows the architecture",
+        ) from None
+
+
 def hub_error(settings: TargetSettings, what: str, error: Exception, answers: bool) -> UserError:
     """Return the error of something that could not be read from the Hub."""
+    if "trust_remote_code" in str(error):
+        return load_error(what, settings.path, error, "")
     reason = str(error) if answers else "the Hub does not answer, and the local cache lacks it"
     return UserError(
         f"{what} could not be read from the Hub: {reason}",

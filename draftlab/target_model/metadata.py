@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
-from draftlab.errors import UserError
 from draftlab.target_model.config_fields import max_positions
 from draftlab.target_model.fingerprint import fingerprint
-from draftlab.target_model.locate import resolve_device, resolve_target
+from draftlab.target_model.locate import load_config, resolve_device, resolve_target
 from draftlab.target_model.parts import TargetParts, load_parts
 from draftlab.target_model.settings import TargetSettings
 
@@ -41,16 +39,7 @@ class TargetMetadata:
         self.folder: Path = resolve_target(settings)
         self.name, self.settings, self.padding_reason = settings.path, settings, padding_reason
         self.device = resolve_device(settings.device)
-        try:
-            config = AutoConfig.from_pretrained(
-                self.folder, trust_remote_code=settings.trust_remote_code
-            )
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"the target's config does not load: {error}",
-                where=self.folder,
-                do="check that the folder is complete and that transformers knows the architecture",
-            ) from None
+        config = load_config(self.folder, trust_remote_code=settings.trust_remote_code)
         self.config: Any = config.get_text_config()
         self._config_dtype = getattr(config, "dtype", None) or getattr(self.config, "dtype", None)
         self.num_layers = int(self.config.num_hidden_layers)

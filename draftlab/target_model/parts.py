@@ -12,10 +12,11 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftlab.errors import UserError
 from draftlab.files import read_json
+from draftlab.target_model.locate import load_config
 
 _NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "embedding_norm")
 
@@ -113,7 +114,7 @@ def check_llama_style(folder: Path, *, trust_remote_code: bool = False) -> None:
         UserError: logits are scaled or capped, or the final norm is not an RMS norm times its
             weight.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
     text = config.get_text_config()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -146,7 +147,7 @@ def load_parts(folder: Path, *, trust_remote_code: bool = False) -> TargetParts:
     Returns:
         The parts in the checkpoint's dtype, on the CPU.
     """
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     norm = text_decoder(skeleton)[2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,14 +13,29 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftlab.errors import UserError
+from draftlab.pipeline.head_spec import target_config
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.locate import resolve_device, resolve_target
+from draftlab.target_model.metadata import TargetMetadata
+from draftlab.target_model.parts import load_parts
 from draftlab.target_model.pipeline_parallel import plan_placement
 from draftlab.target_model.settings import TargetSettings
 from tests.helpers.zoo import load_on_cpu, zoo_folder
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n"
+
+
+def load_metadata(folder: Path) -> TargetMetadata:
+    return TargetMetadata(TargetSettings(path=str(folder), device="cpu"))
+
+
+def config_of(folder: Path) -> object:
+    return target_config(TargetSettings(path=str(folder)))
+
+
+def tokenizer_of(folder: Path) -> object:
+    return load_tokenizer(TargetSettings(path=str(folder)))
 
 
 @pytest.fixture
@@ -89,9 +106,31 @@ def test_too_many_gpus_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch
     load_on_cpu(folder, gpus=2)  # on a CPU it has no effect
 
 
-def test_a_missing_tokenizer_is_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="tokenizer"):
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "gemma2"])
+def test_a_missing_tokenizer_is_refused(folder: Path, model_type: str) -> None:
+    """For some models transformers makes a tokenizer of the special tokens alone."""
+    config = json.loads((folder / "config.json").read_text()) | {"model_type": model_type}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"the target's tokenizer( does not load|, found none)"):
         load_tokenizer(TargetSettings(path=str(folder)))
+
+
+@pytest.mark.parametrize("load", [load_on_cpu, load_parts, load_metadata, config_of, tokenizer_of])
+def test_a_target_that_ships_code_is_refused_in_draftlabs_words(
+    folder: Path, load: Callable[[Path], object]
+) -> None:
+    """transformers' message names an argument of its own function."""
+    code = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M"}
+    config = {"model_type": "own", "architectures": ["M"], "auto_map": code}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": [None, "own.T"]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError) as raised:
+        load(folder)
+    assert "needs code that the checkpoint ships" in raised.value.what
+    assert "trust_remote_code=True" not in str(raised.value)
+    assert "--trust-remote-code" in raised.value.do
+    assert "target.trust_remote_code: true" in raised.value.do
 
 
 @pytest.mark.parametrize("device", ["gpu", "nonsense:0", "cuda:99", "mps", "meta"])
