@@ -8,6 +8,27 @@ from collections.abc import Sequence
 from itertools import chain, count
 from typing import Any
 
+# C0 and C1 control characters, DEL, what reorders text, line separators, halves of a character.
+_CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def visible(text: str) -> str:
+    """Return a text of the same length in which no character controls a terminal.
+
+    Line feeds and tabs stay. An escape character becomes ␛; what has no such picture becomes �.
+    """
+    return _CONTROL.sub(lambda found: _PICTURES.get(found[0], "\ufffd"), text)
+
+
+_PICTURES = {chr(code): chr(0x2400 + code) for code in range(32)} | {"\x7f": "\u2421"}
+
+
+def visible_json(text: str) -> str:
+    """Return equal JSON in which escapes stand for the characters that control a terminal."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
 
 def count_text(number: int, noun: str) -> str:
     """Return a count with its noun: "1 shard", "2,000 shards", "2 processes"."""

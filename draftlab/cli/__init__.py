@@ -12,7 +12,17 @@ from typing import Annotated
 
 import typer
 
-from draftlab.cli.console import Debug, Json, guard, monitor, output, show_report
+from draftlab.cli.console import (
+    Debug,
+    Json,
+    clean_library_messages,
+    echo,
+    echo_json,
+    guard,
+    monitor,
+    output,
+    show_report,
+)
 from draftlab.cli.doctor import doctor
 from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
@@ -199,10 +209,10 @@ def recipe_schema(
     from draftlab.pipeline.recipe_schema import schema_lines
 
     if as_json:
-        typer.echo(json.dumps(Recipe.model_json_schema(), indent=2))
+        echo_json(json.dumps(Recipe.model_json_schema(), indent=2))
     else:
         for line in schema_lines(Recipe):
-            typer.echo(line)
+            echo(line)
 
 
 @recipe_app.command("show")
@@ -211,7 +221,7 @@ def recipe_show(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = F
     with guard(debug):
         from draftlab.pipeline.recipe import load_recipe, to_yaml
 
-        typer.echo(to_yaml(load_recipe(recipe, overrides or [])), nl=False)
+        echo(to_yaml(load_recipe(recipe, overrides or [])).rstrip("\n"))
 
 
 @app.command()
@@ -219,9 +229,10 @@ def version() -> None:
     """Print draftlab's version."""
     from draftlab.version import package_version
 
-    typer.echo(package_version())
+    echo(package_version())
 
 
 def main() -> None:
     """Run the `draftlab` command."""
+    clean_library_messages()
     app()

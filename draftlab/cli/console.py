@@ -6,23 +6,27 @@ Stdout has only the tables or the JSON that a verb prints; everything else goes 
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.segment import Segment
 from rich.text import Text
 
 from draftlab.errors import UserError
+from draftlab.formatting import visible, visible_json
 from draftlab.progress import Monitor
 from draftlab.signals import on_ending_signal
 
@@ -48,6 +52,56 @@ TrustRemoteCode = Annotated[
 PROGRESS_INTERVAL_S = 15.0  # between lines of progress in a log
 
 
+class PlainConsole(Console):
+    """A console for texts with strangers' names: they are neither markup nor control sequences.
+
+    Colours and the progress bar are rich's own sequences, and stay.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(visible(text), **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        if (
+            isinstance(renderable, Text)
+            and (plain := visible(renderable.plain)) != renderable.plain
+        ):
+            renderable = renderable.copy()
+            renderable.plain = plain  # of the same length, so that the styles fit
+        return super().render(renderable, options)
+
+
+def echo(line: str) -> None:
+    """Print a line on stdout."""
+    typer.echo(visible(line))
+
+
+def echo_json(text: str) -> None:
+    """Print JSON on stdout."""
+    typer.echo(visible_json(text.rstrip("\n")))
+
+
+def clean_library_messages() -> None:
+    """Let log records and warnings of libraries, which quote strangers' names, be visible text."""
+
+    class Record(logging.LogRecord):
+        def getMessage(self) -> str:
+            return visible(super().getMessage())
+
+    logging.setLogRecordFactory(Record)
+    formatted = warnings.formatwarning
+
+    def format_warning(*args: Any, **kwargs: Any) -> str:
+        return visible(formatted(*args, **kwargs))
+
+    warnings.formatwarning = format_warning
+
+
 class ConsoleMonitor(Monitor):
     """Prints lines and a progress bar on a terminal, and lines of progress into a log.
 
@@ -59,11 +113,11 @@ class ConsoleMonitor(Monitor):
         self.console = console
         self.warnings: list[str] = []
         self._bars = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=30),
             TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[detail]}"),
+            TextColumn("{task.fields[detail]}", markup=False),
             console=console,
             transient=True,
         )
@@ -144,9 +198,9 @@ def print_block(console: Console, title: str, text: Text) -> None:
         console.print(Text(f"{title}: ").append_text(text), soft_wrap=True)
 
 
-errors = Console(stderr=True)
+errors = PlainConsole(stderr=True)
 # In a file or a pipe rich assumes 80 columns, too few for the tables of reports.
-output = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 110)
+output = PlainConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 110)
 monitor = ConsoleMonitor(errors)
 
 
@@ -246,7 +300,7 @@ def show_report(report: Report, as_json: bool, path: Path) -> None:
     Warnings that were printed before decoding are not repeated.
     """
     if as_json:
-        typer.echo(path.read_text(encoding="utf-8"), nl=False)
+        echo_json(path.read_text(encoding="utf-8"))
     else:
         from draftlab.report import print_report
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.cli.console import Debug, TrustRemoteCode, guard, monitor, output
+from draftlab.cli.console import Debug, TrustRemoteCode, echo_json, guard, monitor, output
 from draftlab.cli.settings_options import SettingsOptions
 from draftlab.doctor.settings import DoctorSettings
 
@@ -57,7 +57,7 @@ def doctor(
         settings = OPTIONS.apply(defaults, chosen)
         diagnosis = diagnose(folder, TargetSession(target_settings, settings, monitor))
         if as_json:
-            typer.echo(json.dumps(diagnosis.dump(), indent=2, ensure_ascii=False))
+            echo_json(json.dumps(diagnosis.dump(), indent=2, ensure_ascii=False))
         else:
             print_diagnosis(diagnosis, output)
         raise typer.Exit(0 if diagnosis.healthy else 1)

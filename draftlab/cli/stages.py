@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftlab.cli.console import monitor, plan_lines
+from draftlab.cli.console import echo, monitor, plan_lines
 from draftlab.cli.ray import connected, planned_hardware
 
 if TYPE_CHECKING:
@@ -82,15 +82,15 @@ def make(
         pipeline.on_cluster = ray is not None
         hardware, ray_line = planned_hardware(ray, pipeline.recipe.hardware)
         pipeline.recipe = pipeline.recipe.model_copy(update={"hardware": hardware})
-        typer.echo(f"run folder: {pipeline.folder}")
+        echo(f"run folder: {pipeline.folder}")
         statuses = pipeline.plan(*stages)
         for line in plan_lines(statuses, force=force):
-            typer.echo(line)
+            echo(line)
         if ray_line:
-            typer.echo(ray_line)
+            echo(ray_line)
         for line in pipeline.estimate(*stages):
-            typer.echo(line)
-        typer.echo("`draftlab recipe show` with the same arguments prints every setting")
+            echo(line)
+        echo("`draftlab recipe show` with the same arguments prints every setting")
         pipeline.check(statuses, plan=True)
         return None
     with connected(ray) as pipeline.cluster:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -121,7 +122,7 @@ def _has_other_content(path: Path) -> bool:
 def _read_report(workspace: HeadWorkspace) -> tuple[Report, list[Row]]:
     """Return the run's report as it is published, and its rows of this head and plain decoding."""
     path = workspace.folder / "eval" / REPORT
-    evaluate = f"run `draftlab eval --run {workspace.folder.name}`"
+    evaluate = f"run `draftlab eval --run {quote(workspace.folder.name)}`"
     if not path.is_file():
         raise UserError("expected the run to have a report, found none", where=path, do=evaluate)
     report = publishable_report(Report.read(path))

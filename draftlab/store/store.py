@@ -265,9 +265,9 @@ class Store:
 
     def _how_to_remake(self) -> str:
         """Return what a user does about a damaged shard."""
-        recipe, made_by = self.folder.parent / "recipe.yaml", self.manifest.settings.get("made_by")
-        if made_by is not None:
-            return f"remove this store and make it again: `draftlab store {made_by}`"
+        recipe = self.folder.parent / "recipe.yaml"
+        if "made_by" in self.manifest.settings:
+            return "remove this store, and make it again of the stores that it was made of"
         if recipe.is_file():
             return f"remove this shard; `draftlab record {quote(str(recipe))}` makes it again"
         return f"remove this shard and {RECORD_AGAIN}"

@@ -108,7 +108,7 @@ def test_no_store_is_made_of_a_damaged_shard(tmp_path: Path) -> None:
     copy.write_bytes(copy.read_bytes()[:-1] + b"\1")
     with pytest.raises(UserError, match="SHA-256") as caught:
         Store.open(part.folder).verify()
-    assert "`draftlab store sample`" in caught.value.do
+    assert "make it again of the stores" in caught.value.do
 
 
 def test_a_failed_selection_leaves_no_files(
