@@ -25,7 +25,7 @@ from draftlab.pipeline.head_spec import target_config
 from draftlab.pipeline.resolve import reference_head
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest
-from draftlab.store.merge_split_sample import merge
+from draftlab.store.merge import merge
 from draftlab.store.receipts import Receipts
 from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target, load_tokenizer

@@ -30,7 +30,7 @@ BOUNDARY_MEANING = "input-of-layer: b is the state entering layer b; num_layers:
 _INDEX, _TABLE = "index of the store's records", "table of the store's shards"
 _INDEX_AGAIN = (
     "record again into this folder, which writes the index again and keeps whole shards; a store "
-    "made by `draftlab store` has to be made again"
+    "made by `draftlab store merge` has to be made again"
 )
 _TABLE_AGAIN = (
     "restore the file, or remove the store and record it again: only this file has the hashes of "

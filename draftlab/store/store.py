@@ -267,7 +267,7 @@ class Store:
         """Return what a user does about a damaged shard."""
         recipe = self.folder.parent / "recipe.yaml"
         if "made_by" in self.manifest.settings:
-            return "remove this store, and make it again of the stores that it was made of"
+            return "remove this store and merge its sources again: `draftlab store merge`"
         if recipe.is_file():
             return f"remove this shard; `draftlab record {quote(str(recipe))}` makes it again"
         return f"remove this shard and {RECORD_AGAIN}"

@@ -129,13 +129,9 @@ REFUSED = [
     Case("inspect nowhere", "nowhere"),
     Case("inspect small.yaml", "small.yaml"),
     Case(f"inspect {STORE} --sample 9999", "expected a sample in"),
-    Case("store sample nowhere --out o --records 2", "nowhere"),
-    Case(f"store sample {STORE} --out o --records 9999", "at most the store's"),
-    Case(f"store sample {STORE} --out toy --records 2", "new folder"),
     Case(f"store merge {STORE} --out toy", "new folder"),
     Case("store merge nowhere --out o", "nowhere"),
     Case(f"store merge {STORE} --out s3://bucket/o", "found the URL s3://bucket/o"),
-    Case(f"store sample {STORE} --records 2 --out s3://b/o", "found the URL s3://b/o"),
     Case("doctor nowhere", "nowhere"),
     Case("push nowhere a/b", "nowhere"),
     Case("push small a", "repository"),
@@ -153,8 +149,7 @@ DAMAGED_STORE = [
         (cut(SHARD, 0), "shard-00000"),
     )
     for command in (
-        f"store sample {STORE} --out o --records 12",
-        f"store split {STORE} --out o --out p",
+        f"store merge {STORE} --out o",
         f"inspect {STORE} --verify",
     )
 ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,15 +12,10 @@ from hypothesis import strategies as st
 
 from draftlab.progress import Monitor
 from draftlab.store.columns import Texts
-from draftlab.store.merge_split_sample import select
 from draftlab.store.prompt_split import group_by_prompt, hold_out, split_groups
-from draftlab.store.samples import Sample
-from draftlab.store.store import Store
 from draftlab.store.text_hashes import hash_texts
 from draftlab.text.conversations import Conversation, answer_id
 from draftlab.text.samples import build_samples
-from tests.helpers.small_run import draftlab
-from tests.helpers.table_target import record_table
 from tests.helpers.toys import toy_tokenizer
 
 
@@ -197,23 +191,3 @@ def test_with_one_answer_per_prompt_the_split_is_that_of_earlier_runs(
 def test_nothing_is_held_out_of_one_prompt_or_with_no_share() -> None:
     assert hold_out_lists(answer_ids(6), 0.5, 0) == ([*range(6)], [])
     assert hold_out_lists(answer_ids(3, 3), 0.0, 0) == ([*range(6)], [])
-
-
-def test_store_split_keeps_prompts_together(tmp_path: Path) -> None:
-    ids = answer_ids(*[3] * 12)
-    samples = [Sample(id_, (1, 2, 3, 4), (0, 1, 1, 1), 0.0) for id_ in ids]
-    record_table(tmp_path / "s", samples)
-    command = ("store", "split", "s", "--out", "a", "--out", "b", "--shares", "70,30")
-    assert draftlab(tmp_path, *command).exit_code == 0
-    a, b = (Store.open(tmp_path / part).ids for part in "ab")
-    assert sorted([*a, *b]) == sorted(ids)
-    assert abs(len(a) - 0.7 * 36) < 3
-    assert not prompts_of(a) & prompts_of(b)
-
-    records = [number for number, id_ in enumerate(ids) if id_.startswith("p-1~")]
-    select(Store.open(tmp_path / "s"), records, tmp_path / "t", {}, Monitor())
-    result = draftlab(tmp_path, "store", "split", "t", "--out", "c", "--out", "d")
-    assert result.exit_code == 2
-    assert "found none of 2 for d" in result.output
-    assert "the records answer 1 prompt" in " ".join(result.output.split())
-    assert not (tmp_path / "c").exists()

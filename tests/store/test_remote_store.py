@@ -16,7 +16,7 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store import object_store, transfer_errors
 from draftlab.store.manifest import MANIFEST
-from draftlab.store.merge_split_sample import merge, select
+from draftlab.store.merge import merge
 from draftlab.store.object_store import UrlFolder
 from draftlab.store.record_index import RECORDS
 from draftlab.store.shard_cache import machine_cache
@@ -298,12 +298,6 @@ def test_stores_are_made_of_remote_ones(
         tmp_path / "merged/shard-00000.safetensors",
         machine_cache().folder / "shards" / merged.manifest.shards[0].sha256,
     )
-    chosen = [3, 1, 7]
-    parts = [
-        select(store, chosen, tmp_path / f"part{n}", {"made_by": "sample"}, Monitor())
-        for n, store in enumerate((local, Store.open(URL)))
-    ]
-    assert files(parts[0].folder) == files(parts[1].folder)
 
 
 def test_a_file_url_is_a_folder_without_a_cache(target: Target, tmp_path: Path) -> None:

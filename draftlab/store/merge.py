@@ -1,4 +1,4 @@
-"""New stores made from the records of stores. States are copied bit for bit, never recomputed."""
+"""Merge stores into one. States are copied bit for bit, never recomputed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import torch
 
 from draftlab.errors import UserError
 from draftlab.files import (
@@ -20,12 +16,10 @@ from draftlab.files import (
     sha256_text,
 )
 from draftlab.progress import Monitor
-from draftlab.store.batches import group_consecutive
-from draftlab.store.manifest import Counts, Dropped, Manifest
+from draftlab.store.manifest import MANIFEST, Counts, Dropped, Manifest
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard import Shard, Shards, shard_file
-from draftlab.store.shard_file import write_shard
-from draftlab.store.shard_table import ShardTable, WrittenShard
+from draftlab.store.shard_table import ShardTable
 from draftlab.store.store import Store
 
 
@@ -36,7 +30,7 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
 
     Raises:
         UserError: the identities differ, two stores share an id, a shard is damaged, or the folder
-            is not empty.
+            is not empty or is inside a store.
     """
     for store in stores[1:]:
         store.identity.check(stores[0].identity, store.address)
@@ -55,72 +49,10 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
             stores,
             RecordIndex.join([manifest.index for manifest in manifests]),
             ShardTable.join(tables, [len(store) for store in stores]),
-            {"made_by": "merge"},
             Counts(**_sums([manifest.counts for manifest in manifests])),
             Dropped(**_sums([manifest.dropped for manifest in manifests])),
             sum(manifest.truncated for manifest in manifests),
         )
-    return Store.open(folder)
-
-
-def select(
-    store: Store,
-    records: Sequence[int] | np.ndarray,
-    folder: Path,
-    made_by: dict[str, Any],
-    monitor: Monitor,
-    *,
-    shard_tokens: int = 32_768,
-) -> Store:
-    """Write a store with some records of a store, in the given order.
-
-    Args:
-        records: record numbers, each at most once.
-        made_by: how they were chosen; JSON values for the manifest's settings.
-
-    Raises:
-        UserError: there are no records, a shard is damaged, or the folder is not empty.
-    """
-    records = np.asarray(records).tolist()
-    if not records:
-        raise UserError(
-            "expected records to write, found none",
-            where=folder,
-            do="choose a larger share, or another source",
-        )
-    lengths = [store.lengths[record] for record in records]
-    groups = group_consecutive(lengths, shard_tokens)
-    index = RecordIndex.of(
-        [store.ids[record] for record in records],
-        lengths,
-        [store.temperatures[record] for record in records],
-        [len(group) for group in groups],
-        [[]] * len(groups),
-    )
-    old = store.manifest.written
-    locations = dict(zip(old.not_finite_records.tolist(), old.not_finite, strict=True))
-    shards, loss_tokens = [], 0
-    with _new_folder(folder) as new:
-        for number, group in enumerate(groups):
-            members = [records[i] for i in group]
-            if store.files.is_local:  # others are verified when they are read
-                store.verify(store.shards_of(members))
-            rows = [store.raw_tensors(record) for record in members]
-            tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
-            tensors["offsets"] = torch.tensor([0, *(lengths[i] for i in group)]).cumsum(0)
-            try:
-                size, digest = write_shard(tensors, new / shard_file(number))
-            except OSError as error:
-                raise UserError(
-                    f"a shard could not be written: {error}", where=folder, do="free disk space"
-                ) from None
-            not_finite = {store.ids[i]: locations[i] for i in members if i in locations}
-            shards.append(WrittenShard(bytes=size, sha256=digest, not_finite=not_finite))
-            loss_tokens += int((tensors["spans"] > 0).sum())
-            monitor.progress("store", number + 1, len(groups))
-        counts = Counts(records=len(records), tokens=sum(lengths), loss_tokens=loss_tokens)
-        table = ShardTable.of(index, store.identity.fp8_boundaries, shards)
-        _write_manifest(new, [store], index, table, made_by, counts, Dropped(), 0)
     return Store.open(folder)
 
 
@@ -141,12 +73,8 @@ def _check_unique_ids(stores: Sequence[Store]) -> None:
         )
 
 
-def check_new_folder(folder: Path) -> None:
-    """Check that a folder is empty or can be made.
-
-    Raises:
-        UserError: it is not, or it cannot.
-    """
+def _check_new_folder(folder: Path) -> None:
+    """Check that a folder is empty or can be made, and that it is not inside a store."""
     check_folder(folder)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(
@@ -154,12 +82,19 @@ def check_new_folder(folder: Path) -> None:
             where=folder,
             do="name another folder: --out FOLDER",
         )
+    for parent in folder.resolve().parents:
+        if (parent / MANIFEST).is_file():
+            raise UserError(
+                f"expected a folder outside of all stores, found one inside the store {parent}",
+                where=folder,
+                do="name a folder beside it: --out FOLDER",
+            )
 
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `folder` on success."""
-    check_new_folder(folder)
+    _check_new_folder(folder)
     new = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -193,12 +128,12 @@ def _write_manifest(
     stores: Sequence[Store],
     index: RecordIndex,
     table: ShardTable,
-    made_by: dict[str, Any],
     counts: Counts,
     dropped: Dropped,
     truncated: int,
 ) -> None:
     sources = [store.manifest.samples_sha256 for store in stores]
+    made_by = {"made_by": "merge"}
     shard_ids = [shard.ids for shard in Shards(index, table)]
     manifest = Manifest.plan(
         index,

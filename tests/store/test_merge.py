@@ -1,4 +1,4 @@
-"""New stores made of stores hold every record once, bit for bit; `inspect` counts them."""
+"""A merged store holds every record once, bit for bit; `inspect` counts them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from draftlab.errors import UserError
 from draftlab.pipeline.store_statistics import count_predicted, length_histogram
 from draftlab.progress import Monitor
-from draftlab.store.merge_split_sample import merge, select
+from draftlab.store.merge import merge
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store
 from tests.helpers.small_run import copy_of_finished, draftlab
@@ -72,53 +72,48 @@ def test_stores_that_cannot_be_merged_or_continued_are_refused(tmp_path: Path) -
         record_table(tmp_path / "c", samples_of_lengths([20, 9]))
 
 
-def test_selected_records_are_copied_bit_for_bit(tmp_path: Path) -> None:
-    store = record_table(tmp_path / "a", samples_of_lengths([20, 9, 30, 12, 8], "a"), dtype="fp8")
-    selected, made_by = [4, 0, 3], {"made_by": "test"}
-    part = select(store, selected, tmp_path / "b", made_by, Monitor(), shard_tokens=25)
-    part.verify()
-    assert part.ids == [store.ids[i] for i in selected]
-    assert [len(shard.ids) for shard in part.manifest.shards] == [1, 1, 1]
-    assert all(same_record(store, i, part, number) for number, i in enumerate(selected))
-    assert torch.equal(part[1].features, store[0].features)
-    loss_tokens = sum(int((store[i].spans > 0).sum()) for i in selected)
-    assert part.manifest.counts.loss_tokens == loss_tokens
-    with pytest.raises(UserError, match="found none"):
-        select(store, [], tmp_path / "c", made_by, Monitor())
-
-
 def test_no_store_is_made_of_a_damaged_shard(tmp_path: Path) -> None:
     store = record_table(tmp_path / "a", samples_of_lengths([20, 9, 30]))
     shard = tmp_path / "a" / store.manifest.shards[1].file
     shard.write_bytes(shard.read_bytes()[:-1] + b"\1")
     damaged = Store.open(tmp_path / "a")
-    writers = (
-        lambda: merge([damaged], tmp_path / "b", Monitor()),
-        lambda: select(damaged, [0, 2], tmp_path / "b", {"made_by": "sample"}, Monitor()),
-    )
-    for write in writers:
-        with pytest.raises(UserError, match="damaged: expected SHA-256") as caught:
-            write()
-        assert caught.value.where == str(shard)
-        assert "only missing shards are computed" in caught.value.do
+    with pytest.raises(UserError, match="damaged: expected SHA-256") as caught:
+        merge([damaged], tmp_path / "b", Monitor())
+    assert caught.value.where == str(shard)
+    assert "only missing shards are computed" in caught.value.do
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
-    part = select(damaged, [0, 1], tmp_path / "b", {"made_by": "sample"}, Monitor())
-    part.verify()  # its records are in the other shard
+
+
+def test_a_damaged_merged_store_is_merged_again(tmp_path: Path) -> None:
+    one = record_table(tmp_path / "a", samples_of_lengths([20, 9]))
+    merged = merge([one], tmp_path / "b", Monitor())
     copy = tmp_path / "b" / "shard-00000.safetensors"
-    copy.write_bytes(copy.read_bytes()[:-1] + b"\1")
+    data = copy.read_bytes()
+    copy.unlink()  # a link of the source's shard
+    copy.write_bytes(data[:-1] + b"\1")
     with pytest.raises(UserError, match="SHA-256") as caught:
-        Store.open(part.folder).verify()
-    assert "make it again of the stores" in caught.value.do
+        Store.open(merged.folder).verify()
+    assert "`draftlab store merge`" in caught.value.do
 
 
-def test_a_failed_selection_leaves_no_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_merge_leaves_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = record_table(tmp_path / "a", samples_of_lengths([20, 9]))
-    monkeypatch.setattr("draftlab.store.merge_split_sample.write_shard", lambda *_: 1 / 0)
+    monkeypatch.setattr("draftlab.store.merge._link", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        select(store, [1], tmp_path / "b", {}, Monitor())
+        merge([store], tmp_path / "b", Monitor())
     assert [p.name for p in tmp_path.iterdir()] == ["a"]
+
+
+def test_no_store_is_merged_into_a_store(tmp_path: Path) -> None:
+    one = record_table(tmp_path / "a", samples_of_lengths([20, 9], "a"))
+    record_table(tmp_path / "b", samples_of_lengths([9], "b"))
+    (tmp_path / "link").symlink_to("b")
+    before = sorted(tmp_path.rglob("*"))
+    for inside in ("a/sub", "b/deep/sub", "link/sub"):
+        with pytest.raises(UserError, match="outside of all stores, found one inside") as caught:
+            merge([one], tmp_path / inside, Monitor())
+        assert caught.value.where == str(tmp_path / inside)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_statistics_count_predicted_tokens_and_lengths(tmp_path: Path) -> None:
@@ -143,23 +138,15 @@ def test_the_verbs_of_the_command_line(tmp_path: Path) -> None:
     for words in ("checksums", "shards agree", "≤ 64", "covers"):
         assert words in result.output
 
-    split = ("store", "split", store, "--out", "a", "--out", "b", "--shares")
-    assert draftlab(tmp_path, *split, "75,25").exit_code == 0
-    assert len(Store.open(tmp_path / "a")) + len(Store.open(tmp_path / "b")) == count
-    result = draftlab(tmp_path, "store", "merge", "a", "b", "--out", "c")
+    result = draftlab(tmp_path, "store", "merge", store, "--out", "c")
     assert f"c: {count} records" in result.output
-    assert sorted(Store.open(tmp_path / "c").ids) == sorted(Store.open(tmp_path / store).ids)
-    assert draftlab(tmp_path, "store", "sample", "c", "--out", "d", "--records", "2").exit_code == 0
-    assert len(Store.open(tmp_path / "d")) == 2
-
+    assert Store.open(tmp_path / "c").ids == Store.open(tmp_path / store).ids
     for arguments, words in (
-        (("split", store, "--out", "e"), "a folder for each part, found 1"),
-        (("split", store, "--out", "e", "--out", "a"), "one with files"),
-        (("split", store, "--out", "a", "--out", "b", "--shares", "1,x"), "2 positive shares"),
-        (("split", store, *2 * ("--out", "e")), "same one twice"),
-        (("split", store, "--out", "e", "--out", "f", "--shares", "999,1"), f"none of {count}"),
-        (("sample", "c", "--out", "e", "--records", "999"), "at most the store's"),
+        (("merge", store, "--out", "c"), "one with files"),
+        (("merge", store, "--out", f"{store}/e"), "inside the store"),
         (("merge", "nowhere", "--out", "e"), "manifest.json"),
+        (("split", store, "--out", "e"), "No such command 'split'. Commands: merge."),
+        (("sample", store, "--out", "e"), "No such command 'sample'. Commands: merge."),
     ):
         result = draftlab(tmp_path, "store", *arguments)
         assert result.exit_code == 2
