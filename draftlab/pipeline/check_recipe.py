@@ -69,13 +69,12 @@ def check_before_run(
     for stage in stages:
         if error := input_error(recipe, stage):
             raise error
-    for key, url in (("record.url", recipe.record.url), ("run.url", recipe.run.url)):
-        if (url or "").lower().startswith("memory://"):
-            raise UserError(
-                "expected a URL whose files outlive this process, found memory://",
-                where=key,
-                do="name a bucket, such as s3://bucket/folder, or a folder, file:///folder",
-            )
+    if (recipe.record.url or "").lower().startswith("memory://"):
+        raise UserError(
+            "expected a URL whose files outlive this process, found memory://",
+            where="record.url",
+            do="name a bucket, such as s3://bucket/folder, or a folder, file:///folder",
+        )
     if here:
         _check_machine(recipe, stages)
     if recipe.record.url is not None and not plan and not {"store", "head"}.isdisjoint(stages):

@@ -30,8 +30,6 @@ REPLAYED_STEP = 2.0
 """Positions between the decode steps that `train.replay` replays: a modest acceptance length."""
 CHECKPOINTS = MAX_CHECKPOINTS + 1
 """Checkpoints on the disk while training writes one and still keeps the others."""
-COPIED_CHECKPOINTS = 2
-"""Further ones while one is copied to `run.url` and one waits (`checkpoint_copies.py`)."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +41,6 @@ class Estimate:
         note: the sizes behind the numbers.
         disk, memory: bytes; None: none, or unknown.
         seconds: least time of one GPU, or of `target.gpus`; None: unknown, or no GPU is named.
-        copied: bytes that `run.url` copies, without checkpoints.
-        checkpoint: bytes of a checkpoint, of the head.
         known: whether the recipe says enough for an estimate.
     """
 
@@ -54,8 +50,6 @@ class Estimate:
     memory: float | None = None
     seconds: float | None = None
     known: bool = True
-    copied: float = 0.0
-    checkpoint: float = 0.0
 
 
 def estimate_stages(recipe: Recipe) -> list[Estimate]:
@@ -142,7 +136,6 @@ def _answers(
         f"{conversations.count:,} conversations, at most {as_count(tokens)} tokens to generate"
         f"{assumed}; KV cache of {longest:,.0f} positions{states} for each of a batch",
         disk=size,
-        copied=size,
         memory=min(batch, conversations.count) * each / recipe.target.gpus,
         seconds=gpu and steps * target.step_seconds(gpu, batch, mean),
     )
@@ -232,13 +225,10 @@ def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -
         note += ", on the GPU that records the window meanwhile"
     targets = (online or replay is not None) + records  # which share the GPU with the head
     checkpoint = 12 * head.trained  # weights and two moments
-    number = CHECKPOINTS + COPIED_CHECKPOINTS * (recipe.run.url is not None)
     return Estimate(
         "head",
         note,
-        disk=number * checkpoint + 2 * head.trained,  # 16 bits at the end
-        copied=2 * head.trained * (1 + len(recipe.export.formats)),
-        checkpoint=checkpoint,
+        disk=CHECKPOINTS * checkpoint + 2 * head.trained,  # 16 bits at the end
         # They are on one GPU, unless target.device names another.
         memory=head.memory + targets * target.bytes / recipe.target.gpus,
         seconds=gpu and flops / gpu.products / 1e12,

@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from draftlab.formatting import rounded_text
-from draftlab.pipeline.estimate import CHECKPOINTS, Estimate, as_bytes, estimate_stages
+from draftlab.pipeline.estimate import Estimate, as_bytes, estimate_stages
 from draftlab.pipeline.hardware import GPUS, Gpu
 from draftlab.pipeline.head_spec import planned_identity, target_config
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.sizes import Conversations
 from draftlab.target_model.locate import config_folder, shipped_config
-from draftlab.train.checkpoint import MAX_CHECKPOINTS
 from draftlab.train.distributed.ranks import idle_note
 
 TIME_FACTORS = (2, 4)
@@ -60,7 +59,6 @@ def estimate_table(
     seconds = _total_seconds(rows, num_working) if gpu else None
     total = f"  {'total':8}{as_bytes(disk):>9}  {'':14}  {_time(seconds)}".rstrip()
     yield total if all(row.known for row in rows) else f"{total}, and what is unknown"
-    yield from _copies(recipe, rows)
     if gpu and num_working > 1:
         yield from _bottleneck(recipe, rows)
     existing = next(p for p in (runs.resolve(), *runs.resolve().parents) if p.exists())
@@ -73,27 +71,6 @@ def estimate_table(
         yield from _training_warnings(recipe, max(num_working, hardware.gpus))
     if gpu:
         yield from _memory_warnings(recipe, rows, gpu)
-
-
-def _copies(recipe: Recipe, rows: list[Estimate]) -> Iterator[str]:
-    """Yield what `run.url` copies, and whether the shards are at a URL, too."""
-    if recipe.run.url is None:
-        return
-    checkpoint = sum(row.checkpoint for row in rows)
-    size = sum(row.copied for row in rows) + CHECKPOINTS * checkpoint
-    parts = "recipe, answers, head, report and exports"
-    if checkpoint:
-        every = f"{recipe.train.checkpoint_every:,} steps"
-        parts += (
-            f", and a checkpoint of {as_bytes(checkpoint)} every {every} "
-            f"(the last {MAX_CHECKPOINTS} stay)"
-        )
-    yield f"  run.url: up to about {as_bytes(size)} at {recipe.run.url}: {parts}"
-    if recipe.record.url is None and not recipe.record.online:
-        yield (
-            "  run.url: the store is not copied, and another machine records it again; record.url "
-            "puts its shards at a URL"
-        )
 
 
 def _shared(row: Estimate, recipe: Recipe, num_working: int) -> Estimate:

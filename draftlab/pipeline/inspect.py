@@ -17,7 +17,6 @@ from draftlab.evaluate.results import Report
 from draftlab.formatting import count_text, plain_values, size_text
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config, stored_shapes
-from draftlab.pipeline.inspect_url import print_copied_run
 from draftlab.pipeline.resolve import REFERENCE, recipe_of, reference_head
 from draftlab.pipeline.run_folder import find_run
 from draftlab.pipeline.stage_records import read_record, record_path
@@ -27,7 +26,7 @@ from draftlab.report import print_report, print_suites
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.shard import ShardSizes
 from draftlab.store.store import Store
-from draftlab.store.urls import is_url, url_of
+from draftlab.store.urls import is_url
 from draftlab.store.window import StoreWindow, planned_sizes
 from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.loading import load_tokenizer
@@ -42,14 +41,12 @@ def inspect_path(name: str | None, sample: int, console: Console, *, verify: boo
     """Print a run, a store, a head folder or a report.
 
     Args:
-        name: path (the folder or a file in it), URL of a store or of a run's copy, or run name;
+        name: path (the folder or a file in it), URL of a store, or run name;
             None: the latest run.
         sample: index of the conversation to print.
         verify: whether to hash a store's shards.
     """
     if name is not None and is_url(name):
-        if print_copied_run(url_of(name), console):
-            return
         _store(Store.open(name), console, verify)
         console.print("no conversation: without a run's recipe the tokenizer is unknown")
         return

@@ -31,7 +31,6 @@ from draftlab.pipeline.provenance import write_provenance
 from draftlab.pipeline.recipe import Recipe, flatten, to_yaml
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.resolve import find_head
-from draftlab.pipeline.run_copy import RunCopy
 from draftlab.pipeline.run_folder import RUNS, Run, lock
 from draftlab.pipeline.stage_status import Status
 from draftlab.pipeline.stages import STAGES, Stage
@@ -184,10 +183,7 @@ class Pipeline:
             self._train(self.folder / STAGES["head"].artefact)
 
     def _run_stages(self, *last: str, force: bool) -> None:
-        run, copy = self.run, self._copy
-        if copy is not None:
-            with lock(run.folder):
-                copy.pull()
+        run = self.run
         statuses = run.plan(*last)  # reads whole files, to compare their hashes
         self.check(statuses, plan=False)
         if any(s.stage.name == "answers" and s.state != "done" for s in statuses):
@@ -197,9 +193,6 @@ class Pipeline:
             statuses = run.plan(*last)
             if not force:
                 run.refuse_changes(statuses)
-            if copy is not None and any(status.runs for status in statuses):
-                copy.begin()
-                statuses = run.plan(*last)
             for status in statuses:
                 if status.damage and status.state != "unneeded":
                     run.check_store(status)
@@ -213,24 +206,9 @@ class Pipeline:
                     continue
                 if status.state == "changed":
                     run.remove(stage)
-                    self._push()
                 if pool is not None and stage.name not in ("answers", "store"):
                     pool.close()  # the next stages need the memory
                 self._run_stage(stage, pool)
-            self._push()
-            if copy is not None:
-                copy.release()
-
-    @cached_property
-    def _copy(self) -> RunCopy | None:
-        """The copy of the run folder at `run.url`; None: there is none."""
-        url = self.recipe.run.url
-        return RunCopy(self.folder, self.recipe.name, url, self.monitor) if url else None
-
-    def _push(self) -> None:
-        """Copy the run folder's files to `run.url`, if there is one."""
-        if self._copy is not None:
-            self._copy.push()
 
     def _run_stage(self, stage: Stage, pool: WorkerPool | None) -> None:
         functions = {
@@ -245,10 +223,7 @@ class Pipeline:
         write_provenance(self.recipe, self.run)
         start = time.perf_counter()
         with reuse_freed_memory(), self.run.recorded_stage(stage) as artefact:
-            if stage.name == "head":
-                self._push()  # a checkpoint is of no use without the record of its inputs
             functions[stage.name](artefact)
-        self._push()
         self.monitor.say(f"{stage.name}: done in {time.perf_counter() - start:.0f} s")
 
     def _new_pool(self) -> WorkerPool | None:

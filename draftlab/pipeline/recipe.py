@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from draftlab.errors import UserError
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.export.settings import ExportSettings
 from draftlab.pipeline.hardware import HardwareSettings
 from draftlab.pipeline.recipe_schema import settings_in
-from draftlab.pipeline.run_settings import RunSettings
 from draftlab.settings import Settings, describe_error, merged_errors
 from draftlab.store.settings import RecordSettings
 from draftlab.target_model.settings import TargetSettings
@@ -83,8 +82,6 @@ class Recipe(Settings):
     """What is measured, and with which prompts."""
     export: ExportSettings = ExportSettings()
     """The exports that are written for other programs."""
-    run: RunSettings = RunSettings()
-    """The copy of the run's files at a URL."""
     hardware: HardwareSettings = HardwareSettings()
     """The machine for the estimates of `--plan`."""
 
@@ -109,21 +106,11 @@ class Recipe(Settings):
     def _accept_path(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
 
-    @model_validator(mode="after")
-    def _urls_differ(self) -> Recipe:
-        if self.run.url is not None and self.run.url == self.record.url:
-            raise ValueError(
-                "run.url and record.url: expected two folders, such as s3://bucket/my-run and "
-                f"s3://bucket/my-run/store, found {self.run.url} twice"
-            )
-        return self
 
-
-RENAMED_SETTINGS = {
-    "train.reach": "train.acceptance_weighting",
-    "train.packers": "train.data_workers",
+REMOVED_SETTINGS = {
+    "run.url": "sync the run folder with a tool of your own, such as `rclone` or `aws s3 sync`",
 }
-"""Former name → name. Recipes with a former name are refused; recipes of run folders are read."""
+"""Dotted name of a setting, or of a whole section, that draftlab no longer has → what to do."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -173,7 +160,18 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 
 def parse_recipe(tree: dict[str, Any], *, where: Path | str = "recipe") -> Recipe:
-    """Validate a tree of settings."""
+    """Validate a tree of settings.
+
+    Raises:
+        UserError: a setting is of `REMOVED_SETTINGS`, is unknown, or does not fit.
+    """
+    removed = [f"{key}: removed: {do}" for key, do in REMOVED_SETTINGS.items() if _has(tree, key)]
+    if removed:
+        raise UserError(
+            "the recipe has settings that draftlab no longer has:\n  " + "\n  ".join(removed),
+            where=where,
+            do="delete these settings",
+        )
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
@@ -185,19 +183,13 @@ def parse_recipe(tree: dict[str, Any], *, where: Path | str = "recipe") -> Recip
         ) from None
 
 
-def read_run_recipe(path: Path) -> Recipe:
-    """Read the resolved recipe of a run folder, in which settings may have their former names.
-
-    Raises:
-        UserError: as in `load_recipe`.
-    """
-    tree = _read_yaml(path)
-    for old, new in RENAMED_SETTINGS.items():
-        (section, former), (_, name) = old.split("."), new.split(".")
-        fields = tree.get(section)
-        if isinstance(fields, dict) and former in fields:
-            fields[name] = fields.pop(former)
-    return parse_recipe(tree, where=path)
+def _has(tree: Any, key: str) -> bool:
+    """Return whether a tree of settings has a dotted name."""
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _override(tree: dict[str, Any], text: str) -> None:
@@ -245,8 +237,6 @@ def _explain(error: Any) -> str:
         model = settings_in(model.model_fields[str(part)].annotation) or model
     near = difflib.get_close_matches(str(loc[-1]), model.model_fields, n=1, cutoff=0.5)
     path = ".".join([*map(str, loc[:-1]), near[0]]) if near else ""
-    if key in RENAMED_SETTINGS:
-        return f"{key}: this setting is called {RENAMED_SETTINGS[key]} now"
     hint = f"did you mean {path}?" if near else f"known: {', '.join(model.model_fields)}"
     return f"{key}: unknown setting; {hint}"
 

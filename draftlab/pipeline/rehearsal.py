@@ -59,7 +59,6 @@ REPLACED = {
     "regenerate.backend": "paged",
     "record.backend": "transformers",
     "record.url": None,
-    "run.url": None,
     "eval.engine": "paged",
     "train.validation_share": 0.2,
     "train.wandb": None,
@@ -134,9 +133,8 @@ def rehearsal_recipe(recipe: Recipe, runs: Path, monitor: Monitor) -> Recipe:
             monitor.say(
                 f"{key}: {changes[key]} in place of {program}, which a rehearsal leaves out"
             )
-    for key, url in (("record.url", recipe.record.url), ("run.url", recipe.run.url)):
-        if url is not None:
-            monitor.say(f"{key}: a rehearsal writes nothing to {url}")
+    if recipe.record.url is not None:
+        monitor.say(f"record.url: a rehearsal writes nothing to {recipe.record.url}")
     for key, value in changes.items():
         section, setting = key.split(".")
         tree[section][setting] = value

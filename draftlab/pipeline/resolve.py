@@ -10,7 +10,7 @@ from draftlab.errors import UserError
 from draftlab.files import read_json
 from draftlab.formatting import distinct_name
 from draftlab.heads.folder import CONFIG, NATIVE, load_config
-from draftlab.pipeline.recipe import Recipe, read_run_recipe
+from draftlab.pipeline.recipe import Recipe, load_recipe
 from draftlab.pipeline.run_folder import RUNS
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.settings import EMBEDDED, TargetSettings
@@ -76,7 +76,7 @@ def run_of(folder: Path) -> Path | None:
 
 def recipe_of(run_folder: Path) -> Recipe:
     """Return the resolved recipe of a run."""
-    return read_run_recipe(run_folder / "recipe.yaml")
+    return load_recipe(run_folder / "recipe.yaml")
 
 
 def name_in_reports(folder: Path, others: set[str] | None = None) -> str:

@@ -138,13 +138,12 @@ class Run:
                     f"{key}: {in_run!r} in the run, {in_recipe!r} now"
                     for key, (in_run, in_recipe) in status.changes.items()
                 ]
-                url = self.settings.get("run.url")
                 raise UserError(
                     f"the stage {stage.name!r} of the run has other settings:\n  "
                     + "\n  ".join(lines),
-                    where=f"{self.folder}, copied to {url}" if url else self.folder,
+                    where=self.folder,
                     do=f"--force runs {stage.name} and all later stages again; name=other starts a "
-                    f"new run beside this one{', with another run.url' if url else ''}",
+                    "new run beside this one",
                 )
 
     def check_store(self, status: Status) -> None:

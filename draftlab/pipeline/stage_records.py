@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 from draftlab.errors import UserError
 from draftlab.files import read_json, sha256_file, write_json
 from draftlab.heads.family import get_family
-from draftlab.pipeline.recipe import RENAMED_SETTINGS, Recipe, flatten, read_run_recipe
+from draftlab.pipeline.recipe import Recipe, flatten
 from draftlab.pipeline.stages import FORMER_DEFAULTS, STAGES, Stage, settings_with_effect
 
 
@@ -67,8 +67,8 @@ def former_values() -> dict[str, Any]:
 
 
 def with_current_names(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a stage's inputs with the present names of renamed settings and families."""
-    current = {RENAMED_SETTINGS.get(key, key): value for key, value in inputs.items()}
+    """Return a stage's inputs with the present name of the head's family."""
+    current = dict(inputs)
     if "head.family" in current:
         current["head.family"] = get_family(current["head.family"]).name
     return current
@@ -76,11 +76,8 @@ def with_current_names(inputs: dict[str, Any]) -> dict[str, Any]:
 
 def shards_elsewhere(folder: Path, record: dict[str, Any], url: str | None) -> str:
     """Return where the shards of a run's store are, if not at a URL (None: in the run), or ""."""
-    former = record.get("url", "")
-    with suppress(UserError):
-        if former == "":  # a record of an older version
-            former = read_run_recipe(folder / "recipe.yaml").record.url
-    if former in ("", url):
+    former = record.get("url")
+    if former == url:
         return ""
     place = f"at {former}" if former else f"in {folder / STAGES['store'].artefact}"
     return f"its shards are {place}, and record.url is {url or 'not set'}"

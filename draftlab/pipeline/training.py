@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,10 @@ from draftlab.heads.folder import load_head, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.heads.initial import fingerprint
 from draftlab.kernels.cuda_device import free_memory, use_device
-from draftlab.pipeline.checkpoint_copies import copying
 from draftlab.pipeline.head_spec import draft_vocabulary, head_config, mask_token
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.resolve import find_head
-from draftlab.pipeline.run_copy import RunCopy
 from draftlab.pipeline.window_training import NewPool, recorded_meanwhile
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
@@ -51,10 +47,7 @@ def train_and_save(
         new_pool: returns the workers that record the shards of a window meanwhile, for rank 0.
     """
     store, ranks = recording.open_store(ranks), ranks or Ranks.join(recipe.train.device)
-    with (
-        recorded_meanwhile(recipe, store, run / "train", ranks, new_pool, monitor),
-        _copied(recipe, run, ranks, monitor) as on_checkpoint,
-    ):
+    with recorded_meanwhile(recipe, store, run / "train", ranks, new_pool, monitor):
         head = train_head(
             recipe,
             store,
@@ -63,22 +56,9 @@ def train_and_save(
             monitor=monitor,
             ranks=ranks,
             target=recording.target if recipe.train.replay is not None else None,
-            on_checkpoint=on_checkpoint,
         )
         if ranks.is_main:
             save_head(folder, head, torch.bfloat16)
-
-
-@contextmanager
-def _copied(
-    recipe: Recipe, run: Path, ranks: Ranks, monitor: Monitor
-) -> Iterator[Callable[[Path], None]]:
-    """Yield a function that copies a checkpoint to `run.url`, if there is one and on rank 0."""
-    if recipe.run.url is None or not ranks.is_main:
-        yield lambda folder: None
-        return
-    with copying(RunCopy(run, recipe.name, recipe.run.url, monitor), monitor) as copies:
-        yield copies.add
 
 
 def train_head(
@@ -90,7 +70,6 @@ def train_head(
     monitor: Monitor,
     ranks: Ranks | None,
     target: Target | None = None,
-    on_checkpoint: Callable[[Path], None] = lambda folder: None,
 ) -> DraftHead:
     """Train the head of a recipe, and return it with its provenance.
 
@@ -99,7 +78,6 @@ def train_head(
         folder: for checkpoints and metrics.
         ranks: the processes that train together; None: only this one.
         target: the target model, which `train.replay` needs.
-        on_checkpoint: see `Trainer`.
     """
     mask = mask_token(recipe, store, tokenizer, monitor)
     vocabulary = draft_vocabulary(recipe, store, tokenizer, monitor, mask=mask)
@@ -130,7 +108,6 @@ def train_head(
             tracked_config={**recipe.model_dump(mode="json"), "data": data},
             ranks=ranks,
             target_model=target,
-            on_checkpoint=on_checkpoint,
         )
         validation = trainer.run()
         head = trainer.backend.unwrap()

@@ -60,8 +60,7 @@ def copy_metadata(files: RemoteShardFiles, cache: ShardCache) -> Path:
         raise UserError(
             "expected a store, found no manifest.json",
             where=files.where(MANIFEST),
-            do="check the URL; a recording copies its manifest there at its beginning and its end, "
-            "and a run with run.url its run.json",
+            do="check the URL; a recording copies its manifest there at its beginning and its end",
         )
     copies = cache.folder / "manifests"
     copies.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -108,17 +108,6 @@ class UrlFolder:
         if self.url.partition("://")[0].lower() in ("s3", "s3a", "gs", "gcs"):
             self._retry(look, "reading the bucket", self.url)
 
-    def names(self, folder: str) -> list[str]:
-        """Return the names of all files below a folder, from paged listings."""
-        file_system, root = self._opened
-
-        def listing() -> list[str]:
-            file_system.invalidate_cache()
-            paths = file_system.find(self._path(folder))
-            return [path.removeprefix(f"{root.rstrip('/')}/") for path in paths]
-
-        return self._retry(listing, "listing the folder", self.where(folder))
-
     def size(self, name: str) -> int:
         """Return the size of a file; −1: there is none."""
         return self._retry_or(lambda: self._size(name), "reading", name, -1)

@@ -114,8 +114,6 @@ def restore_hint(name: str) -> str:
             "restore the object from a copy, or remove it and record again with the same recipe: "
             "only missing shards are computed"
         )
-    if "/" in name:
-        return "restore it from a copy; or let `draftlab run` make it again, where run.url is this"
     return "check the URL; a store's folder has manifest.json"
 
 

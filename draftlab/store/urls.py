@@ -9,8 +9,6 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from draftlab.errors import UserError
-
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BUCKET_SCHEMES = ("s3", "s3a", "gs", "gcs", "hf")
@@ -81,15 +79,3 @@ def address_of(text: str | Path) -> str | Path:
         return Path(text)
     url = check_url(text)
     return local_folder(url) or url
-
-
-def url_of(text: str) -> str:
-    """Return a URL that a user has named, checked.
-
-    Raises:
-        UserError: see `check_url`.
-    """
-    try:
-        return check_url(text)
-    except ValueError as error:
-        raise UserError(str(error), do="name the URL of a folder") from None

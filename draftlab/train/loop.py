@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
@@ -66,7 +66,6 @@ class Trainer:
         tracked_config: all settings of the run, for trackers.
         ranks: processes that train together; None: those of the launcher's environment.
         target_model: the target, for `train.replay`.
-        on_checkpoint: receives the folder of each checkpoint that rank 0 has written.
     """
 
     def __init__(
@@ -84,10 +83,8 @@ class Trainer:
         tracked_config: Mapping[str, Any] | None = None,
         ranks: Ranks | None = None,
         target_model: Target | None = None,
-        on_checkpoint: Callable[[Path], None] = lambda folder: None,
     ) -> None:
         self.store, self.settings, self.seed = store, settings, seed
-        self.on_checkpoint = on_checkpoint
         self.folder, self.monitor, self.tracked_config = folder, monitor, tracked_config or {}
         self.objective = get_family(config.family).objective()
         self.ranks = ranks or Ranks.join(settings.device)
@@ -290,5 +287,5 @@ class Trainer:
         if self.ranks.is_main:
             state, verified = (self.step, self.tokens_seen, self.key), self.verification.complete
             checkpoint = Checkpoint(*state, weights, moments, verified)
-            self.on_checkpoint(save_checkpoint(self.folder / "checkpoints", checkpoint))
+            save_checkpoint(self.folder / "checkpoints", checkpoint)
         self.timer.mark(NOT_TRAINING)

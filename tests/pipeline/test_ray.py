@@ -171,11 +171,7 @@ def test_killed_in_a_stage_it_ends_with_the_same_bytes(
 def test_sigterm_at_the_driver_writes_a_checkpoint(cluster: Any, tmp_path: Path) -> None:
     new_workshop(tmp_path)
     run, ranks = tmp_path / "runs/small", ("--gpus", "2", "train.device=cpu")
-    settings = (
-        "train.steps=3000",
-        "train.checkpoint_every=3000",
-        f"run.url=file://{tmp_path}/copy",
-    )
+    settings = ("train.steps=3000", "train.checkpoint_every=3000")
     command = ("train", "small.yaml", *settings, *ranks, "--ray", cluster.address)
     driver = Driver(tmp_path, *command)
     driver.wait(lambda: (run / "train/metrics.jsonl").exists())
@@ -184,7 +180,6 @@ def test_sigterm_at_the_driver_writes_a_checkpoint(cluster: Any, tmp_path: Path)
     written = re.search(r"SIGTERM: a checkpoint of step (\d+) is written", driver.text)
     assert written, driver.text
     step = int(written[1])
-    assert f"the checkpoint of step {step} is at file://{tmp_path}/copy" in driver.text
     (checkpoint,) = (run / "train/checkpoints").iterdir()
     assert checkpoint.name == f"step-{step:07d}"
     assert not (run / "head").exists()

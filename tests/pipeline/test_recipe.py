@@ -235,3 +235,12 @@ def test_the_resolved_recipe_reads_back(path: Path, tmp_path: Path) -> None:
     assert recipe.name == path.stem
     assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
     assert set(flatten(recipe)) == set(LEAVES)
+
+
+def test_a_removed_setting_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("run: {url: 's3://bucket/run'}\n")
+    with pytest.raises(UserError, match=r"run\.url: removed: sync the run folder") as caught:
+        load_recipe(path)
+    assert "unknown" not in str(caught.value)
+    assert "delete" in caught.value.do

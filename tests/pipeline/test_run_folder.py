@@ -143,11 +143,7 @@ def test_an_older_record_of_passes_counts_for_the_loss_lk_alone(
 
 def test_every_setting_belongs_to_a_stage() -> None:
     prefixes = {prefix for stage in STAGES.values() for prefix in stage.settings}
-    assert set(Recipe.model_fields) - prefixes == {
-        "name",
-        "run",
-        "hardware",
-    }  # the last is for --plan
+    assert set(Recipe.model_fields) - prefixes == {"name", "hardware"}  # the last is for --plan
 
 
 def test_stages_that_nothing_needs_do_not_run_again(tmp_path: Path) -> None:
