@@ -239,7 +239,5 @@ class Recording:
         # Its lines were printed with the manifest.
         plan, samples = self._plan(self.target, Monitor())
         recorded = Manifest.read(folder / MANIFEST)
-        # They are part of the key of checkpoints, which an older version may have written.
-        plan = plan.in_schema(recorded.schema_version)
         plan = plan.model_copy(update={"identity": recorded.identity})
         return OnlineStore(self.target, samples, plan)

@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from draftlab.errors import UserError
 from draftlab.files import known_sha256, read_json, write_json
 from draftlab.settings import describe_errors
-from draftlab.store import older_schemas
 from draftlab.store.identity import StoreIdentity
 from draftlab.store.record_index import RECORDS, RecordIndex
 from draftlab.store.shard import Shard, Shards
@@ -23,7 +22,7 @@ from draftlab.store.shard_table import SHARDS, ShardTable
 
 __all__ = ["MANIFEST", "Counts", "Dropped", "Manifest", "Shard", "StoreIdentity"]
 
-SCHEMA_VERSION = 3
+SCHEMA = 1
 MANIFEST = "manifest.json"
 BOUNDARY_MEANING = "input-of-layer: b is the state entering layer b; num_layers: before final norm"
 
@@ -64,8 +63,7 @@ class Dropped(_Strict):
 class _File(_Strict):
     """The content of manifest.json, without `schema`."""
 
-    # The alias of `settings` is its name in the file.
-    model_config = ConfigDict(extra="forbid", validate_by_name=True, serialize_by_alias=True)
+    model_config = ConfigDict(extra="forbid")
 
     complete: bool
     online: bool = False
@@ -74,14 +72,14 @@ class _File(_Strict):
     boundary_meaning: str = BOUNDARY_MEANING
     samples_sha256: str
     """Hash of all samples before truncation: ids, token ids, spans, temperatures."""
-    settings: dict[str, Any] = Field(alias="knobs")
-    """Settings of the recording; their key in the file is `knobs`."""
+    settings: dict[str, Any]
+    """Settings of the recording."""
     counts: Counts
     dropped: Dropped
     truncated: int
     """Number of stored samples that were truncated to max_length."""
-    records_sha256: str | None = None
-    """SHA-256 of the index (records.safetensors); None in schema 1."""
+    records_sha256: str
+    """SHA-256 of the index (records.safetensors)."""
     shards_sha256: str | None = None
     """SHA-256 of the table (shards.safetensors); None until the store is complete."""
 
@@ -91,7 +89,6 @@ class Manifest(_File):
 
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
-    schema_version: int = Field(SCHEMA_VERSION, exclude=True)
     index: RecordIndex = Field(exclude=True, repr=False)
     table: ShardTable | None = Field(None, exclude=True, repr=False)
     """None until the store is complete, and with `online`."""
@@ -99,8 +96,7 @@ class Manifest(_File):
     @classmethod
     def plan(cls, index: RecordIndex, **fields: Any) -> Manifest:
         """Return the manifest of an incomplete store with these records."""
-        records_sha256 = index.sha256(SCHEMA_VERSION)
-        return cls(complete=False, index=index, records_sha256=records_sha256, **fields)
+        return cls(complete=False, index=index, records_sha256=index.sha256(), **fields)
 
     @property
     def shards(self) -> Shards:
@@ -116,8 +112,7 @@ class Manifest(_File):
 
     def completed(self, table: ShardTable) -> Manifest:
         """Return the manifest of the complete store."""
-        digest = table.file_sha256() if self.schema_version > 2 else None
-        update = {"complete": True, "table": table, "shards_sha256": digest}
+        update = {"complete": True, "table": table, "shards_sha256": table.file_sha256()}
         return self.model_copy(update=update)
 
     def as_plan(self) -> Manifest:
@@ -125,28 +120,12 @@ class Manifest(_File):
         blank = {"table": None, "shards_sha256": None}
         return self.model_copy(update={"complete": False, "online": False, **blank})
 
-    def in_schema(self, version: int) -> Manifest:
-        """Return the plan as it is in a schema."""
-        if version == self.schema_version:
-            return self
-        records_sha256 = self.index.sha256(version) if version > 1 else None
-        update = {"schema_version": version, "records_sha256": records_sha256}
-        return self.model_copy(update=update)
-
     def dump(self) -> dict[str, Any]:
-        """Return the content of manifest.json, with the key `schema` first."""
-        fields = {"schema": self.schema_version, **self.model_dump(mode="json")}
-        if self.schema_version < SCHEMA_VERSION:
-            del fields["shards_sha256"]
-            fields["shards"] = older_schemas.dump_shards(self.shards, self.schema_version)
-        if self.schema_version == 1:
-            del fields["records_sha256"]
-        return fields
+        """Return the content of manifest.json, with the key `schema` first.
 
-    def identifying_fields(self) -> dict[str, Any]:
-        """Return the JSON values that a store's digest and the key of a training are made of."""
-        fields = self.dump()
-        return {"schema_version": fields.pop("schema"), **fields}
+        A store's digest and the key of a training are made of it.
+        """
+        return {"schema": SCHEMA, **self.model_dump(mode="json")}
 
     def write(self, folder: Path) -> None:
         """Write manifest.json, and before it the index and the table, unless the folder has them.
@@ -162,8 +141,8 @@ class Manifest(_File):
     def write_index(self, folder: Path) -> None:
         """Write the index of the records, unless the folder has it."""
         path = folder / RECORDS
-        if self.schema_version > 1 and not _has_hash(path, self.records_sha256):
-            self.index.write(path, self.schema_version)
+        if not _has_hash(path, self.records_sha256):
+            self.index.write(path)
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -175,16 +154,13 @@ class Manifest(_File):
         """
         fields = read_json(path, kind="store's manifest.json")
         version = fields.pop("schema", None) if isinstance(fields, dict) else None
-        if version not in range(1, SCHEMA_VERSION + 1) or isinstance(version, bool):
+        if version != SCHEMA or isinstance(version, bool):
             raise UserError(
-                f"expected store schema 1 to {SCHEMA_VERSION}, found {version}",
+                f"expected store schema {SCHEMA}, found {version}",
                 where=path,
                 do="record again with this version of draftlab",
             )
-        shards = None
         try:
-            if version < SCHEMA_VERSION:
-                shards = older_schemas.parse_shards(fields.pop("shards", None), version)
             file = _File.model_validate(fields)
         except ValidationError as error:
             raise UserError(
@@ -196,25 +172,20 @@ class Manifest(_File):
             ) from None
         boundaries, table = file.identity.fp8_boundaries, None
         index_path, table_path = path.with_name(RECORDS), path.with_name(SHARDS)
-        if version > 1:
-            _check_hash(index_path, file.records_sha256, _INDEX, _INDEX_AGAIN)
-        if shards is None:
-            index = _parsed(index_path, _INDEX, lambda: RecordIndex.map(index_path))
-            if file.shards_sha256:
-                _check_hash(table_path, file.shards_sha256, _TABLE, _TABLE_AGAIN)
-                table = _parsed(
-                    table_path, _TABLE, lambda: ShardTable.map(table_path, index, boundaries)
-                )
-        else:
-            index = _parsed(index_path, _INDEX, lambda: shards.index(index_path))
-            table = _parsed(path, _TABLE, lambda: shards.table(index, boundaries))
+        _check_hash(index_path, file.records_sha256, _INDEX, _INDEX_AGAIN)
+        index = _parsed(index_path, _INDEX, lambda: RecordIndex.map(index_path))
+        if file.shards_sha256:
+            _check_hash(table_path, file.shards_sha256, _TABLE, _TABLE_AGAIN)
+            table = _parsed(
+                table_path, _TABLE, lambda: ShardTable.map(table_path, index, boundaries)
+            )
         if file.complete and not file.online and table is None:
             raise UserError(
                 "expected the hashes of a complete store's shards, found none",
                 where=path,
                 do="fetch the store again, or record it again",
             )
-        return cls.model_construct(**dict(file), schema_version=version, index=index, table=table)
+        return cls.model_construct(**dict(file), index=index, table=table)
 
 
 def _check_hash(path: Path, digest: str | None, name: str, do: str) -> None:

@@ -197,12 +197,11 @@ class Receipts:
         """Remove receipts after the store is complete."""
         for shard in self.plan.shards:
             self.receipt_path(shard).unlink(missing_ok=True)
-        (self.folder / ".recording-host").unlink(missing_ok=True)  # of an older version
         remove_leftovers(self.folder, ".locks.*.tmp")  # of `check_locks`
         self.remove_temporary()
 
     def remove_temporary(self) -> None:
-        """Remove what killed processes of this and of older versions left."""
+        """Remove what killed processes left."""
         for path in self.folder.glob(".shard-*"):
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -238,10 +237,8 @@ def resume_plan(
     if not (folder / MANIFEST).exists():
         return plan
     fields = read_json(folder / MANIFEST, kind="store's manifest.json")
-    if isinstance(fields, dict) and (schema := fields.get("schema")) in (2, 3):
-        same = plan.in_schema(schema)
-        if same.records_sha256 == fields.get("records_sha256"):
-            same.write_index(folder)  # it may be damaged
+    if isinstance(fields, dict) and fields.get("records_sha256") == plan.records_sha256:
+        plan.write_index(folder)  # it may be damaged
     manifest = Manifest.read(folder / MANIFEST)
     check_same_recording(manifest, plan, folder)
     if not manifest.complete:

@@ -24,15 +24,6 @@ _DTYPES: dict[str, type[np.generic]] = {
 }
 
 
-def _dtypes(schema: int) -> dict[str, type[np.generic]]:
-    """Return the columns of the file in a schema of the store."""
-    if schema > 2:
-        return _DTYPES
-    columns = _DTYPES | {"lengths": np.int64}
-    del columns["shard_records"]  # the manifest has them
-    return columns
-
-
 @dataclass(frozen=True, eq=False)
 class RecordIndex:
     """Columns of all records of a store, in stored order.
@@ -40,7 +31,7 @@ class RecordIndex:
     Attributes:
         id_bytes: uint8, the ids in UTF-8, one after another.
         id_ends: int64 [n], where they end in `id_bytes`.
-        lengths: int32 (schema 2: int64) [n], numbers of tokens.
+        lengths: int32 [n], numbers of tokens.
         temperatures: float64 [n]; NaN: unknown.
         pass_order: int32 [n], numbers of a shard's records, pass by pass; −1 in a shard whose
             passes are unknown.
@@ -97,26 +88,16 @@ class RecordIndex:
             for field in fields(cls)
         }
         ids = Texts.join([index.ids for index in indices])
-        columns |= {"id_ends": ids.ends, "lengths": columns["lengths"].astype(np.int32)}
-        return cls(**columns)
+        return cls(**columns | {"id_ends": ids.ends})
 
     @classmethod
-    def map(
-        cls, path: Path, schema: int = 3, shard_records: np.ndarray | None = None
-    ) -> RecordIndex:
+    def map(cls, path: Path) -> RecordIndex:
         """Map the file of an index.
-
-        Args:
-            schema: of the store.
-            shard_records: of a store of schema 2, whose file lacks them.
 
         Raises:
             ValueError: it is another file.
         """
-        columns = map_columns(path, _dtypes(schema))
-        if shard_records is not None:
-            columns["shard_records"] = shard_records
-        index = cls(**columns)
+        index = cls(**map_columns(path, _DTYPES))
         index.check()
         return index
 
@@ -129,8 +110,6 @@ class RecordIndex:
         self.ids.check()
         if self.lengths.min(initial=0) < 0:
             raise ValueError(f"expected lengths of at least 0, found {self.lengths.min()}")
-        if self.lengths.dtype != np.int32 and self.lengths.max(initial=0) >= 2**31:
-            raise ValueError(f"expected lengths below 2**31, found {self.lengths.max()}")
         shards, count = self.shard_records, len(self.lengths)
         if not len(shards) or shards.min() < 0 or shards.max() > count or shards.sum() != count:
             raise ValueError(
@@ -138,19 +117,17 @@ class RecordIndex:
                 f"{sum(shards.tolist())} in {len(shards)}"
             )
 
-    def columns(self, schema: int) -> dict[str, np.ndarray]:
-        """Return the columns of the file in a schema of the store."""
-        return {
-            name: getattr(self, name).astype(d, copy=False) for name, d in _dtypes(schema).items()
-        }
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return the columns of the file."""
+        return {name: getattr(self, name).astype(d, copy=False) for name, d in _DTYPES.items()}
 
-    def sha256(self, schema: int) -> str:
+    def sha256(self) -> str:
         """Return the hex SHA-256 of the file."""
-        return columns_sha256(self.columns(schema))
+        return columns_sha256(self.columns())
 
-    def write(self, path: Path, schema: int) -> None:
+    def write(self, path: Path) -> None:
         """Write the file."""
-        write_columns(self.columns(schema), path)
+        write_columns(self.columns(), path)
 
     def same_records(self, other: RecordIndex) -> bool:
         """Return whether ids and lengths are the same."""

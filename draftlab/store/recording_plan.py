@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 SIDE_BY_SIDE = "side_by_side"
 """Setting of a plan whose passes hold their records side by side in one packed row. Plans without
-it, such as those of older stores, have right-padded rows."""
+it have right-padded rows."""
 
 
 def plan_recording(
@@ -109,7 +109,6 @@ def plan_recording(
             "batch_tokens": settings.batch_tokens,
             "target_dtype": str(target.dtype).removeprefix("torch."),
             "not_finite": settings.not_finite,
-            # Older stores have none of these keys.
             **({} if settings.backend == "transformers" else {"backend": settings.backend}),
             **({} if padded else {SIDE_BY_SIDE: True}),
         },

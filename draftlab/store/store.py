@@ -168,7 +168,7 @@ class Store:
     @cached_property
     def digest(self) -> str:
         """Hex SHA-256 of the manifest, which contains the hashes of index and shards."""
-        return sha256_text(canonical_json(self.manifest.identifying_fields()))
+        return sha256_text(canonical_json(self.manifest.dump()))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the store as its folder, without the states."""

@@ -70,7 +70,7 @@ def training_keys(
     inputs = [
         config.identity(),
         vocabulary.target_ids.tolist(),
-        store.manifest.identifying_fields(),
+        store.manifest.dump(),
         seed,
         fingerprint(initial) if initial is not None else None,
     ]

@@ -20,8 +20,6 @@ from draftlab.train.checkpoint import set_unverified_aside
 from draftlab.train.distributed.ranks import Ranks
 
 VERIFIED = "verified.safetensors"
-_OLDER = "verified.json"
-"""The file of older versions."""
 _COLUMNS = {"store_sha256": np.uint8, "modified_ns": np.int64}
 _POLL_S = 0.5
 _WRITE_S = 5.0
@@ -111,7 +109,6 @@ class ShardVerification:
             with self._write_lock:
                 columns = {"store_sha256": digest, "modified_ns": self._verified}
                 write_columns(columns, self.folder / VERIFIED)
-                (self.folder / _OLDER).unlink(missing_ok=True)
                 self._last_write = time.monotonic()
 
     def update(self) -> int:

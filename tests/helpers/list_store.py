@@ -18,14 +18,14 @@ class ListManifest:
         records: their number.
     """
 
-    def __init__(self, records: int, schema_version: int = 3) -> None:
-        self.samples_sha256, self.schema_version = str(records), schema_version
+    def __init__(self, records: int) -> None:
+        self.samples_sha256 = str(records)
         self.shards: list[Any] = []
         self.settings: dict[str, Any] = {}
 
-    def identifying_fields(self) -> dict[str, Any]:
+    def dump(self) -> dict[str, Any]:
         return {
-            "schema_version": self.schema_version,
+            "schema": 1,
             "online": False,
             "boundary_meaning": BOUNDARY_MEANING,
             "samples_sha256": self.samples_sha256,

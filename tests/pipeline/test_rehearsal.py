@@ -113,7 +113,7 @@ def test_a_rehearsal_keeps_limits_below_its_own(tmp_path: Path) -> None:
     result = draftlab(folder, "run", "small.yaml", "--rehearse", *limits)
     assert result.exit_code == 0, result.output
     run = folder / "runs/rehearsals/small"
-    assert json.loads((run / "store/manifest.json").read_text())["knobs"]["max_length"] == 96
+    assert json.loads((run / "store/manifest.json").read_text())["settings"]["max_length"] == 96
     assert len((run / "answers.jsonl").read_text().splitlines()) == 4
     assert "max_prompts: 2" in (run / "recipe.yaml").read_text()
 

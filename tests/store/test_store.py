@@ -155,7 +155,7 @@ def test_layout_is_the_documented_one(tmp_path: Path) -> None:
     assert list(manifest)[:2] == ["schema", "complete"]
     assert manifest["boundary_meaning"].startswith("input-of-layer")
     assert manifest["identity"]["boundaries"] == [1, 3]
-    assert manifest["knobs"]["shard_tokens"] == 30
+    assert manifest["settings"]["shard_tokens"] == 30
 
 
 OTHER_IDENTITY = {
@@ -206,7 +206,7 @@ def test_a_missing_store_is_refused(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"complete": False}, "interrupted"),
-        ({"schema": 99}, "schema 1 to 3, found 99"),
+        ({"schema": 99}, "schema 1, found 99"),
         ({"surprise": 1}, "surprise"),
         *(({"schema": 1, "shards": shards}, "shards") for shards in (5, {"a": 1}, ["a"], [None])),
     ],

@@ -142,19 +142,6 @@ def test_passes_are_part_of_the_key_where_the_loss_depends_on_them(tmp_path: Pat
         trained(tmp_path, store, target, steps=1, loss="lk", micro_rows=1)
 
 
-def test_an_older_checkpoint_continues(tmp_path: Path) -> None:
-    target, monitor = orthogonal_parts(), RecordingMonitor()
-    store = ListStore([toy_answer(target, i) for i in range(40)])
-    store.manifest = ListManifest(len(store), schema_version=1)  # as stores were then
-    trained(tmp_path, store, target, **CUT)
-    path = tmp_path / "checkpoints/step-0000001/state.json"
-    state = json.loads(path.read_text())
-    assert state["key"] != OLD_KEY
-    path.write_text(json.dumps(state | {"key": OLD_KEY}))
-    trained(tmp_path, store, target, monitor, **CUT)
-    assert "resuming training after step 1" in monitor.lines
-
-
 def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:
     target = orthogonal_parts()
     store = ListStore([toy_answer(target, i) for i in range(10)])

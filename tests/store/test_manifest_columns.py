@@ -1,4 +1,4 @@
-"""Older stores are read, continued and identified as they were; columns are checked and mapped."""
+"""Columns of a store's manifest are checked and mapped; damaged and forged ones are refused."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import json
 import tracemalloc
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,12 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.columns import columns_sha256
 from draftlab.store.manifest import Manifest
-from draftlab.store.receipts import Receipts
 from draftlab.store.record_index import RECORDS, RecordIndex
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import Sample
 from draftlab.store.shard import shard_file
 from draftlab.store.shard_table import SHARDS, ShardTable, WrittenShard
 from draftlab.store.store import Store
-from tests.helpers.older_stores import write_manifest, write_older_schema
 from tests.helpers.recordings import file_hashes
 from tests.helpers.table_target import (
     IDENTITY,
@@ -35,92 +32,28 @@ from tests.helpers.table_target import (
     samples_of_lengths,
 )
 
-BLANK: dict[str, Any] = {"bytes": None, "sha256": None, "not_finite": {}, "fp8_errors": []}
 SAMPLES = [
     Sample(f"naïve {i}", sample.token_ids, sample.spans, [0.5, None, 0.0][i % 3])
     for i, sample in enumerate(samples_of_lengths([12, 17, 9, 30, 8, 21, 25]))
 ]
 
 
-def canonical_sha256(fields: dict[str, Any]) -> str:
-    text = json.dumps(fields, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()
+def write_manifest(folder: Path, fields: dict[str, Any]) -> None:
+    text = json.dumps(fields, indent=2, ensure_ascii=False) + "\n"
+    (folder / "manifest.json").write_text(text)
 
 
-@pytest.mark.parametrize("schema", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "fp8"])
-def test_an_older_store_has_its_records_and_its_digest(
-    tmp_path: Path, schema: int, dtype: str
-) -> None:
-    new = record_table(tmp_path, SAMPLES, dtype=dtype)
-    assert list(new.ids) == [sample.id for sample in SAMPLES]
-    fields = json.loads(json.dumps(write_older_schema(tmp_path, schema)))
-    assert bool(fields["shards"][0]["fp8_errors"]) == (dtype == "fp8")
-    old = Store.open(tmp_path, replace(IDENTITY, dtype=dtype))
-    old.verify()
-    assert old.ids == list(new.ids)
-    assert old.lengths == [12, 17, 9, 30, 8, 21, 25]
-    assert old.temperatures == [0.5, None, 0.0, 0.5, None, 0.0, 0.5]
-    assert [shard.batches for shard in old.manifest.shards] == [
-        shard.batches for shard in new.manifest.shards
-    ]
-    assert old.manifest.dump() == fields
-    fields["schema_version"] = fields.pop("schema")
-    assert old.digest == canonical_sha256(fields)
-    assert old.manifest.identifying_fields() == fields  # in the key of a training
-
-
-@pytest.mark.parametrize("schema", [1, 2])
-def test_an_older_recording_continues_to_the_same_bytes(tmp_path: Path, schema: int) -> None:
+@pytest.mark.parametrize("schema", [0, 2, True, "1", None])
+def test_another_schema_is_refused(tmp_path: Path, schema: object) -> None:
     record_table(tmp_path, SAMPLES)
-    complete = write_older_schema(tmp_path, schema)
-    expected = file_hashes(tmp_path)
-    plan = complete | {"complete": False}
-    plan["shards"] = [shard | BLANK for shard in complete["shards"]]
-    write_manifest(tmp_path, plan)
-    for number, shard in enumerate(complete["shards"]):
-        path = tmp_path / shard["file"]
-        if number < 2:
-            receipt = {key: shard[key] for key in BLANK} | {"plan": canonical_sha256(plan)}
-            path.with_suffix(".json").write_text(json.dumps(receipt))
-        else:
-            path.unlink()
-    times = [(tmp_path / f"shard-0000{i}.safetensors").stat().st_mtime_ns for i in range(2)]
+    fields = json.loads((tmp_path / "manifest.json").read_text())
+    write_manifest(tmp_path, fields | {"schema": schema})
+    with pytest.raises(UserError, match=f"expected store schema 1, found {schema}"):
+        Store.open(tmp_path)
+
+
+def test_a_damaged_index_is_refused_and_written_again(tmp_path: Path) -> None:
     record_table(tmp_path, SAMPLES)
-    assert file_hashes(tmp_path) == expected
-    assert times == [(tmp_path / f"shard-0000{i}.safetensors").stat().st_mtime_ns for i in range(2)]
-
-
-@pytest.mark.parametrize("schema", [1, 2])
-def test_a_lost_shard_of_an_older_store_is_made_again(tmp_path: Path, schema: int) -> None:
-    record_table(tmp_path, SAMPLES)
-    write_older_schema(tmp_path, schema)
-    expected = file_hashes(tmp_path)
-    (tmp_path / "shard-00002.safetensors").unlink()
-    record_table(tmp_path, SAMPLES)
-    assert file_hashes(tmp_path) == expected
-
-
-def test_plans_in_older_schemas_are_those_of_older_versions() -> None:
-    """Their hashes, which receipts and keys depend on, were taken with the version before."""
-    plan, _ = plan_recording(TARGET, SAMPLES, SETTINGS, IDENTITY, monitor=Monitor())
-    assert plan.in_schema(3) == plan
-    plan_2, plan_1 = plan.in_schema(2), plan.in_schema(1)
-    assert plan_2.records_sha256 == (
-        "706d6bd41c0b7c64798697a9ae6d9c7fb0de49f27a00acef45d2b8cb082560e6"
-    )
-    keys = [Receipts(Path(), plan).key for plan in (plan_1, plan_2)]
-    assert keys == [
-        "26f57990a6c00a081311813b4e01f9e739144f1a3d1d21ddf933a7df216b77ce",
-        "7045f5ba744e4516dd7113108d0eb24ded2fcebfeb3ac5b5e51c36dbbc897f97",
-    ]
-
-
-@pytest.mark.parametrize("schema", [2, 3])
-def test_a_damaged_index_is_refused_and_written_again(tmp_path: Path, schema: int) -> None:
-    record_table(tmp_path, SAMPLES)
-    if schema < 3:
-        write_older_schema(tmp_path, schema)
     expected = file_hashes(tmp_path)
     index = tmp_path / RECORDS
     good = index.read_bytes()
@@ -151,48 +84,6 @@ def test_a_damaged_table_of_shards_is_refused(tmp_path: Path, content: bytes | N
         assert caught.value.where == str(tmp_path / SHARDS)
 
 
-@pytest.mark.parametrize("schema", [1, 2])
-def test_an_older_manifest_without_shards_is_refused(tmp_path: Path, schema: int) -> None:
-    record_table(tmp_path, SAMPLES)
-    write_manifest(tmp_path, write_older_schema(tmp_path, schema) | {"shards": []})
-    with pytest.raises(UserError, match="shards: expected at least one value") as caught:
-        Store.open(tmp_path)
-    assert caught.value.where.endswith("manifest.json")
-    assert "record again" in caught.value.do
-
-
-FORGED_SHARDS: list[tuple[int, str, Any]] = [
-    *((1, "lengths", [length, 17]) for length in (2**31, 2**63, 10**30, -1)),
-    (1, "lengths", [12]),
-    (1, "batches", [[0], [2]]),
-    (1, "batches", [[0, 0]]),
-    (1, "batches", [[], [0, 1]]),
-    *((2, "records", records) for records in (2**31, 2**63, 10**30)),
-    *((schema, "bytes", 2**63) for schema in (1, 2)),
-]
-
-
-@pytest.mark.parametrize(("schema", "key", "value"), FORGED_SHARDS)
-def test_a_forged_older_manifest_is_refused(
-    tmp_path: Path, schema: int, key: str, value: Any
-) -> None:
-    record_table(tmp_path, SAMPLES)
-    fields = write_older_schema(tmp_path, schema)
-    fields["shards"][0][key] = value
-    write_manifest(tmp_path, fields)
-    with pytest.raises(UserError, match="one that does not fit the schema") as caught:
-        Store.open(tmp_path)
-    assert caught.value.where.endswith("manifest.json")
-
-
-def test_an_older_index_with_too_large_lengths_is_refused(tmp_path: Path) -> None:
-    record_table(tmp_path, SAMPLES)
-    write_older_schema(tmp_path, 2)
-    columns = load((tmp_path / RECORDS).read_bytes())
-    columns["lengths"] = columns["lengths"] + 2**31
-    refuse_index(tmp_path, save(columns))
-
-
 def test_a_complete_manifest_without_hashes_is_refused(tmp_path: Path) -> None:
     record_table(tmp_path, SAMPLES)
     fields = json.loads((tmp_path / "manifest.json").read_text())
@@ -212,9 +103,7 @@ def test_a_large_manifest_is_columns(tmp_path: Path) -> None:
         [[]] * shards,
     )
     plan, _ = plan_recording(TARGET, SAMPLES, SETTINGS, IDENTITY, monitor=Monitor())
-    fields = plan.model_dump(
-        exclude={"complete", "records_sha256", "shards_sha256"}, by_alias=False
-    )
+    fields = plan.model_dump(exclude={"complete", "records_sha256", "shards_sha256"})
     manifest = Manifest.plan(index, **fields)
     written = WrittenShard(bytes=3, sha256="0a" * 32)
     manifest.completed(ShardTable.of(index, 0, [written] * shards)).write(tmp_path)
@@ -336,7 +225,7 @@ def test_a_forged_table_is_refused(tmp_path: Path, change: Callable[[dict], obje
 def test_columns_are_written_as_safetensors_writes_them(tmp_path: Path) -> None:
     store = record_table(tmp_path, SAMPLES, dtype="fp8")
     for name, columns in (
-        (RECORDS, store.manifest.index.columns(3)),
+        (RECORDS, store.manifest.index.columns()),
         (SHARDS, store.manifest.written.columns()),
     ):
         content = (tmp_path / name).read_bytes()
