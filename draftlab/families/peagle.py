@@ -22,7 +22,6 @@ class Peagle(Eagle3):
     head_type = "draftlab.heads.peagle:PeagleHead"
     drafter_type = "draftlab.engine.parallel_drafter:ParallelDrafter"
     forced_drafts_type = f"{FORCED_DRAFTS}:ParallelDrafts"
-    aliases = ("ptd",)
     title = "parallel (P-EAGLE)"
     description = "parallel draft head (P-EAGLE: all draft tokens in one pass)"
     drafting = "parallel"

@@ -14,20 +14,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from draftlab.formatting import count_text
 from draftlab.heads.family import get_family
 
-HEAD_SCHEMA = 2
+HEAD_SCHEMA = 1
 USUAL_K = 4
 """Drafts a step that an evaluation takes at most by itself."""
-_SCHEMA_1_OPTIONS: dict[str, Any] = {
-    "norm_before_residual": False,
-    "norm_before_fc": False,
-    "fc_norm": False,
-    "norm_output": False,
-    "qk_norm": False,
-    "llama4": None,
-    "mask_token_id": None,
-}
-"""Keys that schema 1 wrote for every family, with the value that means "not used"."""
-
 
 ROPE_KEYS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -133,21 +122,21 @@ class HeadConfig(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unused(cls, fields: Any) -> Any:
-        """Drop what the head does not use; refuse options of other families that are on."""
+    def _refuse_unknown(cls, fields: Any) -> Any:
+        """Refuse options of other families that are on; drop what the head does not use."""
         if not isinstance(fields, dict):
             return fields
-        others = {n: off for n, off in _SCHEMA_1_OPTIONS.items() if n not in cls.model_fields}
-        for name, off in others.items():
-            if name in fields and fields[name] != off:
+        others = fields.keys() - cls.model_fields.keys() - {"schema"}
+        for name in sorted(others):
+            if fields[name] not in (None, False):
                 title = get_family(fields["family"]).title
                 raise ValueError(f"{title} heads have no {name}, found {fields[name]!r}")
         fields = {name: value for name, value in fields.items() if name not in others}
         if isinstance(rope := fields.get("rope_parameters"), dict):
-            # Heads of older versions name partial_rotary_factor and others of their target's that
-            # they do not use, and servers would.
-            fields["rope_parameters"] = used_rope(rope)
-        return fields | {"schema": HEAD_SCHEMA} if fields.get("schema") == 1 else fields
+            # A target's may have partial_rotary_factor and others that its heads do not use, and
+            # that servers would apply.
+            return fields | {"rope_parameters": used_rope(rope)}
+        return fields
 
     @model_validator(mode="after")
     def _check(self) -> HeadConfig:
@@ -206,14 +195,8 @@ class HeadConfig(BaseModel):
         return {k: v for k, v in self if k not in HeadConfig.model_fields}
 
     def identity(self) -> dict[str, Any]:
-        """Return all fields but the provenance; a training checkpoint is tied to them.
-
-        The form is that of schema 1, so that checkpoints of that time can be resumed.
-        """
-        family = get_family(self.family)
-        fields = self.model_dump(mode="json", exclude={"provenance"})
-        first_name = family.aliases[0] if family.aliases else family.name
-        return _SCHEMA_1_OPTIONS | fields | {"family": first_name, "schema_version": 1}
+        """Return all fields but the provenance; a training checkpoint is tied to them."""
+        return self.model_dump(mode="json", exclude={"provenance"})
 
 
 def make_head_config(**fields: Any) -> HeadConfig:

@@ -38,8 +38,6 @@ class Family(ABC):
 
     Attributes:
         name: key in recipes (`head.family`) and in draftlab.json.
-        aliases: older names of the same family, which recipes and files may still use. The first
-            is the one that training checkpoints are tied to.
         config_type, head_type, drafter_type: its classes, as "module:name". A family may implement
             `config_class`, `new_head` and `new_drafter` instead.
         forced_drafts_type: the class of its teacher-forced drafts for the certificate, as
@@ -74,7 +72,6 @@ class Family(ABC):
     """
 
     name: ClassVar[str]
-    aliases: ClassVar[tuple[str, ...]] = ()
     config_type: ClassVar[str]
     head_type: ClassVar[str]
     drafter_type: ClassVar[str]
@@ -179,29 +176,30 @@ def register(family: Family) -> Family:
     """Add a family to the registry.
 
     Raises:
-        ValueError: another family has one of its names.
+        ValueError: another family has its name.
     """
-    for name in (family.name, *family.aliases):
-        other = _registry.get(name)
-        if other is not None and type(other) is not type(family):
-            raise ValueError(f"the family name {name!r} belongs to {type(other).__name__} already")
-        _registry[name] = family
+    other = _registry.get(family.name)
+    if other is not None and type(other) is not type(family):
+        raise ValueError(
+            f"the family name {family.name!r} belongs to {type(other).__name__} already"
+        )
+    _registry[family.name] = family
     return family
 
 
 def families() -> Iterable[Family]:
     """Return all registered families, those of the package first."""
     _load()
-    return list(dict.fromkeys(_registry.values()))
+    return list(_registry.values())
 
 
 def family_names() -> list[str]:
-    """Return the names of all registered families, without aliases."""
+    """Return the names of all registered families."""
     return [family.name for family in families()]
 
 
 def get_family(name: str) -> Family:
-    """Return the family of a name or an alias.
+    """Return the family of a name.
 
     Raises:
         UserError: no family of this name is registered.

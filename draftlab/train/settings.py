@@ -65,7 +65,7 @@ class HeadSettings(Settings):
 
     family: str = "eagle3"
     """Family of the head. eagle3: drafts one token a pass, each from the head's previous output.
-    peagle (formerly ptd): drafts all K tokens in one pass. dspark: drafts a block in one pass, with
+    peagle: drafts all K tokens in one pass. dspark: drafts a block in one pass, with
     a bias by the token before each draft. dflash: a block without that bias. eagle: the first
     generation, which imitates the target's last state. eagle_llama4: eagle with dense Llama 4
     layers. Installed packages can register more families."""

@@ -19,12 +19,11 @@ from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
 from draftlab.export.layout import Layout
 from draftlab.heads import family as registry
-from draftlab.heads.config import HeadConfig, make_head_config
+from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import Family, families, get_family, register
 from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import RMSNorm
-from draftlab.pipeline.resolve import reference_head
 from draftlab.train.objectives.objective import Objective
 from draftlab.train.objectives.ttt import ttt_weights, unroll
 from tests.helpers.small_run import draftlab, new_workshop
@@ -155,24 +154,9 @@ def test_settings_that_it_does_not_have_are_refused(workshop: Path) -> None:
 
 def test_names_belong_to_one_family() -> None:
     class Other(SumFamily):
-        name, aliases = "other", ("eagle3",)
+        name = "eagle3"
 
     with pytest.raises(ValueError, match=r"eagle3.*belongs to Eagle3"):
         register(Other())
     with pytest.raises(UserError, match=r"out of eagle3, .*sum.*found 'medusa'"):
         get_family("medusa")
-
-
-def test_config_files_of_schema_1_are_read(tmp_path: Path) -> None:
-    """Schema 1 wrote the options of all families, and `ptd` for `peagle`."""
-    fields = json.loads((reference_head() / "draftlab.json").read_text())
-    for name in ("norm_before_fc", "fc_norm", "norm_output"):  # they came with schema 2
-        del fields[name]
-    fields |= {"schema": 1, "mask_token_id": None}
-    (tmp_path / "draftlab.json").write_text(json.dumps(fields))
-    assert load_config(tmp_path).family == "eagle3"
-    parallel = {**fields, "family": "ptd", "mask_token_id": 3, "embeddings": "own", "schema": 2}
-    assert make_head_config(**parallel).family == "peagle"
-    identity = make_head_config(**parallel).identity()
-    assert (identity["family"], identity["schema_version"]) == ("ptd", 1)
-    assert identity.keys() >= (fields.keys() - {"provenance", "schema"}) | {"llama4"}

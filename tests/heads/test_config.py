@@ -12,7 +12,7 @@ INCOMPLETE = {name: value for name, value in LLAMA4_ATTENTION.items() if name !=
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"schema": 3}, "expected head schema 2, found 3"),
+        ({"schema": 3}, "expected head schema 1, found 3"),
         ({"boundaries": (2, 2, 3)}, "sorted and unique"),
         ({"boundaries": (0, 2, 6)}, r"0\.\.5"),
         ({"boundaries": ()}, "boundaries"),

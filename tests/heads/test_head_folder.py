@@ -226,7 +226,7 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": 3}, "expected head schema 2, found 3"),
+        ({"schema": 3}, "expected head schema 1, found 3"),
         ({"family": "eagle9"}, "family"),
         ({"colour": "red"}, "colour"),
         ({"head_dim": ...}, "head_dim"),
@@ -294,7 +294,7 @@ def test_a_head_of_an_older_version_loads_to_the_same_bytes(tmp_path: Path) -> N
 
 
 def test_a_config_keeps_only_the_rope_that_heads_use(tmp_path: Path) -> None:
-    """Older versions copied the target's partial_rotary_factor, which servers would apply."""
+    """Servers would apply the target's partial_rotary_factor, which heads do not."""
     rope = {"rope_type": "default", "rope_theta": 5e5}
     foreign = {"partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]}
     save(tmp_path, rope_parameters=rope | foreign)

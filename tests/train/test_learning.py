@@ -21,7 +21,7 @@ from draftlab.train.metrics import MetricsLog
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.token_scores import score
 from draftlab.train.validation import walk
-from tests.helpers.list_store import ListManifest, ListStore
+from tests.helpers.list_store import ListStore
 from tests.helpers.loss_rows import reach_mask_t, reach_mask_t_k
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import InterruptingMonitor, SignallingMonitor
