@@ -4,7 +4,8 @@ With K drafts a step emits n(K) tokens in s(K) milliseconds; plain decoding emit
 
     speed-up(K) = n(K) · s(0) / s(K).
 
-n(K) belongs to the whole suite. Where the suite was decoded with K drafts, it is that row's own
+Where the suite was decoded and timed with K drafts, this is the row's own speed-up. n(K) belongs to
+the whole suite. Where the suite was decoded with K drafts, it is that row's own
 count. Between two counted values of K the unconditional acceptance a_i of each position and the
 share of the tokens that were emitted (stop tokens and limits truncate some) are interpolated;
 positions that only the larger K has are the larger one's. K = 0 counts as decoded, with n(0) = 1.
@@ -20,7 +21,7 @@ each timed K is predicted from the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -37,8 +38,8 @@ from draftlab.evaluate.speedup_model import (
 )
 
 PREDICTS = (
-    "a prediction is of the speed-up over all prompts of the suite: its own tokens a step, with "
-    "the step times of the timed prompts; its interval holds the variation between prompts of both"
+    "a speed-up is over all prompts of the suite: its own tokens a step, with the step times of "
+    "the timed prompts; its interval holds the variation between prompts of both"
 )
 
 
@@ -50,7 +51,9 @@ class Prediction:
     four also if it was not timed between two other values of K (see `Check`).
 
     Attributes:
-        speedup_ci: 95 % interval over the prompts of the suite and of the timing pass.
+        speedup, speedup_ci: that of the row, if there is one that was timed at this batch; else
+            predicted. The 95 % interval is over the prompts of the suite and of the timing pass;
+            None: there are too few.
         measured_speedup: measured on the timed prompts.
     """
 
@@ -60,7 +63,7 @@ class Prediction:
     step_ms: float
     tpot_ms: float
     speedup: float
-    speedup_ci: tuple[float, float]
+    speedup_ci: tuple[float, float] | None
     measured_speedup: float | None = None
     left_out_speedup: float | None = None
     error: float | None = None
@@ -79,6 +82,7 @@ class Advice:
         text: the advice in one line.
     """
 
+    suite: str
     engine: str
     head: str | None
     drafter: str
@@ -101,16 +105,13 @@ def advise(
     how many of them `met` the measurement, how many are `close`, `mean_error` and `worst_error` in
     size (None if there are none), and all of it as `text`. The result is None if nothing was timed.
     """
-    tables = timing_tables(rows, list(probes))
-    by_key: dict[Any, list[Row]] = {}
-    for row in sorted((row for row in rows if row.drafts), key=lambda row: row.k):
-        by_key.setdefault(conditions(row), []).append(row)
+    probes = list(probes)
     advice = [
         one
-        for key, members in by_key.items()
-        if (table := tables.get(key)) is not None
-        for batch in (timing.batch for timing in members[-1].timings)
-        if batch in table.batches and (one := _advice(table, members, batch)) is not None
+        for suite in dict.fromkeys(row.suite for row in rows)
+        for one in _suite_advice(
+            [row for row in rows if row.suite == suite], [p for p in probes if p.suite == suite]
+        )
     ]
     under_load = load_advice(load, rows)
     if not advice and not under_load:
@@ -131,6 +132,25 @@ def advise(
     }
 
 
+def _suite_advice(rows: Sequence[Row], probes: Sequence[Probe]) -> Iterator[Advice]:
+    """Yield the advice for a suite's rows: for each of their conditions, at each batch.
+
+    There is none at a batch where the machine was disturbed while some K was timed.
+    """
+    tables = timing_tables(rows, probes)
+    by_key: dict[Any, list[Row]] = {}
+    for row in sorted((row for row in rows if row.drafts), key=lambda row: row.k):
+        by_key.setdefault(conditions(row), []).append(row)
+    for key, members in by_key.items():
+        disturbed = {t.batch for row in members for t in row.timings if t.disturbed}
+        for batch in (timing.batch for timing in members[-1].timings):
+            table = tables.get(key)
+            if table is None or batch in disturbed or batch not in table.batches:
+                continue
+            if (one := _advice(table, members, batch)) is not None:
+                yield one
+
+
 def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> Advice | None:
     """Return the advice at a batch; None if the step times do not give a slope.
 
@@ -146,14 +166,16 @@ def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> Advice | No
     }
     lengths = {row.k: row.acceptance_length_ci for row in rows}
     ratios = {k: one.step_ratio_ci for k, one in table.at_batch(batch).items()}
+    own = {row.k: t for row in rows for t in row.timings if t.batch == batch and t.speedup}
     predictions = []
     for k in range(1, largest.k + 1):
         predicted = table.predict(batch, k, counted)
         if predicted is None:
             return None
         acceptance, step, speedup = predicted
-        width = math.hypot(*(_half_width(intervals, k) for intervals in (lengths, ratios)))
-        interval = speedup * math.exp(-width), speedup * math.exp(width)
+        interval = _interval(speedup, [_half_width(ones, k) for ones in (lengths, ratios)])
+        if k in own:
+            speedup, interval = own[k].speedup, own[k].speedup_ci
         measured = table.measured.get((batch, k))
         prediction = Prediction(
             k,
@@ -169,6 +191,7 @@ def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> Advice | No
         predictions.append(replace(prediction, **asdict(check)) if check else prediction)
     best = max(predictions, key=lambda p: p.speedup)
     return Advice(
+        suite=largest.suite,
         engine=largest.engine,
         head=largest.head,
         drafter=largest.drafter,
@@ -177,36 +200,48 @@ def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> Advice | No
         batch=batch,
         plain_ms=table.measured[batch, 0].step_ms,
         best_k=best.k,
-        text=_text(best, predictions, batch),
+        text=_text(best, predictions, batch, own),
         predictions=tuple(predictions),
     )
 
 
-def _half_width(intervals: Mapping[int, tuple[float, float] | None], k: int) -> float:
-    """Return half the width of the interval at K, or else of the widest, as a logarithm.
+def _half_width(intervals: Mapping[int, tuple[float, float] | None], k: int) -> float | None:
+    """Return half the width of the interval at K, or else of the widest, as a logarithm."""
+    widths = {i: math.log(ci[1] / ci[0]) / 2 for i, ci in intervals.items() if ci and ci[0] > 0}
+    return widths.get(k, max(widths.values(), default=None))
+
+
+def _interval(speedup: float, widths: Sequence[float | None]) -> tuple[float, float] | None:
+    """Return the interval of a predicted speed-up; None if the width of a part is not known.
 
     Tokens a step vary between the prompts of the suite as AL does, and step times between timed
     prompts. Both are independent, so the squares of their relative widths add up.
     """
-    widths = {i: math.log(ci[1] / ci[0]) / 2 for i, ci in intervals.items() if ci and ci[0] > 0}
-    return widths.get(k, max(widths.values(), default=0.0))
+    known = [width for width in widths if width is not None]
+    if len(known) < len(widths):
+        return None
+    width = math.hypot(*known)
+    return speedup * math.exp(-width), speedup * math.exp(width)
 
 
-def _text(best: Prediction, predictions: Sequence[Prediction], batch: int) -> str:
-    """Return "best K = 5 at batch 1: 1.90× [1.80, 2.01] predicted; measured …".
+def _text(
+    best: Prediction, predictions: Sequence[Prediction], batch: int, measured: Collection[int]
+) -> str:
+    """Return "best K = 5 at batch 1: 1.90× [1.80, 2.01], measured".
 
-    The text also names the left-out K whose prediction a measurement refutes most clearly.
+    Beside a predicted speed-up the text has that of the nearest measured K. It also names the
+    left-out K whose prediction a measurement refutes most clearly.
     """
-    low, high = best.speedup_ci
-    text = (
-        f"best K = {best.k} at batch {batch}: predicted {best.speedup:.2f}× [{low:.2f}, {high:.2f}]"
-        " for the whole suite"
-    )
-    measured = [p for p in predictions if p.measured_speedup is not None]
-    if measured:
-        nearest = min(measured, key=lambda p: abs(p.k - best.k))
-        where = "there" if nearest is best else f"at K = {nearest.k}"
-        text += f"; measured {where} on the timed prompts: {nearest.measured_speedup:.2f}×"
+
+    def speedup(one: Prediction) -> str:
+        limits = one.speedup_ci and " [{:.2f}, {:.2f}]".format(*one.speedup_ci)
+        return f"{one.speedup:.2f}×{limits or ''}"
+
+    text = f"best K = {best.k} at batch {batch}: {speedup(best)}"
+    text += ", measured" if best.k in measured else ", predicted"
+    if measured and best.k not in measured:
+        nearest = min(measured, key=lambda k: abs(k - best.k))
+        text += f"; measured at K = {nearest}: {speedup(predictions[nearest - 1])}"
     refuted = [p for p in predictions if p.met is False]
     if refuted:
         worst = max(refuted, key=lambda p: abs(p.error or 0.0))

@@ -73,7 +73,7 @@ def break_even(advice: Sequence[Advice]) -> list[BreakEven]:
 
 
 def _conditions(advice: Advice) -> tuple[object, ...]:
-    return advice.engine, advice.temperature, advice.draft_probs, advice.batch
+    return advice.suite, advice.engine, advice.temperature, advice.draft_probs, advice.batch
 
 
 def _compare(chain: Advice, parallel: Advice) -> BreakEven:

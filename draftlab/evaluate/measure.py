@@ -140,12 +140,20 @@ def _time_batch(
         configs = workload.configs_at(t) + (extra if t == first else [])
         runs = workload.time({c: engines[c] for c in configs}, t, batch, results.engine)
         for config in configs:
-            timing = workload.timing(runs, config, batch)
+            timing = workload.timing(runs, config, batch, results.generations.get((t, config)))
             if timing is None:
                 continue
             if config in extra and config.head:
                 results.probes.append(
-                    Probe(results.engine, config.head.name, t, config.draft_probs, config.k, timing)
+                    Probe(
+                        workload.suite.name,
+                        results.engine,
+                        config.head.name,
+                        t,
+                        config.draft_probs,
+                        config.k,
+                        timing,
+                    )
                 )
             else:
                 results.timings.setdefault((t, config), []).append(timing)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -12,12 +12,13 @@ import torch
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
-from draftlab.evaluate.results import Lossless, Row, Timing
+from draftlab.evaluate.results import FASTEST_STEP, Lossless, Row, Timing
 from draftlab.evaluate.self_check import self_check
+from draftlab.evaluate.speedup_model import suite_speedup
 from draftlab.evaluate.statistics import (
+    MIN_INTERVAL_PROMPTS,
     acceptance_interval,
     percentile_interval,
-    ratio_interval,
     repetition_rate,
     resample_sums,
 )
@@ -45,9 +46,48 @@ def acceptance_fields(
         "expected_acceptance": (expected / counters.drafts).tolist() if has_expected else None,
         "self_check": self_check(generations, counters.k, greedy=greedy, rows=rows),
         "acceptance_length": counters.acceptance_length,
-        "acceptance_length_ci": acceptance_interval([g.counters for g in generations]),
+        "acceptance_length_ci": acceptance_interval([g.counters for g in generations])
+        if len(generations) >= MIN_INTERVAL_PROMPTS
+        else None,
         "repetition_rate": repetition_rate(g.token_ids for g in generations),
     }
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What each prompt took after its first token, [P] each.
+
+    A prompt that was decoded several times has the sums.
+
+    Attributes:
+        ms: milliseconds.
+        tokens: tokens that its steps emitted.
+        steps: verify steps, or steps without drafts.
+    """
+
+    ms: np.ndarray
+    tokens: np.ndarray
+    steps: np.ndarray
+
+    @classmethod
+    def of(cls, generations: Sequence[Generation], distinct: int | None = None) -> Decoded:
+        """Return the sums of generations.
+
+        Args:
+            distinct: prompts after which the generations begin again with the first one (see
+                `timing_batches`); None: all differ.
+        """
+        answers = [
+            (1e3 * (g.total_s - g.first_token_s), len(g.token_ids) - 1, len(g.steps))
+            if len(g.token_ids) > 1
+            else (0, 0, 0)
+            for g in generations
+        ]
+        prompt = np.arange(len(answers)) % (distinct or len(answers))
+        return cls(*(np.bincount(prompt, sums) for sums in np.array(answers, dtype=float).T))
+
+    def __len__(self) -> int:
+        return len(self.steps)
 
 
 def timing(
@@ -55,6 +95,7 @@ def timing(
     plain: TimedRun | None,
     *,
     batch: int,
+    counted: Sequence[Generation] | None = None,
     distinct: int | None = None,
     floor_ms: float | None = None,
 ) -> Timing | None:
@@ -64,57 +105,77 @@ def timing(
         run: the timed generations.
         plain: plain decoding of the same prompts, for the speed-up.
         batch: prompts decoded at once.
-        distinct: prompts after which the generations begin again with the first one (see
-            `timing_batches`); None: all differ. Intervals are over different prompts.
+        counted: the configuration's answers to the whole suite, in the order of the timed prompts;
+            None: the suite is the timed prompts.
+        distinct: prompts after which the timed generations begin again with the first one; None:
+            all differ. Intervals are over different prompts.
         floor_ms: bandwidth floor of a step, in milliseconds.
     """
-    times, tokens, steps = _decode_sums(run, distinct)
-    if not tokens.sum():
+    timed = Decoded.of(run.generations, distinct)
+    suite = Decoded.of(counted) if counted is not None else timed
+    if not (timed.tokens.sum() and suite.tokens.sum()):
         return None
+    step_ms = timed.ms.sum() / timed.steps.sum()
     fields: dict[str, Any] = {
         "batch": batch,
         "prompts": len(run.generations),
-        "tpot_ms": times.sum() / tokens.sum(),
-        "tpot_ms_ci": ratio_interval(times, tokens),
         "ttft_ms": 1e3 * float(np.mean([g.first_token_s for g in run.generations])),
-        "step_ms": times.sum() / steps.sum() if steps.sum() else None,
+        "step_ms": step_ms,
         "floor_ms": floor_ms,
         "throughput_tok_s": sum(len(g.token_ids) for g in run.generations) / run.wall_s,
-        "tokens_per_step": tokens.sum() / steps.sum() if steps.sum() else None,
+        "tokens_per_step": timed.tokens.sum() / timed.steps.sum(),
         "acceptance_at": Counters.total(g.counters for g in run.generations).acceptance_at,
     }
-    plain_times, plain_tokens, plain_steps = (
-        _decode_sums(plain, distinct) if plain else (np.zeros(1),) * 3
-    )
-    if plain_tokens.sum():
-        baseline = plain_times.sum() / plain_tokens.sum()
-        sums = resample_sums(plain_times, plain_tokens, plain_steps, times, tokens, steps)
-        with np.errstate(invalid="ignore", divide="ignore"):  # a resample may have no second token
-            speedups = sums[0] / sums[1] / (sums[3] / sums[4])
-            step_ratios = sums[3] / sums[5] / (sums[0] / sums[2])
-        fields |= {
-            "baseline_tpot_ms": baseline,
-            "speedup": baseline / fields["tpot_ms"],
-            "speedup_ci": percentile_interval(speedups, 0.95),
-            "step_ratio_ci": percentile_interval(step_ratios, 0.95) if steps.sum() else None,
-        }
-    return Timing(**fields)
+    base = Decoded.of(plain.generations, distinct) if plain else None
+    return Timing(**fields | speed_fields(timed, suite, base, paired=len(timed) == len(suite)))
 
 
-def _decode_sums(run: TimedRun, distinct: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return each prompt's milliseconds, tokens and steps after the first token, each [P].
+def speed_fields(
+    timed: Decoded, suite: Decoded, plain: Decoded | None, *, paired: bool
+) -> dict[str, Any]:
+    """Return TPOT and speed-ups of a suite: its tokens a step, with the timed prompts' steps.
 
-    Those of a prompt that was decoded several times are added up.
+    Intervals are percentile bootstraps over the prompts of both.
+
+    Args:
+        plain: the timed prompts without drafts; None: there is nothing to compare with.
+        paired: whether `timed` and `suite` are the same prompts in the same order, which then are
+            drawn together.
     """
-    answers = [
-        (1e3 * (g.total_s - g.first_token_s), len(g.token_ids) - 1, len(g.steps))
-        if len(g.token_ids) > 1
-        else (0, 0, 0)
-        for g in run.generations
-    ]
-    prompt = np.arange(len(answers)) % (distinct or len(answers))
-    times, tokens, steps = (np.bincount(prompt, sums) for sums in np.array(answers, dtype=float).T)
-    return times, tokens, steps
+    tokens, steps = resample_sums(suite.tokens, suite.steps, seed=0 if paired else 1)
+    of_plain = (plain.ms, plain.tokens, plain.steps) if plain else ()
+    sums = resample_sums(timed.ms, timed.tokens, timed.steps, *of_plain)
+    enough = min(len(timed), len(suite)) >= MIN_INTERVAL_PROMPTS
+
+    def interval(values: np.ndarray) -> tuple[float, float] | None:
+        return percentile_interval(values, 0.95) if enough else None
+
+    per_step, step_ms = suite.tokens.sum() / suite.steps.sum(), timed.ms.sum() / timed.steps.sum()
+    with np.errstate(invalid="ignore", divide="ignore"):  # a resample may have no second token
+        fields = {
+            "tpot_ms": step_ms / per_step,
+            "tpot_ms_ci": interval(sums[0] / sums[2] / (tokens / steps)),
+        }
+        if plain is None or not plain.tokens.sum():
+            return fields
+        plain_ms, plain_steps_ms = plain.ms.sum() / plain.steps.sum(), sums[3] / sums[5]
+        speedups = suite_speedup(plain_steps_ms, sums[0] / sums[2], tokens / steps)
+        timed_speedups = sums[3] / sums[4] / (sums[0] / sums[1])
+        fields |= {
+            "baseline_tpot_ms": plain_ms,
+            "step_ratio_ci": interval(sums[0] / sums[2] / plain_steps_ms),
+        }
+        if fields["step_ratio_ci"] and fields["step_ratio_ci"][1] < FASTEST_STEP:
+            return fields  # the machine was disturbed
+        return fields | {
+            "speedup": float(suite_speedup(plain_ms, step_ms, per_step)),
+            "speedup_ci": interval(speedups),
+            "timed_speedup": plain.ms.sum()
+            / plain.tokens.sum()
+            * timed.tokens.sum()
+            / timed.ms.sum(),
+            "timed_speedup_ci": interval(timed_speedups),
+        }
 
 
 def timing_fields(timings: Sequence[Timing]) -> dict[str, Any]:

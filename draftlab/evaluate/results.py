@@ -13,12 +13,10 @@ from draftlab.evaluate.calibration.result import Calibration
 from draftlab.files import read_json, write_json
 from draftlab.settings import describe_errors
 
-SCHEMA_VERSION = 4
-READABLE_VERSIONS = (1, 2, 3, 4)
-"""Later versions only add fields: version 2 timings, self_check and speedup_ci; version 3 the
-acceptance of the timed prompts, what a certificate tested, and the level of a self-check; version
-4 the measurements under load and the calibrations. Up to version 2 timed answers ignored stop
-tokens, and TPOT was the mean over prompts."""
+SCHEMA_VERSION = 5
+FASTEST_STEP = 0.99
+"""Least time of a step with drafts over one without; below 1, since answers at temperatures above 0
+differ, and so do the lengths at which steps are timed."""
 
 
 class Lossless(BaseModel):
@@ -54,10 +52,15 @@ class SelfCheck(BaseModel):
 class Timing(BaseModel):
     """Times of a row's configuration at one batch size, in milliseconds.
 
-    `throughput_tok_s` is output tokens over wall time, prefill included. `floor_ms` is the time to
-    read the weights of a step once at the measured copy rate of the device. `tokens_per_step` and
-    the unconditional `acceptance_at` each position belong to the timed prompts. `step_ratio_ci` is
-    the interval of `step_ms` over a step of plain decoding.
+    `tpot_ms`, `baseline_tpot_ms` (without drafts) and `speedup` are of the whole suite: its own
+    tokens a step, with the step times of the timed prompts. `step_ms`, `ttft_ms`,
+    `throughput_tok_s` (output tokens over wall time, prefill included), `tokens_per_step`, the
+    unconditional `acceptance_at` each position and `timed_speedup` are of the timed prompts.
+    `step_ratio_ci` is the interval of `step_ms` over a step of plain decoding. `floor_ms` is the
+    time to read the weights of a step once at the measured copy rate of the device.
+
+    Intervals are None for fewer than six prompts. The speed-ups are None where the machine was
+    disturbed (`disturbed`).
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -65,9 +68,9 @@ class Timing(BaseModel):
     batch: int
     prompts: int
     tpot_ms: float
-    tpot_ms_ci: tuple[float, float]
+    tpot_ms_ci: tuple[float, float] | None
     ttft_ms: float
-    step_ms: float | None
+    step_ms: float
     floor_ms: float | None = None
     throughput_tok_s: float | None = None
     tokens_per_step: float | None = None
@@ -75,7 +78,27 @@ class Timing(BaseModel):
     baseline_tpot_ms: float | None = None
     speedup: float | None = None
     speedup_ci: tuple[float, float] | None = None
+    timed_speedup: float | None = None
+    timed_speedup_ci: tuple[float, float] | None = None
     step_ratio_ci: tuple[float, float] | None = None
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether a step with drafts was timed as faster than one without, beyond its interval.
+
+        It does all that the other does, so the two were timed under different conditions.
+        """
+        return self.step_ratio_ci is not None and self.step_ratio_ci[1] < FASTEST_STEP
+
+    @property
+    def disturbance(self) -> str:
+        """Why there is no speed-up if the machine was disturbed."""
+        plain_ms = self.baseline_tpot_ms or 0.0
+        return (
+            f"the machine was disturbed while it was timed at batch {self.batch}: a step with "
+            f"drafts took {self.step_ms:.2f} ms and one without {plain_ms:.2f} ms, so there is no "
+            "speed-up"
+        )
 
 
 class Percentiles(BaseModel):
@@ -240,7 +263,7 @@ class Report(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Report:
-        """Read a report of a schema version in `READABLE_VERSIONS`.
+        """Read a report of the present schema version.
 
         Raises:
             UserError: the file is missing, no report, or of another version.
@@ -253,9 +276,9 @@ class Report(BaseModel):
                 do="`draftlab eval` writes the report again",
             )
         version = fields.pop("schema")
-        if version not in READABLE_VERSIONS:
+        if version != SCHEMA_VERSION:
             raise UserError(
-                f"expected report schema 1 to {SCHEMA_VERSION}, found {version}",
+                f"expected report schema {SCHEMA_VERSION}, found {version}",
                 where=path,
                 do="evaluate again with this version of draftlab",
             )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +20,20 @@ from draftlab.evaluate.cost_model import Shape, Steps, fit_cost_model
 from draftlab.evaluate.results import LoadPoint, Row, Timing
 
 
+def suite_speedup(plain_ms: Any, step_ms: Any, tokens: Any) -> Any:
+    """Return plain_ms · tokens / step_ms, the speed-up of steps that emit so many tokens.
+
+    All are numbers or arrays. A step with drafts does all that one without does, so that it counts
+    as no faster, and the speed-up as no larger than `tokens`.
+    """
+    return plain_ms * tokens / np.maximum(step_ms, plain_ms)
+
+
 @dataclass(frozen=True)
 class Probe:
     """A timing of a configuration that has no row: its K is timed for the adviser alone."""
 
+    suite: str
     engine: str
     head: str | None
     temperature: float
@@ -77,12 +88,12 @@ class Measured:
 
     @classmethod
     def from_timing(cls, timing: Timing) -> Measured | None:
-        """Return a timing's measurement; None without steps."""
-        if not timing.step_ms:
+        """Return the measurement of a timing's prompts; None if the machine was disturbed."""
+        if timing.disturbed:
             return None
         acceptance = _acceptance(timing.acceptance_at, timing.tokens_per_step)
-        intervals = timing.speedup_ci, timing.step_ratio_ci
-        return cls(timing.step_ms, acceptance, timing.speedup, *intervals)
+        intervals = timing.timed_speedup_ci, timing.step_ratio_ci
+        return cls(timing.step_ms, acceptance, timing.timed_speedup, *intervals)
 
     @classmethod
     def from_load(cls, point: LoadPoint) -> Measured | None:
@@ -179,7 +190,10 @@ class SpeedupTable:
         if at_k is None or step is None:
             return None
         plain = self.measured[batch, 0]
-        step = max(step, plain.step_ms)  # verifying drafts is no faster than decoding without any
+        if not plain.fixed_ms:
+            speedup = suite_speedup(plain.step_ms, step, at_k.tokens)
+            return at_k, max(step, plain.step_ms), float(speedup)
+        step = max(step, plain.step_ms)
         own = {i: m.fixed_ms for i, m in self.at_batch(batch).items() if i != without}
         fixed = float(np.interp(k, [*own], [*own.values()]))
         tokens = plain.answer_tokens

@@ -9,10 +9,11 @@ from collections.abc import Iterable, Sequence
 
 from draftlab.evaluate.cost_model import Cliff, Shape, find_cliffs
 from draftlab.evaluate.decoding_config import NamedHead
-from draftlab.evaluate.results import LoadPoint, Row, Timing
+from draftlab.evaluate.results import LoadPoint, Row
 from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.speedup_model import conditions
+from draftlab.evaluate.statistics import MIN_INTERVAL_PROMPTS
 from draftlab.formatting import count_text
 
 MIN_PROMPTS = 30
@@ -31,10 +32,16 @@ def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
             f"few prompts ({prompts}): the intervals are unreliable (at least {MIN_PROMPTS}: "
             "eval.max_prompts, or a larger eval.suite)"
         )
-    if 0 < settings.timing_prompts < MIN_TIMED_PROMPTS:
+    timed = min(max(settings.timing_prompts, *settings.timing_batches), prompts)
+    if settings.timing_prompts and timed < MIN_TIMED_PROMPTS:
+        effect = (
+            "speed-ups have no interval, and there is no verdict"
+            if timed < MIN_INTERVAL_PROMPTS
+            else "their intervals are too narrow"
+        )
         warnings.append(
-            f"few timed prompts ({settings.timing_prompts}): their intervals are too narrow "
-            f"(eval.timing_prompts, at least {MIN_TIMED_PROMPTS})"
+            f"few timed prompts ({timed}): {effect} (eval.timing_prompts, at least "
+            f"{MIN_TIMED_PROMPTS})"
         )
     return warnings
 
@@ -56,7 +63,11 @@ def row_warnings(row: Row) -> list[str]:
     if row.self_check and (failure := failure_message(row.self_check)):
         warnings.append(failure)
     for timing in row.timings:
-        low, high = _interval(timing)
+        if timing.disturbed:
+            warnings.append(f"{timing.disturbance}; repeat the evaluation on a quiet machine")
+        if timing.speedup_ci is None:
+            continue
+        low, high = timing.speedup_ci
         if high < SLOWDOWN:
             warnings.append(f"drafting slows decoding down at batch {timing.batch}")
         elif low < SLOWDOWN:
@@ -64,12 +75,6 @@ def row_warnings(row: Row) -> list[str]:
                 f"the intervals do not show whether drafting pays at batch {timing.batch}"
             )
     return warnings
-
-
-def _interval(timing: Timing) -> tuple[float, float]:
-    """Return the interval of the speed-up; without one, the speed-up itself or else 1."""
-    point = 1.0 if timing.speedup is None else timing.speedup
-    return timing.speedup_ci or (point, point)
 
 
 def with_cliff_warnings(rows: Sequence[Row]) -> list[Row]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -33,7 +33,7 @@ from draftlab.evaluate.timing import (
 )
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
-from draftlab.text.suites import Suite
+from draftlab.text.suites import Prompts, Suite
 
 
 @dataclass
@@ -120,17 +120,20 @@ class Workload:
         max_k = max(config.k for config in self.configs)
         return min(longest + answer + max_k + 1, self.target.max_length)
 
+    @property
+    def timed_prompts(self) -> Prompts:
+        """The prompts in an order of which every beginning represents the suite."""
+        return self.suite.evenly_ordered(self.settings.seed)
+
     def requests(self, temperature: float, *, timed: bool = False) -> list[Request]:
         """Return the requests of the suite.
 
-        Timed ones have their own length limit, and an order of which every beginning has its share
-        of each category (`Suite.evenly_ordered`).
+        Timed ones have their own length limit and the order of `timed_prompts`.
         """
         settings = self.settings
         sampling = Sampling(temperature, settings.top_k, settings.top_p, settings.seed)
         tokens = settings.timing_tokens if timed else settings.max_new_tokens
-        suite = self.suite
-        prompts = suite.evenly_ordered(settings.seed) if timed else suite.prompts
+        prompts = self.timed_prompts if timed else self.suite.prompts
         return [Request(id_, ids, tokens, sampling, self.stop_ids) for id_, ids in prompts]
 
     def decode(self, results: EngineResults, engine: Decoder, config: DecodingConfig) -> None:
@@ -172,14 +175,25 @@ class Workload:
             return time_in_turn(engines, batches, progress)
 
     def timing(
-        self, runs: Mapping[DecodingConfig, TimedRun], config: DecodingConfig, batch: int
+        self,
+        runs: Mapping[DecodingConfig, TimedRun],
+        config: DecodingConfig,
+        batch: int,
+        counted: Sequence[Generation] | None,
     ) -> Timing | None:
-        """Return a configuration's times, compared with plain decoding in the same `runs`."""
+        """Return a configuration's times, compared with plain decoding in the same `runs`.
+
+        Args:
+            counted: its answers to the suite; None: the suite was not decoded with it.
+        """
         head = config.head.head if config.head else None
+        by_id = {g.id: g for g in counted} if counted is not None else {}
+        ordered = [by_id[id_] for id_, _ in self.timed_prompts] if by_id else None
         return timing(
             runs[config],
             runs[PLAIN_DECODING] if config != PLAIN_DECODING else None,
             batch=batch,
+            counted=ordered,
             distinct=len(self.suite.prompts),
             floor_ms=floor_ms(self.target, head, config.k, batch),
         )

@@ -51,12 +51,15 @@ LEGEND: dict[str, tuple[str, str]] = {
     ),
     "TPOT": (
         "milliseconds per output token after the first; [95 % interval over prompts]",
-        "Over all timed prompts, Σ (latency − time to first token) / Σ (output tokens − 1).",
+        "The time of a step over the tokens that it emits. The time is measured on the timed "
+        "prompts, Σ (latency − time to first token) / Σ steps; the tokens are counted on all "
+        "prompts of the suite, Σ (output tokens − 1) / Σ steps.",
     ),
     "speed-up": (
-        "TPOT without drafting / TPOT, same prompts and engine; drafting pays above 1",
-        "A ratio of TPOTs, shown with the TPOT without drafting. The interval resamples "
-        "prompts, with and without drafting together.",
+        "TPOT without drafting / TPOT, of the whole suite; drafting pays above 1",
+        "A step with drafts does all that one without does, so the speed-up cannot exceed the "
+        "tokens of a step. The interval resamples the counted and the timed prompts, these with "
+        "and without drafting together. Fewer than six have none.",
     ),
     "TTFT": ("milliseconds to the first token", "Drafting begins after it."),
     "goodput": (
@@ -132,6 +135,11 @@ def drafting(row: Row) -> str:
     return "sampled" if row.draft_probs and row.temperature else "argmax"
 
 
+def suite_name(row: Row) -> str:
+    """Return the name of the row's suite, of a file without its folders."""
+    return row.suite.rpartition("/")[2]
+
+
 def head_notes(rows: Sequence[Row]) -> dict[str, str]:
     """Return the notes on the heads of the rows, by name."""
     return {name: note for name, note in HEAD_NOTES.items() if any(r.head == name for r in rows)}
@@ -175,7 +183,7 @@ def advice(report: Report) -> list[tuple[str, str]]:
 def advice_check(report: Report) -> str:
     """Return how well predictions agree with measurements, and what a prediction is of.
 
-    The text is empty without advice, and for reports of schema 2, which checked something else.
+    The text is empty without advice.
     """
     adviser = report.adviser or {}
     check = (adviser.get("check") or {}).get("text")

@@ -91,7 +91,8 @@ def tpot_by_k(report: Report) -> Iterator[Figure]:
         return
     batch = rows[0].timings[0].batch
     styles = series(rows, without=("K",))
-    measured = [timing.tpot_ms_ci[1] for row in report.rows for timing in row.timings[:1]]
+    timings = [timing for row in report.rows for timing in row.timings[:1]]
+    measured = [max(timing.tpot_ms_ci or [timing.tpot_ms]) for timing in timings]
     advice = [one for one in advice if one["batch"] == batch]
     predicted = [p["tpot_ms"] for one in advice for p in one["predictions"]]
     top = max(measured + predicted)
@@ -132,7 +133,7 @@ def tpot_by_k(report: Report) -> Iterator[Figure]:
 
 def _belongs_to(one: Mapping[str, Any], row: Row) -> bool:
     """Return whether an advice belongs to the row's configuration."""
-    keys = ("engine", "head", "temperature", "draft_probs")
+    keys = ("suite", "engine", "head", "temperature", "draft_probs")
     return all(one[key] == getattr(row, key) for key in keys)
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 from draftlab.evaluate.results import Report, Row
+from draftlab.evaluate.statistics import MIN_INTERVAL_PROMPTS
+from draftlab.formatting import count_text
 from draftlab.report import formatting as fmt
 
 
@@ -19,31 +21,71 @@ def title(report: Report) -> str:
 
 
 def verdicts(report: Report) -> list[str]:
-    """Return a sentence for each head, about its lowest temperature: the measured effect and K.
+    """Return a sentence for each head and suite, about its lowest temperature: the speed-up and K.
 
-    "At T = 0 and K = 4 quickstart makes decoding 1.60× as fast [1.52, 1.68]; over the whole suite
-    K = 3 would be best (predicted 1.65×, K = 4: 1.58×)." If the measured K is predicted to be the
-    best, it "is best". Where drafting does not pay, no K is. Without times the sentence states the
-    acceptance length.
+    "At T = 0 and K = 4 quickstart makes decoding 1.60× as fast [1.52, 1.68] (tokens a step of 64
+    prompts, step times of 10 of them); K = 3 would be best (predicted 1.65×)." If the measured K is
+    predicted to be the best, it "is best". Where drafting does not pay, no K is. Without times the
+    sentence states the acceptance length; there is no verdict from too few prompts, or where the
+    machine was disturbed.
     """
-    heads = dict.fromkeys(row.head for row in report.rows if fmt.has_drafter(row))
-    return [sentence for head in heads for sentence in _of_head(report, head)]
+    drafted = [row for row in report.rows if fmt.has_drafter(row)]
+    suites = dict.fromkeys(row.suite for row in drafted)
+    groups: dict[tuple[str | None, str], list[Row]] = {}
+    for row in drafted:
+        groups.setdefault((row.head, row.suite), []).append(row)
+    return [_of_rows(report, rows, several=len(suites) > 1) for rows in groups.values()]
 
 
-def _of_head(report: Report, head: str | None) -> Iterator[str]:
-    rows = [row for row in report.rows if row.head == head and fmt.has_drafter(row)]
-    lowest = min(row.temperature for row in rows)
-    row = max((row for row in rows if row.temperature == lowest), key=speed)
+def _of_rows(report: Report, rows: Sequence[Row], *, several: bool) -> str:
+    """Return the verdict of a head's rows on one suite, which is named if there are several."""
+    rows, row = headline_rows(rows)
     where = f"At {fmt.conditions_text(row.temperature, row.draft_probs, None)} and K = {row.k}"
-    name = Path(head or "the head").name
+    name = Path(row.head or "the head").name
+    suite = f" of {fmt.suite_name(row)}" if several else ""
     if row.speedup is None or row.speedup_ci is None:
         length = fmt.number(row.acceptance_length, 2)
-        yield f"{where} {name} has AL {length}; no times were measured."
-        return
+        return f"{where} {name} has AL {length}{suite and f' on {suite[4:]}'}; {_no_verdict(rows)}."
     low, high = row.speedup_ci
-    effect = "makes decoding" if row.speedup >= 1 else "slows decoding down:"
+    effect = f"makes decoding{suite}" if row.speedup >= 1 else f"slows decoding{suite} down:"
     sentence = f"{where} {name} {effect} {row.speedup:.2f}× as fast [{low:.2f}, {high:.2f}]"
-    yield f"{sentence}{_best_k(report, row)}."
+    return f"{sentence}{_of_prompts(row)}{_best_k(report, row)}."
+
+
+def headline_rows(rows: Sequence[Row]) -> tuple[list[Row], Row]:
+    """Return the rows at the lowest temperature, and the one that the verdict is about.
+
+    It is the fastest, or that with the largest AL if one of them has no speed-up to rely on.
+    """
+    lowest = min(row.temperature for row in rows)
+    here = [row for row in rows if row.temperature == lowest]
+    if any(t.disturbed for row in here for t in row.timings[:1]):
+        here = [row.model_copy(update={"speedup": None, "speedup_ci": None}) for row in here]
+    return here, max(here, key=speed)
+
+
+def _no_verdict(rows: Sequence[Row]) -> str:
+    """Return why rows have no speed-up with an interval."""
+    timings = [row.timings[0] for row in rows if row.timings]
+    if disturbed := [timing for timing in timings if timing.disturbed]:
+        return f"no verdict: {disturbed[0].disturbance}; repeat the evaluation"
+    if timings:
+        timed = min(timings[0].prompts, rows[0].prompts)
+        return (
+            f"no verdict from {count_text(timed, 'timed prompt')}: an interval needs "
+            f"{MIN_INTERVAL_PROMPTS} (eval.timing_prompts, eval.max_prompts)"
+        )
+    return "no times were measured"
+
+
+def _of_prompts(row: Row) -> str:
+    """Return of which prompts the speed-up of a row is, in brackets."""
+    if not row.timings:
+        return ""
+    timed = min(row.timings[0].prompts, row.prompts)
+    if timed == row.prompts:
+        return f" (tokens a step and step times of {timed:,} prompts)"
+    return f" (tokens a step of {row.prompts:,} prompts, step times of {timed:,} of them)"
 
 
 def speed(row: Row) -> tuple[float, float]:
@@ -52,13 +94,9 @@ def speed(row: Row) -> tuple[float, float]:
 
 
 def _best_k(report: Report, row: Row) -> str:
-    """Return the end of the verdict, which names the K that the adviser predicts to be the best.
-
-    The times of the row are those of the timed prompts and the predictions are for the whole suite,
-    so the prediction of the row's own K stands beside that of the best.
-    """
+    """Return the end of the verdict, which names the K that the adviser finds to be the best."""
     for one in (report.adviser or {}).get("advice", []):
-        keys = ("engine", "head", "temperature", "draft_probs")
+        keys = ("suite", "engine", "head", "temperature", "draft_probs")
         if all(one[key] == getattr(row, key) for key in keys):
             predicted = {p["k"]: p["speedup"] for p in one["predictions"]}
             break
@@ -69,7 +107,4 @@ def _best_k(report: Report, row: Row) -> str:
         return ""
     if best == row.k:
         return f"; K = {best} is best"
-    own = f", K = {row.k}: {predicted[row.k]:.2f}×" if row.k in predicted else ""
-    return (
-        f"; over the whole suite K = {best} would be best (predicted {predicted[best]:.2f}×{own})"
-    )
+    return f"; K = {best} would be best (predicted {predicted[best]:.2f}×)"

@@ -11,7 +11,7 @@ import pytest
 from draftlab.evaluate.advice_check import check_left_out
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.cost_model import Steps
-from draftlab.evaluate.results import Row, Timing
+from draftlab.evaluate.results import Row
 from draftlab.evaluate.speedup_model import (
     Acceptance,
     Measured,
@@ -53,9 +53,13 @@ def test_a_counted_k_uses_its_own_tokens_a_step() -> None:
         assert at[row.k]["tokens_per_step"] == pytest.approx(tokens)
         assert tokens < row.acceptance_length  # the length limit truncates some
         assert at[row.k]["speedup"] == pytest.approx(PLAIN_MS * tokens / linear(row.k))
-        low, high = at[row.k]["speedup_ci"]
-        suite = row.acceptance_length_ci
-        assert high / low > suite[1] / suite[0]  # it holds the suite's variation and the steps'
+        assert at[row.k]["speedup_ci"] == row.timings[0].speedup_ci
+    widths = [math.log(ci[1] / ci[0]) / 2 for ci in (
+        large.acceptance_length_ci, large.timings[0].step_ratio_ci
+    )]  # fmt: skip
+    low, high = at[4]["speedup_ci"]  # of a K that was not measured: the wider parts together
+    assert math.log(high / low) / 2 >= math.hypot(*widths) - 1e-9
+    assert math.log(high / low) / 2 < sum(widths) * 1.5
     assert [p["k"] for p in advice["predictions"] if p["measured_speedup"]] == [2, 6]
     assert advice["best_k"] == max(at, key=lambda k: at[k]["speedup"])
 
@@ -73,8 +77,8 @@ def test_acceptance_is_interpolated_between_counted_ks() -> None:
 def test_one_k_needs_a_probe_for_the_slope() -> None:
     row = timed(4, linear(4))
     assert advise([row]) is None
-    own = (row.engine, row.head)
-    other_head = Probe(row.engine, "other", 0.0, False, 1, row.timings[0])
+    own = (row.suite, row.engine, row.head)
+    other_head = Probe(row.suite, row.engine, "other", 0.0, False, 1, row.timings[0])
     probe = Probe(*own, 0.0, False, 1, timed(1, linear(1)).timings[0])
     advice = only_advice([row], probe, other_head)
     assert [p["step_ms"] for p in advice["predictions"]] == pytest.approx(
@@ -89,7 +93,7 @@ def test_one_k_needs_a_probe_for_the_slope() -> None:
 
 
 def test_a_step_is_never_cheaper_than_plain_decoding() -> None:
-    advice = only_advice([timed(5, 11.0), timed(1, 4.0)])
+    advice = only_advice([timed(5, 11.0), timed(1, 9.8)])  # within its interval
     assert min(p["step_ms"] for p in advice["predictions"]) == PLAIN_MS
 
 
@@ -183,10 +187,26 @@ def test_the_text_names_the_nearest_measurement() -> None:
     best = advice["predictions"][advice["best_k"] - 1]
     assert best["measured_speedup"] is None
     low, high = best["speedup_ci"]
+    one = advice["predictions"][0]
     assert advice["text"].startswith(
-        f"best K = {best['k']} at batch 1: predicted {best['speedup']:.2f}× [{low:.2f}, {high:.2f}]"
-        " for the whole suite; measured at K = 1 on the timed prompts: "
+        f"best K = {best['k']} at batch 1: {best['speedup']:.2f}× [{low:.2f}, {high:.2f}], "
+        f"predicted; measured at K = 1: {one['speedup']:.2f}× ["
     )
+
+
+def test_a_predicted_interval_has_the_squares_of_both_relative_widths() -> None:
+    tokens, steps = (2.0, 3.0), (0.9, 1.2)
+    rows = [
+        timed(k, linear(k), step_ratio_ci=steps).model_copy(update={"acceptance_length_ci": tokens})
+        for k in (2, 6)
+    ]
+    four = only_advice(rows)["predictions"][3]
+    width = math.hypot(math.log(3.0 / 2.0) / 2, math.log(1.2 / 0.9) / 2)
+    assert four["speedup_ci"] == pytest.approx(
+        (four["speedup"] * math.exp(-width), four["speedup"] * math.exp(width))
+    )
+    unknown = [row.model_copy(update={"acceptance_length_ci": None}) for row in rows]
+    assert only_advice(unknown)["predictions"][3]["speedup_ci"] is None
 
 
 def test_each_timed_k_is_predicted_from_the_others() -> None:
@@ -219,7 +239,7 @@ def test_a_wrong_step_line_is_not_met() -> None:
     assert "from the other timed K's is off by" in report.adviser["advice"][0]["text"]
     text = fmt.advice_check(report)
     assert text.startswith("0 of 1 speed-ups at a timed K, predicted from the other timed K's")
-    assert "a prediction is of the speed-up over all prompts of the suite" in text
+    assert "a speed-up is over all prompts of the suite" in text
     assert fmt.advice_check(sample.report()) == ""
 
 
@@ -237,17 +257,6 @@ def test_two_timed_ks_cannot_be_checked() -> None:
     adviser = advise([timed(k, linear(k)) for k in (2, 5)])
     assert (adviser["check"]["timed"], adviser["check"]["worst_error"]) == (0, None)
     assert "no prediction was checked" in adviser["check"]["text"]
-
-
-def test_times_of_older_reports_are_not_checked() -> None:
-    """Up to schema 2 the timed prompts' acceptance is unknown."""
-    rows = [timed(k, linear(k)) for k in (1, 3, 5)]
-    new = {"tokens_per_step", "acceptance_at", "step_ratio_ci"}
-    old = [
-        row.model_copy(update={"timings": [Timing(**row.timings[0].model_dump(exclude=new))]})
-        for row in rows
-    ]
-    assert advise(old)["check"]["timed"] == 0
 
 
 def test_untimed_rows_get_no_advice() -> None:

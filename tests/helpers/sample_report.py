@@ -168,15 +168,19 @@ def with_timing(
     """Return the row with a further timing.
 
     Args:
-        tpot_factor: measured TPOT over the one that `step_ms` and the row's tokens a step give.
-        spread: ends of the interval of the speed-up, as factors.
+        tpot_factor: TPOT of the timed prompts over the one that `step_ms` and the row's tokens a
+            step give.
+        spread: ends of the intervals of the speed-ups, as factors.
     """
-    tpot = tpot_factor * step_ms / row.tokens_per_step
+    tpot = step_ms / row.tokens_per_step
     speedup = plain_ms / tpot
+    timed = speedup / tpot_factor
     drafted = {
         "baseline_tpot_ms": plain_ms,
         "speedup": speedup,
         "speedup_ci": (spread[0] * speedup, spread[1] * speedup),
+        "timed_speedup": timed,
+        "timed_speedup_ci": (spread[0] * timed, spread[1] * timed),
         "step_ratio_ci": (0.97 * step_ms / plain_ms, 1.03 * step_ms / plain_ms),
     }
     fields = {

@@ -161,7 +161,7 @@ def test_the_advisers_tables() -> None:
     report = sample.timed_report()
     advice = report.adviser["advice"][0]
     parsed = page(report)
-    rows = parsed.rows("predicted speed-up")
+    rows = parsed.rows("on the timed prompts")
     assert [row[0].split()[0] for row in rows] == ["0", "1", "2", "3", "4", "5"]
     assert [row[0] for row in rows if "best" in row[0]] == [f"{advice['best_k']} (best)"]
     predicted = advice["predictions"][1]
@@ -176,7 +176,7 @@ def test_the_advisers_tables() -> None:
     three = [sample.with_timing(sample.row(k=k), 10.0 + k) for k in (1, 3, 5)]
     checked = sample.with_adviser(three)
     predicted = checked.adviser["advice"][0]["predictions"][2]
-    assert page(checked).rows("predicted speed-up")[3][5:] == [
+    assert page(checked).rows("on the timed prompts")[3][5:] == [
         f"{predicted['measured_speedup']:.2f}×",
         f"{predicted['left_out_speedup']:.2f}×",
         f"{100 * predicted['error']:+.1f} %",

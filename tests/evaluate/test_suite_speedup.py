@@ -1,0 +1,153 @@
+"""The speed-up of a suite: its own tokens a step, with the step times of the timed prompts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from draftlab.engine.counters import Counters
+from draftlab.engine.sampling import Generation
+from draftlab.evaluate.metrics import acceptance_fields, timing
+from draftlab.evaluate.results import Timing
+from draftlab.evaluate.statistics import MIN_INTERVAL_PROMPTS
+from draftlab.evaluate.timing import TimedRun
+from draftlab.text.suites import Suite
+
+PLAIN_MS, STEP_MS = 3.0, 4.0
+
+
+def generation(
+    steps: int, accepted: float, step_ms: float, *, k: int = 2, name: str = "p"
+) -> Generation:
+    """Return an answer of so many steps after its first token, with `accepted` drafts a step."""
+    counters, outcomes = Counters(k), []
+    for i in range(steps):
+        count = int((i + 1) * accepted) - int(i * accepted)
+        outcomes.append((k, count))
+        counters.add_step(k, count)
+    tokens = 1 + steps + sum(count for _, count in outcomes)
+    total = 0.5 + 1e-3 * step_ms * steps
+    return Generation(name, (1,) * tokens, "stop", counters, (), tuple(outcomes), 0.5, total)
+
+
+def plain(tokens: int, step_ms: float = PLAIN_MS) -> Generation:
+    return generation(tokens - 1, 0, step_ms, k=0)
+
+
+def times(
+    drafted: list[Generation], base: list[Generation], counted: list[Generation] | None
+) -> Timing:
+    found = timing(TimedRun(drafted, 1.0), TimedRun(base, 1.0), batch=1, counted=counted)
+    assert found is not None
+    return found
+
+
+def test_the_speed_up_is_that_of_the_suite() -> None:
+    """The timed prompts accept 1 draft a step, the suite 1.5."""
+    drafted = [generation(10, 1.0, STEP_MS) for _ in range(8)]
+    suite = [generation(20, 1.5, 99.0) for _ in range(40)]  # its own times play no part
+    found = times(drafted, [plain(21)] * 8, suite)
+    assert found.tokens_per_step == 2.0
+    assert found.tpot_ms == pytest.approx(STEP_MS / 2.5)
+    assert found.baseline_tpot_ms == pytest.approx(PLAIN_MS)
+    assert found.speedup == pytest.approx(PLAIN_MS * 2.5 / STEP_MS)
+    assert found.timed_speedup == pytest.approx(PLAIN_MS * 2.0 / STEP_MS)
+    assert found.step_ms == pytest.approx(STEP_MS)
+
+
+def test_where_all_prompts_are_timed_it_is_the_ratio_of_their_times() -> None:
+    """Also the interval is that of the ratio, since both parts are drawn together."""
+    generator = np.random.default_rng(1)
+    shapes = [(int(generator.integers(4, 30)), generator.random() * 2) for _ in range(12)]
+    drafted = [generation(n, a, STEP_MS + a) for n, a in shapes]
+    base = [
+        plain(len(g.token_ids), PLAIN_MS + n / 40)
+        for g, (n, _) in zip(drafted, shapes, strict=True)
+    ]
+    found = times(drafted, base, drafted)
+    assert found.speedup == pytest.approx(found.timed_speedup)
+    assert found.speedup_ci == pytest.approx(found.timed_speedup_ci)
+    apart = times(drafted, base, drafted * 2)  # other prompts, drawn by themselves
+    assert apart.speedup == pytest.approx(found.speedup)
+    assert apart.speedup_ci != pytest.approx(found.speedup_ci, rel=1e-3)
+
+
+def test_the_interval_holds_the_variation_of_both_parts() -> None:
+    steady, varied = [generation(10, 1.0, STEP_MS)] * 10, []
+    for i in range(10):
+        varied.append(generation(10, 1.0, STEP_MS * (0.7 + 0.06 * i)))
+    suite = [generation(20, 0.2 * i, 1.0) for i in range(10)] * 3
+    same = [generation(20, 1.0, 1.0)] * 30
+    base = [plain(21)] * 10
+
+    def width(drafted: list[Generation], counted: list[Generation]) -> float:
+        low, high = times(drafted, base, counted).speedup_ci or (np.nan, np.nan)
+        return float(np.log(high / low))
+
+    assert width(steady, same) == pytest.approx(0)
+    steps, tokens = width(varied, same), width(steady, suite)
+    assert min(steps, tokens) > 0.1
+    assert width(varied, suite) == pytest.approx(np.hypot(steps, tokens), rel=0.15)
+
+
+def test_a_drafted_step_faster_than_a_plain_one_has_no_speed_up() -> None:
+    drafted = [generation(10, 0.3, 138.0 + i % 3) for i in range(10)]
+    found = times(drafted, [plain(13, 154.0)] * 10, None)
+    assert found.disturbed
+    assert (found.speedup, found.speedup_ci, found.timed_speedup) == (None, None, None)
+    assert "a step with drafts took 138.90 ms and one without 154.00 ms" in found.disturbance
+    assert found.step_ms == pytest.approx(138.9)  # what was measured stays
+
+
+def test_within_its_interval_a_faster_step_gains_no_more_than_its_tokens() -> None:
+    drafted = [generation(10, 1.0, PLAIN_MS * (0.8 + 0.04 * i)) for i in range(10)]
+    found = times(drafted, [plain(21)] * 10, None)
+    assert found.step_ms < PLAIN_MS
+    assert not found.disturbed
+    assert found.speedup == found.tokens_per_step == 2.0
+    assert found.speedup_ci[1] == 2.0
+
+
+@pytest.mark.parametrize("prompts", [1, MIN_INTERVAL_PROMPTS - 1, MIN_INTERVAL_PROMPTS])
+def test_too_few_prompts_have_no_interval(prompts: int) -> None:
+    few, many = ([generation(10, 1.0, STEP_MS)] * n for n in (prompts, 20))
+    enough = prompts >= MIN_INTERVAL_PROMPTS
+    for drafted, counted in ((few, many), (many, few)):
+        found = times(drafted, [plain(21)] * len(drafted), counted)
+        assert found.speedup == pytest.approx(1.5)
+        names = ("tpot_ms_ci", "speedup_ci", "timed_speedup_ci", "step_ratio_ci")
+        assert {getattr(found, name) is not None for name in names} == {enough}
+    fields = acceptance_fields(few, greedy=True, rows=1)
+    assert (fields["acceptance_length_ci"] is not None) == enough
+
+
+def test_the_interval_contains_the_speed_up_of_all_prompts() -> None:
+    """Ten timed prompts of a suite sorted by categories, whose drafts are accepted differently."""
+    generator = np.random.default_rng(0)
+    shapes = {
+        f"q{i}": (0.4 + 0.2 * (i // 10) + 0.2 * generator.random(), generator.normal(1, 0.03))
+        for i in range(80)
+    }
+    categories = {name: str(int(name[1:]) // 10) for name in shapes}
+    suite = Suite("toy", "t", tuple((name, (1,)) for name in shapes), categories)
+    answers = {
+        name: generation(40, accepted, STEP_MS * noise, name=name)
+        for name, (accepted, noise) in shapes.items()
+    }
+    base = {name: plain(40) for name in shapes}
+    whole = times([*answers.values()], [*base.values()], None).speedup
+    first_ten = times([*answers.values()][:10], [*base.values()][:10], None)
+    assert not first_ten.speedup_ci[0] <= whole <= first_ten.speedup_ci[1]  # one category of eight
+    held, shares = 0, []
+    for seed in range(40):
+        order = [name for name, _ in suite.evenly_ordered(seed)]
+        timed = order[:10]
+        found = times(
+            [answers[name] for name in timed],
+            [base[name] for name in timed],
+            [answers[name] for name in order],
+        )
+        held += found.speedup_ci[0] <= whole <= found.speedup_ci[1]
+        shares.append(found.speedup / whole)
+    assert held >= 38
+    assert np.abs(np.log(shares)).max() < 0.03
