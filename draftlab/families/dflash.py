@@ -54,7 +54,6 @@ class Dflash(Family):
             sampling=BLOCK_SAMPLING,
             flops=block_flops,
             own_terms=terms,
-            drafting="slots",
         )
 
     def layouts(self) -> dict[str, Layout | str]:

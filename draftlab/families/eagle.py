@@ -33,7 +33,7 @@ class Eagle(Family):
         from draftlab.train.objectives.objective import Objective
         from draftlab.train.objectives.ttt import ttt_weights, unroll
 
-        return Objective(unroll, ttt_weights, imitates_states=True, drafting="chain")
+        return Objective(unroll, ttt_weights, imitates_states=True)
 
     def layouts(self) -> dict[str, Layout | str]:
         from draftlab.export.vllm_sglang import SglangEagle, VllmEagle

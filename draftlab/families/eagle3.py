@@ -45,7 +45,7 @@ class Eagle3(Family):
         from draftlab.train.objectives.objective import Objective
         from draftlab.train.objectives.ttt import ttt_weights, unroll
 
-        return Objective(unroll, ttt_weights, fast_forward=FastUnroll, drafting="chain")
+        return Objective(unroll, ttt_weights, fast_forward=FastUnroll)
 
     def layouts(self) -> dict[str, Layout | str]:
         from draftlab.export.llamacpp import LlamaCpp

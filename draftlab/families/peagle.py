@@ -50,7 +50,6 @@ class Peagle(Eagle3):
             parallel_weights,
             fast_forward=FastParallel,
             sampling=DEPTH_SAMPLING,
-            drafting="slots",
         )
 
     def layouts(self) -> dict[str, Layout | str]:

@@ -151,15 +151,14 @@ def check_target_of_ranks(recipe: Recipe, num_ranks: int) -> None:
     Raises:
         UserError: the target is on a named device or on several GPUs.
     """
-    settings, replays = recipe.target, recipe.train.replay is not None
-    needed = "record.online" * recipe.record.online or "train.replay" * replays
+    settings = recipe.target
     named = settings.device not in ("auto", "cuda", "cpu")
-    if needed and num_ranks > 1 and (settings.gpus > 1 or named):
+    if recipe.record.online and num_ranks > 1 and (settings.gpus > 1 or named):
         raise UserError(
-            f"{needed} gives each of {num_ranks} processes the whole target on its own GPU; found "
-            f"target.gpus {settings.gpus}, target.device {settings.device}",
+            f"record.online gives each of {num_ranks} processes the whole target on its own GPU; "
+            f"found target.gpus {settings.gpus}, target.device {settings.device}",
             where="target",
-            do=f"leave both at their defaults, train with one process, or leave {needed} out",
+            do="leave both at their defaults, train with one process, or leave record.online out",
         )
 
 
@@ -186,8 +185,8 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
 
     Raises:
         UserError: boundaries, a mask token or a draft vocabulary outside the target, an
-            export format without such heads, record.dtype=fp8
-            without boundaries, or data workers or train.replay with record.online.
+            export format without such heads, record.dtype=fp8 without boundaries, or data workers
+            with record.online.
     """
     family = get_family(recipe.head.family)
     _check_boundaries(recipe, config.num_hidden_layers)
@@ -240,13 +239,6 @@ def check_shapes(recipe: Recipe, config: Any) -> None:
             f"states and no other process can pack them, found {recipe.train.data_workers}",
             where="train.data_workers",
             do="set it to 0, or leave it out",
-        )
-    if recipe.record.online and recipe.train.replay is not None:
-        raise UserError(
-            "expected one of record.online and train.replay, which both run the target beside the "
-            "training; found both",
-            where="train.replay",
-            do="leave one of the two out",
         )
 
 

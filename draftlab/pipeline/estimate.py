@@ -26,8 +26,6 @@ from draftlab.store.shard_cache import DEFAULT_SIZE, SIZE
 from draftlab.store.urls import local_folder
 from draftlab.train.checkpoint import MAX_CHECKPOINTS
 
-REPLAYED_STEP = 2.0
-"""Positions between the decode steps that `train.replay` replays: a modest acceptance length."""
 CHECKPOINTS = MAX_CHECKPOINTS + 1
 """Checkpoints on the disk while training writes one and still keeps the others."""
 
@@ -213,17 +211,11 @@ def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -
     positions = settings.steps * settings.batch_rows * settings.row_tokens
     flops = positions * (head.flops + online * 2 * target.active)
     note = f"{as_count(head.trained)} parameters to train on {as_count(positions)} positions"
-    if (replay := settings.replay) is not None:
-        replayed = positions * (1 - replay.start) * replay.share
-        # The head drafts, and the target reads the conversation with the drafts of each step.
-        tokens = replayed * (1 + (settings.ttt_steps - 1) / REPLAYED_STEP)
-        flops += replayed * head.flops / 3 + tokens * 2 * target.active
-        note += f", {as_count(round(replayed))} of them replayed, with the target in memory"
     hardware = recipe.hardware
     records = recipe.record.rolls and hardware.gpus * hardware.nodes <= recipe.target.gpus
     if records:
         note += ", on the GPU that records the window meanwhile"
-    targets = (online or replay is not None) + records  # which share the GPU with the head
+    targets = online + records  # which share the GPU with the head
     checkpoint = 12 * head.trained  # weights and two moments
     return Estimate(
         "head",

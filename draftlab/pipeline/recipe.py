@@ -108,6 +108,8 @@ class Recipe(Settings):
 
 
 REMOVED_SETTINGS = {
+    "train.replay": "a head trains on recorded answers alone",
+    "target.compile": "layers without a fast path of draftlab run as transformers writes them",
     "run.url": "sync the run folder with a tool of your own, such as `rclone` or `aws s3 sync`",
 }
 """Dotted name of a setting, or of a whole section, that draftlab no longer has → what to do."""

@@ -209,15 +209,14 @@ class Recording:
     def open_store(self, ranks: Ranks | None) -> Store:
         """Return the recorded store; with record.online, one that computes states when read.
 
-        Unless training needs the target (record.online, train.replay), it is freed: training gets
-        the whole memory.
+        Without record.online the target is freed: training gets the whole memory.
 
         Raises:
-            UserError: training needs the target with several ranks, and the target is on a named
+            UserError: record.online with several ranks, and the target is on a named
                 device or on several GPUs.
         """
         online = self.recipe.record.online
-        if not online and self.recipe.train.replay is None:
+        if not online:
             self.here.free("target", "metadata")
             self.__dict__.pop("prompts", None)
         elif ranks:

@@ -75,7 +75,6 @@ SETTINGS_WITHOUT_EFFECT = {
     "prompts.source",
     "target.device",
     "target.gpus",
-    "target.compile",
     "record.url",
     *(f"regenerate.server.{name}" for name in ServerSettings.model_fields if name != "model"),
     *(f"{s}.vllm.{name}" for s in ("regenerate", "record") for name in VllmSettings.model_fields),

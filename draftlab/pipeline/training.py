@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from draftlab.pipeline.window_training import NewPool, recorded_meanwhile
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
 from draftlab.target_model.locate import resolve_target
-from draftlab.target_model.model import Target
 from draftlab.target_model.parts import TargetParts, load_parts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.distributed.ranks import Ranks
@@ -55,7 +53,6 @@ def train_and_save(
             run / "train",
             monitor=monitor,
             ranks=ranks,
-            target=recording.target if recipe.train.replay is not None else None,
         )
         if ranks.is_main:
             save_head(folder, head, torch.bfloat16)
@@ -69,7 +66,6 @@ def train_head(
     *,
     monitor: Monitor,
     ranks: Ranks | None,
-    target: Target | None = None,
 ) -> DraftHead:
     """Train the head of a recipe, and return it with its provenance.
 
@@ -77,7 +73,6 @@ def train_head(
         store: states of the recipe's target, recorded or computed when read.
         folder: for checkpoints and metrics.
         ranks: the processes that train together; None: only this one.
-        target: the target model, which `train.replay` needs.
     """
     mask = mask_token(recipe, store, tokenizer, monitor)
     vocabulary = draft_vocabulary(recipe, store, tokenizer, monitor, mask=mask)
@@ -85,12 +80,6 @@ def train_head(
         resolve_target(recipe.target), trust_remote_code=recipe.target.trust_remote_code
     )
     config = head_config(recipe, store.identity, len(vocabulary.target_ids), monitor, mask=mask)
-    if (replay := recipe.train.replay) is not None:
-        first = math.ceil(replay.start * recipe.train.steps)
-        monitor.say(
-            f"on-policy replay: from step {first:,} on, the rejected drafts of {replay.share:.0%} "
-            "of a step's conversations (train.replay)"
-        )
     data = {"records": len(store), "tokens": int(np.sum(store.lengths))}
     ranks = ranks or Ranks.join(recipe.train.device)
     with use_device(ranks.device):
@@ -107,7 +96,6 @@ def train_head(
             initial=initial,
             tracked_config={**recipe.model_dump(mode="json"), "data": data},
             ranks=ranks,
-            target_model=target,
         )
         validation = trainer.run()
         head = trainer.backend.unwrap()

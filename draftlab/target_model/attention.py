@@ -24,7 +24,6 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from draftlab.kernels.paged_attention import attend_paged
 from draftlab.kernels.paged_plan import attend_reads
 from draftlab.target_model.packed_rows import PackedRow, supports_varlen, varlen_attention
-from draftlab.target_model.token_tree import TokenTree
 
 if TYPE_CHECKING:
     from draftlab.target_model.paged_cache import PagedCache
@@ -48,13 +47,11 @@ class AttentionInputs:
         positions: [B, M] of the tokens, which mask the keys of a `RowCache`.
         paged_cache: cache that keys and values are read from.
         packed_row: conversations that do not see each other.
-        tree: continuations that do not see each other.
     """
 
     positions: Tensor | None = None
     paged_cache: PagedCache | None = None
     packed_row: PackedRow | None = None
-    tree: TokenTree | None = None
 
 
 _NO_INPUTS = AttentionInputs()
@@ -100,8 +97,6 @@ def _build_mask(local_size: int | None = None, **options: Any) -> Tensor | MaskR
     inputs = _inputs.get()
     if inputs.paged_cache is not None or inputs.packed_row is not None:
         return _mask_rule(local_size, options.get("config"))
-    if inputs.tree is not None:
-        return inputs.tree.mask(options["mask_function"], options["device"])
     if (positions := inputs.positions) is None:
         return sdpa_mask(local_size=local_size, **options)
     device = options["device"]

@@ -22,7 +22,6 @@ from transformers.utils import logging as transformers_logging
 
 from draftlab.errors import UserError
 from draftlab.target_model.attention import ATTENTION
-from draftlab.target_model.compiled import compile_target
 from draftlab.target_model.locate import (
     load_config,
     load_error,
@@ -78,8 +77,6 @@ def load_target(settings: TargetSettings) -> Target:
     replace_layers(model)
     target = Target(model.eval().requires_grad_(False), folder, settings.path, notes)
     target.check_parts()
-    if settings.compile:
-        compile_target(target)
     return target
 
 

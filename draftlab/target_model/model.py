@@ -23,7 +23,6 @@ from draftlab.target_model.packed_rows import PackedRow
 from draftlab.target_model.paged_cache import PagedCache
 from draftlab.target_model.parts import TargetParts, model_parts, text_decoder
 from draftlab.target_model.recurrent import recurrent_layers
-from draftlab.target_model.token_tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -194,7 +193,6 @@ class Target:
         positions: Tensor | None = None,
         cache: RowCache | PagedCache | None = None,
         packed_row: PackedRow | None = None,
-        tree: TokenTree | None = None,
     ) -> HiddenStates:
         """Run one forward pass of the decoder.
 
@@ -208,7 +206,6 @@ class Target:
             cache: KV cache that is read and written.
             packed_row: boundaries of the conversations in the row, for targets without a
                 `padding_reason`.
-            tree: the continuations in each row, for targets without recurrent layers.
 
         Returns:
             Features [B, M, len(boundaries) · Ht] in boundary order, and the last state [B, M, Ht]
@@ -231,14 +228,6 @@ class Target:
                 self.decoder(
                     input_ids=token_ids,
                     position_ids=packed_row.positions,
-                    attention_mask=torch.ones_like(token_ids),
-                    use_cache=False,
-                )
-            elif tree is not None:
-                stack.enter_context(attention_inputs(tree=tree))
-                self.decoder(
-                    input_ids=token_ids,
-                    position_ids=tree.positions,
                     attention_mask=torch.ones_like(token_ids),
                     use_cache=False,
                 )

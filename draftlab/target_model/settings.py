@@ -32,9 +32,6 @@ class TargetSettings(Settings):
     prompts, recording and evaluation. A server needs the same (chat_template_kwargs)."""
     trust_remote_code: bool = False
     """Whether code shipped with a checkpoint may run. Turn it on only if you have read the code."""
-    compile: bool = True
-    """On CUDA in 16 bit, fuse small operations by torch.compile in layers without a fast path of
-    draftlab. Off: layers run as transformers writes them."""
 
     def template(self, source: str) -> str:
         """Return a chat template with these values set; they become part of its hash."""

@@ -20,7 +20,6 @@ from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.kernels.cuda_device import out_of_memory_error
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
-from draftlab.target_model.model import Target
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.batch.loader import BatchLoader, MicroBatch
@@ -43,7 +42,6 @@ from draftlab.train.metrics import MetricsLog, Window, speed_line
 from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
-from draftlab.train.replay import Replay
 from draftlab.train.settings import TrainSettings
 from draftlab.train.untrained_head import untrained_head
 from draftlab.train.validation import Validation, split_records, validate
@@ -65,7 +63,6 @@ class Trainer:
         initial: a trained head to start from.
         tracked_config: all settings of the run, for trackers.
         ranks: processes that train together; None: those of the launcher's environment.
-        target_model: the target, for `train.replay`.
     """
 
     def __init__(
@@ -82,7 +79,6 @@ class Trainer:
         initial: DraftHead | None = None,
         tracked_config: Mapping[str, Any] | None = None,
         ranks: Ranks | None = None,
-        target_model: Target | None = None,
     ) -> None:
         self.store, self.settings, self.seed = store, settings, seed
         self.folder, self.monitor, self.tracked_config = folder, monitor, tracked_config or {}
@@ -102,7 +98,6 @@ class Trainer:
             head.embed_tokens.to(self.dtype)  # they are read in this dtype anyway
         self.target = DraftTeacher.for_training(parts, head, self.dtype)
         module = DistillationModule(head, self.target, settings, self.dtype)
-        self.replay = Replay(target_model, module) if settings.replay is not None else None
         self.backend = wrap(module, settings, self.ranks)
         self.keys = training_keys(settings, config, vocabulary, store, seed, initial)
         self.key, self.step, self.tokens_seen, self.resumed_verified = self.keys[0], 0, 0, True
@@ -224,11 +219,7 @@ class Trainer:
 
     def _accumulate(self, micro: MicroBatch) -> None:
         """Add a micro-batch's gradients; the loss is normalised by the counts of the whole step."""
-        whole = micro.batch
-        if self.replay is not None:
-            whole = self.replay.apply(whole)
-            self.timer.mark("replay")
-        idle, batches_of_passes = whole.idle, list(whole.split())
+        idle, batches_of_passes = micro.batch.idle, list(micro.batch.split())
         weights = [0.0] * len(self.weights) if idle else self.weights
         for number, batch in enumerate(batches_of_passes, 1):
             last = micro.last and number == len(batches_of_passes)

@@ -36,7 +36,6 @@ LATER_SETTINGS: dict[str, Any] = {
     "optimizer": "adamw",
     "adamw_learning_rate": None,
     "early_stopping": None,
-    "replay": None,
 }
 """Settings that older checkpoints do not know, with the defaults that leave them as they are."""
 FIRST_NAMES = {"acceptance_weighting": "reach"}
@@ -135,17 +134,6 @@ class HeadSettings(Settings):
         return chosen
 
 
-class ReplaySettings(Settings):
-    """On-policy replay: the head's own drafts, with the target's distribution after them (methods
-    §8)."""
-
-    start: float = Field(default=0.5, ge=0, lt=1)
-    """Share of the steps after which drafts are replayed; a head without skill has few to learn
-    from."""
-    share: float = Field(default=0.5, gt=0, le=1)
-    """Share of a step's conversations whose rejected drafts are replayed."""
-
-
 class TrainSettings(Settings):
     """Training: training-time test of chains, (anchor, depth) pairs of parallel heads (methods §2,
     §4)."""
@@ -189,9 +177,6 @@ class TrainSettings(Settings):
     anchor_parts: int = Field(default=1, ge=1)
     """Number of parts that the anchors of a forward pass are split into. The parts run one after
     the other, which needs less memory for long rows and gives the same result."""
-    replay: ReplaySettings | None = None
-    """On-policy replay: where a server would reject a draft, the head trains on its own drafts
-    with the target's distribution after them. It needs the target in memory. None: off."""
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon: Muon for the matrices of fc and of the layers, AdamW for the rest. Muon needs
     fewer steps. It takes whole matrices, so that `parallel` must be ddp or fsdp2."""
@@ -270,16 +255,7 @@ class TrainSettings(Settings):
             )
         if self.adamw_learning_rate and self.optimizer == "adamw":
             raise ValueError("adamw_learning_rate is for optimizer=muon: set learning_rate instead")
-        if self.replay is not None and (self.parallel != "ddp" or self.anchor_parts > 1):
-            raise ValueError(
-                "replay runs the whole head on a whole batch: expected parallel ddp and "
-                f"anchor_parts 1, found {self.parallel} and {self.anchor_parts}"
-            )
         return self
-
-    def replays_at(self, step: int) -> bool:
-        """Return whether an optimizer step replays drafts."""
-        return self.replay is not None and step >= self.replay.start * self.steps
 
     def identity(self) -> dict[str, Any]:
         """Return all settings that change the weights; a training checkpoint is tied to them.

@@ -12,7 +12,7 @@ from acceptance_peers import Trained
 from draftlab.evaluate.statistics import bootstrap_interval
 
 OURS = "ours"
-"""Name of our heads without replay."""
+"""Name of our heads."""
 TEMPERATURES = (0.0, 0.8)
 
 

@@ -2,13 +2,11 @@
 
     python eval/bench/bench_acceptance.py --out runs/acceptance --seeds 0 1 2
     python eval/bench/bench_acceptance.py --peers speculators --families eagle3 --tokens 2e6
-    python eval/bench/bench_acceptance.py --peers --replay --families eagle3 dspark
 
 The target is the embedded one; it answers the prompts once, and its states are recorded once. Ours
 are the quickstart recipes with steps of 8,192 positions. The peers are trained by their own
 defaults and once with our learning rate (`acceptance_peers.py`), imported by `draftlab import`, and
-all heads decode the same held-out prompts with K drafts a step. `--replay` adds our heads with
-`train.replay`: for the same steps, and for as many steps as take the same seconds.
+all heads decode the same held-out prompts with K drafts a step.
 
 A peer that fails is left out with its reason, and the exit code is then 1; so is SpecForge without
 a GPU. A finished head is not trained again; --minutes begins no further head after a time. Results
@@ -57,7 +55,6 @@ from draftlab.train.batch.order import epoch_rows
 from draftlab.train.validation import split_records
 from eval.measurements import Measurements, PrintMonitor, add_options, import_error, option_values
 
-REPLAY, SAME_SECONDS = "ours, replay", "ours, replay for the same seconds"
 OUR_RATES = {"specforge": 4e-3}
 """Our learning rate for a peer's optimizer, where it is not the recipe's: AdamW on all weights."""
 
@@ -84,7 +81,7 @@ class Bench:
         self.filled = float(lengths.sum() / (len(rows) * options.row_tokens))
         self.target: Target = load_target(recipe.target)
         self.tokenizer = load_tokenizer(recipe.target)
-        names = "tokens step_tokens max_prompts row_tokens prompts k replay_share settings"
+        names = "tokens step_tokens max_prompts row_tokens prompts k settings"
         conditions = option_values(options, *names.split())
         self.parts = Measurements(options, conditions, self.target.device)
 
@@ -194,15 +191,7 @@ class Bench:
         """Yield all heads' results, until the time is up."""
         options = self.options
         for seed, family in product(options.seeds, options.families):
-            plain = self.ours(family, seed)
-            yield plain
-            if options.replay:
-                share = f"train.replay.share={options.replay_share}"
-                replay = self.ours(family, seed, REPLAY, share)
-                yield replay
-                speed = plain.trained.steady_seconds / replay.trained.steady_seconds
-                steps = max(1, round(plain.trained.steps * speed))
-                yield self.ours(family, seed, SAME_SECONDS, share, f"train.steps={steps}")
+            yield self.ours(family, seed)
             for peer, our_rate in product(self.peers, (rate == "ours" for rate in options.rates)):
                 if family not in PEERS[peer][1]:
                     continue
@@ -236,8 +225,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--row-tokens", type=int, default=512, help="positions of our rows")
     parser.add_argument("--prompts", type=int, default=128, help="held-out prompts to decode")
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
-    parser.add_argument("--replay", action="store_true", help="also our heads with train.replay")
-    parser.add_argument("--replay-share", type=float, default=0.5, help="train.replay.share")
     parser.add_argument("settings", nargs="*", help="of the families' recipes: train.gamma=0.9 …")
     add_options(parser)
     options = parser.parse_args(arguments)

@@ -70,7 +70,6 @@ CHAIN = {
     "learning rate × 1.5": "train.learning_rate=12e-3",
     "learning rate × 2/3": "train.learning_rate=5.3e-3",
     "acceptance weighting, gamma 0.9": "train.acceptance_weighting=0.9 train.gamma=0.9",
-    "replay": "train.replay.share=0.5",
     "whole vocabulary": "draft_vocab.size=null",
     "eagle": EAGLE,
     "eagle, one step": f"{EAGLE} train.ttt_steps=1",
@@ -78,7 +77,7 @@ CHAIN = {
     "eagle, no regression": f"{EAGLE} train.regression=0 train.distillation=1",
 }
 NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")
-PARALLEL = {name: CHAIN[name] for name in ("base", *NORMS, "lk", "wsd", "replay")} | {
+PARALLEL = {name: CHAIN[name] for name in ("base", *NORMS, "lk", "wsd")} | {
     "norm_before_residual, lk": "head.norm_before_residual=true train.loss=lk",
     "gamma 0.8": "train.acceptance_weighting=0 train.gamma=0.8",
     "gamma 0.6": "train.acceptance_weighting=0 train.gamma=0.6",

@@ -114,20 +114,6 @@ def test_a_window_needs_the_target_in_training_if_no_gpu_is_left_to_record(
     assert ("the GPU that records the window" in window["head"].note) is is_shared
 
 
-def test_replay_needs_the_target_and_time_in_training(llama_8b: Path) -> None:
-    h200 = {"gpu": "H200"}
-    plain, replay = (
-        {row.name: row for row in estimate_stages(recipe(llama_8b, train=train, hardware=h200))}
-        for train in ({}, {"replay": {"start": 0.5, "share": 0.5}})
-    )
-    assert replay["head"].memory == plain["head"].memory + plain["target"].memory
-    train = recipe(llama_8b).train
-    replayed = 0.25 * train.steps * train.batch_rows * train.row_tokens
-    assert "replayed, with the target in memory" in replay["head"].note
-    least = 2 * 8.03e9 * replayed / 989e12  # the conversations alone
-    assert replay["head"].seconds - plain["head"].seconds > least
-
-
 def test_prompts_without_room_for_answers(llama_8b: Path, tmp_path: Path) -> None:
     LlamaConfig(**LLAMA_8B | {"max_position_embeddings": 200}).save_pretrained(tmp_path)
     for settings, note in (

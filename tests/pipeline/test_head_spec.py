@@ -232,10 +232,6 @@ def test_template_arguments_that_nothing_reads_are_reported_before_the_run() -> 
             "head.mask_token",
         ),
         (
-            {"record": {"online": True}, "train": {"replay": {}}},
-            "found both\nat: train.replay",
-        ),
-        (
             {"record": {"online": True}, "train": {"data_workers": 2}},
             "no other process can pack them, found 2\nat: train.data_workers",
         ),

@@ -210,8 +210,8 @@ def test_off_is_a_word_where_words_are_asked_for(tmp_path: Path) -> None:
     [
         ("train.steps", "expected an override such as train.steps=200, found 'train.steps'"),
         ("train.stpes=3", "did you mean train.steps?"),
-        ("train.replay.shar=1", "did you mean train.replay.share?"),
-        ("train.replay={begin: 1}", "train.replay.begin: unknown setting"),
+        ("regenerate.server.modle=x", "did you mean regenerate.server.model?"),
+        ("regenerate.server={modle: x}", "did you mean regenerate.server.model?"),
         ("trian.steps=3", "did you mean train?"),
         ("train.steps=[1", "the value of train.steps is not YAML"),
         ("seed.deep=1", "seed: expected a whole number"),
@@ -237,10 +237,19 @@ def test_the_resolved_recipe_reads_back(path: Path, tmp_path: Path) -> None:
     assert set(flatten(recipe)) == set(LEAVES)
 
 
-def test_a_removed_setting_is_refused_with_what_to_do(tmp_path: Path) -> None:
-    path = tmp_path / "mine.yaml"
-    path.write_text("run: {url: 's3://bucket/run'}\n")
-    with pytest.raises(UserError, match=r"run\.url: removed: sync the run folder") as caught:
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("run: {url: 's3://bucket/run'}", r"run\.url: removed: sync the run folder"),
+        ("train: {replay: {share: 0.5}}", r"train\.replay: removed: a head trains on recorded"),
+        ("target: {compile: false}", r"target\.compile: removed: layers without a fast path"),
+    ],
+)
+def test_a_removed_setting_is_refused_with_what_to_do(
+    tmp_path: Path, setting: str, message: str
+) -> None:
+    path = write(tmp_path, setting)
+    with pytest.raises(UserError, match=message) as caught:
         load_recipe(path)
     assert "unknown" not in str(caught.value)
     assert "delete" in caught.value.do

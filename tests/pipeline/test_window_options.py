@@ -32,7 +32,6 @@ SETTINGS = (
 )
 OPTIONS: dict[str, tuple[str, ...]] = {
     "fp8": ("record.dtype=fp8", "record.window=140KB"),
-    "replay": ("train.replay={start: 0.2, share: 1.0}",),
     "vllm": ("record.backend=vllm", "record.vllm.python=/vllm/python"),
 }
 
@@ -128,9 +127,8 @@ def test_gpus_that_record_are_others_than_those_that_train_if_there_are_enough(
     check_memory_for_vllm(shared, device)
 
 
-@pytest.mark.parametrize("needed", ["record.online=true", "train.replay={}"])
-def test_ranks_that_need_the_target_have_it_on_one_gpu_each(needed: str) -> None:
-    options = [needed, "target.gpus=2"]
+def test_ranks_that_need_the_target_have_it_on_one_gpu_each() -> None:
+    options = ["record.online=true", "target.gpus=2"]
     recipe = load_recipe(RECIPES / "llama3_eagle3.yaml", options)
     check_recipe.check_target_of_ranks(recipe, 1)
     with pytest.raises(UserError, match="gives each of 4 processes the whole target"):

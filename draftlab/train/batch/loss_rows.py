@@ -110,19 +110,10 @@ DEPTH_SAMPLING = StepSampling(sample_depths, mean_depths)
 BLOCK_SAMPLING = StepSampling(sample_anchors, mean_anchored)
 
 
-def is_replayed(share: float, seed: int, step: int, record: Record) -> bool:
-    """Return whether a record's drafts are replayed in an optimizer step (`train.replay`)."""
-    return _generator(record, 3, seed, step).random() < share
-
-
 def _uniform(record: Record, seed: int, step: int) -> np.ndarray:
     """Return a random number of each position of a record in an optimizer step, float64 [T]."""
-    return _generator(record, 2, seed, step).random(len(record.tokens))
-
-
-def _generator(record: Record, purpose: int, seed: int, step: int) -> np.random.Generator:
     key = prompt_key(record.id) % 2**64  # seeds of numpy's generator are unsigned
-    return np.random.default_rng([seed, purpose, step, key])
+    return np.random.default_rng([seed, 2, step, key]).random(len(record.tokens))
 
 
 @dataclass(frozen=True)

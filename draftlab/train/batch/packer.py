@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from draftlab.store.store import Record, Store
 from draftlab.train.batch.feature_noise import StepNoise
-from draftlab.train.batch.loss_rows import StepSampling, is_replayed
+from draftlab.train.batch.loss_rows import StepSampling
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.settings import TrainSettings
 
@@ -63,9 +63,6 @@ class Packer:
             options = {"settings": settings, "seed": self.seed, "step": step.number}
             max_steps = partial(self.sampling.sample, **options)
         noise = StepNoise(settings.noise, self.seed, step.number)
-        replays = None
-        if settings.replays_at(step.number):
-            replays = partial(is_replayed, settings.replay.share, self.seed, step.number)
         return [
             pack(
                 self._records(rows),
@@ -76,7 +73,6 @@ class Packer:
                 num_passes=settings.anchor_parts,
                 one_row=self.one_row,
                 idle=idle,
-                replays=replays,
             )
             for rows, idle in step.micro_batches
         ]

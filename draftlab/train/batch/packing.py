@@ -35,10 +35,6 @@ class Batch:
         num_records: conversations. num_tokens: positions that are not padding.
         noise: on what is made from the features; None: no noise.
         idle: whether the batch counts for nothing, since another rank trains on the same rows.
-        replayed: bool [B, S], the records whose drafts are replayed (`train/replay.py`); None: no
-            record's are.
-        labels: int64 [B, S], the token after each position that a loss takes for the target's;
-            None: the next token of the row.
     """
 
     tokens: Tensor
@@ -55,8 +51,6 @@ class Batch:
     noise: FeatureNoise | None = None
     idle: bool = False
     scales: Tensor | None = None
-    replayed: Tensor | None = None
-    labels: Tensor | None = None
 
     @property
     def steps(self) -> tuple[StepRows, ...]:
@@ -185,7 +179,6 @@ def pack(
     num_passes: int = 1,
     one_row: bool = False,
     idle: bool = False,
-    replays: Callable[[Record], bool] | None = None,
 ) -> Batch:
     """Pack the records of each row into a batch; rows are trimmed to the longest one.
 
@@ -196,7 +189,6 @@ def pack(
             takes less memory and gives the same sum of losses.
         one_row: whether all rows become one. One row has no padding to the longest row of a step.
         idle: see `Batch`.
-        replays: whether a record's drafts are replayed; None: no record's are.
 
     Returns:
         The batch on the CPU; with fp8 codes if the records have them (`Batch.to` dequantises).
@@ -261,5 +253,4 @@ def pack(
         feature_noise,
         idle,
         None if flat[0].scales is None else field("scales"),
-        None if replays is None else by_record([replays(r) for r in flat], torch.bool),
     )

@@ -186,8 +186,7 @@ def weighted_loss(
         hidden, trained, frozen = head.loss_product(normed, tokens[row])
     labels = None
     if terms.loss == "ce_l1":
-        following = tokens[row + 1] if batch.labels is None else batch.labels.flatten()[row]
-        labels = Labels(target.draft_index[following], terms.cross_entropy, terms.l1)
+        labels = Labels(target.draft_index[tokens[row + 1]], terms.cross_entropy, terms.l1)
     if terms.dpace is not None or terms.loss == "lk" or terms.acceptance_weighting:
         step = step_of_row(sizes, device)
         anchor, slots = row - 1 - step, batch.tokens.numel()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -53,9 +53,6 @@ class Objective:
             features with noise on them (`train.noise`).
         flops: (config, steps of a position, mean context) → operations of a token.
         own_terms: terms of a row's loss, in place of `train.loss`.
-        drafting: "chain" if a step of `forward`, which is `unroll`, reads the draft of the step
-            before it; "slots" if no hidden state depends on a draft; None: unknown, so the family
-            has no `train.replay`.
     """
 
     forward: Forward
@@ -65,7 +62,6 @@ class Objective:
     imitates_states: bool = False
     flops: Callable[[HeadConfig, float, float], float] = dense_flops
     own_terms: LossTerms | None = None
-    drafting: Literal["chain", "slots"] | None = None
 
     def mean_steps(self, settings: TrainSettings) -> float:
         """Return the mean number of steps that a position is trained with."""

@@ -21,15 +21,11 @@ from draftlab.train.objectives.chunked_attention import chunked_attention
 from draftlab.train.objectives.loss import StepOutput, row_starts, take_rows
 
 
-def unroll(head: DraftHead, batch: Batch, drafts: Tensor | None = None) -> Iterator[StepOutput]:
+def unroll(head: DraftHead, batch: Batch) -> Iterator[StepOutput]:
     """Yield each step's output; gradients flow through all earlier steps.
 
     All layers but the last run step 0 at every position, since the next layer computes its keys
     from their outputs.
-
-    Args:
-        drafts: int64 [B, S, L]; step k reads drafts[b, t, k − 1] in place of the row's token, so
-            the caller fills the table as it gets the outputs. None: the tokens of the batch.
     """
     starts, width = document_starts(batch.documents), batch.tokens.shape[1]
     everywhere = torch.arange(width, device=starts.device).expand_as(starts)
@@ -45,7 +41,7 @@ def unroll(head: DraftHead, batch: Batch, drafts: Tensor | None = None) -> Itera
             tokens, positions = batch.tokens.roll(-1, dims=1), batch.positions
             index, query_starts = everywhere, starts
         else:
-            tokens = _step_tokens(batch, rows, k, drafts)
+            tokens = _step_tokens(batch, rows)
             hidden, positions = take_rows(hidden, rows.select), loss_positions
             index, query_starts = rows.index, loss_starts
         angles = head.rope.angles(positions)
@@ -78,10 +74,8 @@ def unroll(head: DraftHead, batch: Batch, drafts: Tensor | None = None) -> Itera
         yield StepOutput(hidden.flatten(0, 1)[rows.valid_rows], rows.teacher_index)
 
 
-def _step_tokens(batch: Batch, rows: StepRows, k: int, drafts: Tensor | None) -> Tensor:
+def _step_tokens(batch: Batch, rows: StepRows) -> Tensor:
     """Return the token [B, R] that each row of step k ≥ 1 reads; padding rows read any."""
-    if drafts is not None:
-        return drafts[..., k - 1].gather(1, rows.index).clamp(min=0)
     tokens = torch.zeros_like(rows.index).flatten()
     tokens[rows.valid_rows] = batch.tokens.flatten()[rows.teacher_index]
     return tokens.view_as(rows.index)
