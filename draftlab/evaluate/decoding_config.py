@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +82,10 @@ PLAIN_DECODING = DecodingConfig()
 def configs_at(
     heads: Sequence[NamedHead], settings: EvalSettings, temperature: float
 ) -> list[DecodingConfig]:
-    """Return plain decoding, then every head, K and drafter setting that this temperature needs."""
+    """Return plain decoding, then every head, K and drafter setting that this temperature needs.
+
+    If no K is named, the first temperature also has smaller ones, so that the best is measured.
+    """
     modes = {"on": [True], "off": [False], "both": [False, True]}[settings.draft_probs]
     if temperature == 0:
         modes = modes[:1]  # greedy decoding does not use draft probabilities: one row is enough
@@ -93,10 +96,27 @@ def configs_at(
         *(
             DecodingConfig(head, k, draft_probs)
             for head in heads
-            for k in head.ks(settings)
-            for draft_probs in modes
+            for k in sorted({*head.ks(settings), *_smaller_ks(head, settings, temperature)})
+            for draft_probs in (modes if k in head.ks(settings) else modes[:1])
         ),
     ]
+
+
+def _smaller_ks(head: NamedHead, settings: EvalSettings, temperature: float) -> set[int]:
+    if settings.k is not None or temperature != settings.temperatures[0]:
+        return set()
+    return more_ks(head.ks(settings))
+
+
+def more_ks(ks: Collection[int]) -> set[int]:
+    """Return the smaller K's that belong to a measurement of some.
+
+    With K = 1 the adviser interpolates; with three K's it can predict one from the others.
+    """
+    more = {1} - {*ks}
+    if len({*ks} | more) < 3:
+        more |= {(max(ks) + 1) // 2} - {*ks}
+    return more
 
 
 def adaptive_configs(configs: Sequence[DecodingConfig]) -> list[DecodingConfig]:

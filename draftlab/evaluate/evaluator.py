@@ -38,6 +38,8 @@ from draftlab.evaluate.warnings import (
     with_load_cliff_warnings,
 )
 from draftlab.evaluate.workload import EngineResults, Workload
+from draftlab.files import known_sha256
+from draftlab.heads.folder import WEIGHTS
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from draftlab.target_model.prepacked_decoder import describe_products
@@ -129,6 +131,11 @@ class Evaluator:
         rows = with_cliff_warnings(rows)
         load = with_load_cliff_warnings([point for one in results for point in one.load])
         optional = {
+            "heads": {
+                head.name: known_sha256(head.folder / WEIGHTS)
+                for head in workload.heads
+                if head.folder is not None
+            },
             "products": self._products(),
             "vllm_failure": failure,
             "certificates": certificates,

@@ -10,7 +10,7 @@ from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
 from draftlab.engine.reference import ReferenceEngine
-from draftlab.evaluate.decoding_config import DecodingConfig
+from draftlab.evaluate.decoding_config import DecodingConfig, more_ks
 from draftlab.evaluate.speedup_model import Probe
 from draftlab.evaluate.timing import Decoder
 from draftlab.evaluate.workload import EngineResults, Workload
@@ -160,16 +160,10 @@ def _time_batch(
 
 
 def _extra_configs(workload: Workload, temperature: float) -> list[DecodingConfig]:
-    """Return further K's to time for the adviser, for each head.
-
-    With K = 1 it interpolates; with three K's it can predict one from the others.
-    """
+    """Return further K's to time for the adviser, for each head."""
     extra = []
     for head in workload.heads:
         configs = [c for c in workload.configs_at(temperature) if c.head is head]
-        ks = {config.k for config in configs}
-        more = {1} - ks
-        if len(ks | more) < 3:
-            more |= {(max(ks) + 1) // 2} - ks
+        more = more_ks({config.k for config in configs})
         extra += [replace(configs[0], k=k) for k in sorted(more)]
     return extra

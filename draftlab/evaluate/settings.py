@@ -51,7 +51,7 @@ class EvalSettings(Settings):
         default=None, min_length=1
     )
     """Drafts a step, one or several values up to 64; None: what an imported head's files name, else
-    what the head was trained for, at most 4."""
+    what the head was trained for, at most 4, and at the first temperature also 1 and the half."""
     temperatures: Annotated[tuple[_Temperature, ...], SingleOrList, _Distinct] = Field(
         default=(0.0, 0.8), min_length=1
     )

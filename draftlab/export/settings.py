@@ -38,8 +38,8 @@ class ExportSettings(Settings):
     dtype: Literal["bfloat16", "float16", "float32"] | None = None
     """Dtype of floating tensors; None: the dtype the head is stored in."""
     k: int | None = Field(default=None, ge=1)
-    """Speculative tokens a server drafts by default; None: as many as it was
-    calibrated for, else trained for."""
+    """Speculative tokens a server drafts by default; None: as many as it was calibrated for, else
+    the fastest K that the run's report measured, else as many as it was trained for."""
     calibration: str | None = None
     """A report of `draftlab eval --calibrate` of this head, or its folder: its temperatures,
     thresholds and drafts by batch size go into launch commands and files. None: no report."""

@@ -13,7 +13,8 @@ from draftlab.export.compare import compare_tensors, first_difference
 from draftlab.export.destination import atomic_folder, check_destination
 from draftlab.export.launch_text import is_hub_id, readme_text
 from draftlab.export.layout import CONFIG, LAUNCH, README, Export, Layout, layout_for
-from draftlab.export.serving_tables import calibrated_k, read_serving_tables
+from draftlab.export.served_k import served_k
+from draftlab.export.serving_tables import read_serving_tables
 from draftlab.export.settings import MAX_SHARD, check_program
 from draftlab.export.weight_files import common_dtype, floating_dtype, read_file, write_weights
 from draftlab.files import read_json, same_fingerprint, write_json, write_text
@@ -37,6 +38,7 @@ def write_export(
     k: int | None = None,
     dtype: torch.dtype | str | None = None,
     max_shard: str = MAX_SHARD,
+    report: Path | None = None,
     calibration: Path | None = None,
     calibration_temperature: float | None = None,
     bake_temperature: bool = False,
@@ -51,7 +53,8 @@ def write_export(
         out: folder to write; an earlier export there is replaced on success.
         program: "speculators", "vllm", "sglang" or "llamacpp".
         target_name: the target's Hub id; anything else is written as the resolved `target_folder`.
-        k: tokens that a server drafts; None: the calibration's largest K, or the head's k_trained.
+        k: tokens that a server drafts; None: see `served_k`.
+        report: report.json of the head's evaluation, whose fastest K is the default.
         dtype: of floating tensors; None: the dtype of the head's files.
         max_shard: size above which the weights are split into several files, such as "5GB".
         calibration: a report with a calibration of this head, for servers.
@@ -74,12 +77,9 @@ def write_export(
     check_destination(destination)
     head = load_config(head_folder)
     layout = layout_for(program, head.family)
-    if k is None and calibration is not None:
-        k = calibrated_k(calibration, head_folder)
-        log(f"export: {k} speculative tokens, as the head was calibrated for")
-    elif k is None:
-        k = head.k_trained
-        log(f"export: {k} speculative tokens, as the head was trained for")
+    if k is None:
+        k, reason = served_k(head, head_folder, calibration, report)
+        log(f"export: K = {k} speculative tokens, {reason}")
     elif k < 1:
         raise UserError(f"expected at least 1 speculative token, found {k}", do="raise export.k")
     elif k > head.k_trained:

@@ -180,9 +180,14 @@ def export_head(
     layout: str,
     *,
     settings: ExportSettings | None = None,
+    report: Path | None = None,
     monitor: Monitor,
 ) -> Path:
-    """Export a head to a layout, load the export back and compare it; return its folder."""
+    """Export a head to a layout, load the export back and compare it; return its folder.
+
+    Args:
+        report: report.json of the head's evaluation, whose fastest K is the default.
+    """
     settings = settings or ExportSettings()
     converter = find_converter() if settings.gguf and layout == "llamacpp" else None
     target_folder = resolve_target(target_settings)
@@ -195,6 +200,7 @@ def export_head(
         k=settings.k,
         dtype=settings.dtype,
         max_shard=settings.max_shard,
+        report=report,
         calibration=Path(settings.calibration).expanduser() if settings.calibration else None,
         calibration_temperature=settings.calibration_temperature,
         bake_temperature=settings.bake_temperature,

@@ -233,6 +233,7 @@ def _evaluation(recipe: Recipe, target: TargetSize, gpu: Gpu | None) -> Estimate
     variants = 2 if settings.draft_probs == "both" else 1
     drafting = (1 + len(settings.compare)) * len(settings.k or "k")
     configs = [1 + drafting * (variants if t else 1) for t in settings.temperatures]
+    configs[0] += 2 * (1 + len(settings.compare)) * (settings.k is None)  # smaller K's
     rows, prompts = sum(configs), settings.max_prompts
     seconds = None
     if gpu and prompts is not None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from draftlab.pipeline.api import evaluate_head, export_head
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.recording import Recording
-from draftlab.pipeline.stages import STAGES
+from draftlab.pipeline.stages import REPORT, STAGES
 from draftlab.progress import Monitor
 
 if TYPE_CHECKING:
@@ -57,5 +57,6 @@ def export_run(recipe: Recipe, run: Path, folder: Path, monitor: Monitor) -> Non
             folder / layout,
             layout,
             settings=recipe.export,
+            report=run / STAGES["eval"].artefact / REPORT,
             monitor=monitor,
         )

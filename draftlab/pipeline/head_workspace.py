@@ -20,7 +20,7 @@ from draftlab.pipeline.recipe import flatten
 from draftlab.pipeline.resolve import find_head, find_target, name_in_reports, recipe_of
 from draftlab.pipeline.run_folder import RUNS, find_run, lock
 from draftlab.pipeline.stage_records import recorded_with
-from draftlab.pipeline.stages import STAGES
+from draftlab.pipeline.stages import REPORT, STAGES
 from draftlab.progress import Monitor
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.suites import suite_sha256
@@ -99,6 +99,7 @@ class HeadWorkspace:
                     folder if out and len(settings.formats) == 1 else folder / layout,
                     layout,
                     settings=settings,
+                    report=self.folder / STAGES["eval"].artefact / REPORT,
                     monitor=monitor,
                 )
                 for layout in settings.formats

@@ -67,7 +67,7 @@ STAGES = {
             hashed="head/*",
         ),
         Stage("eval", "head", ("eval",), "eval", (REPORT,), hashed=f"eval/{REPORT}", cheap=True),
-        Stage("export", "head", ("export",), "export", hashed="export/*/*", cheap=True),
+        Stage("export", "eval", ("export",), "export", hashed="export/*/*", cheap=True),
     )
 }
 SETTINGS_WITHOUT_EFFECT = {

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from draftlab.evaluate.headline import speed
 from draftlab.evaluate.results import Report, Row
 from draftlab.files import atomic_path, write_text
 from draftlab.report import break_even, calibration, verdict
@@ -118,7 +119,7 @@ def _cards(rows: Sequence[Row]) -> list[tuple[str, Row]]:
             groups.setdefault(key, []).append(row)
     if len(groups) > MAX_CARDS:
         return []
-    fastest = [max(group, key=verdict.speed) for group in groups.values()]
+    fastest = [max(group, key=speed) for group in groups.values()]
     return list(zip(row_labels(fastest, without=("K",)), fastest, strict=True))
 
 
@@ -146,7 +147,7 @@ def render_html(report: Report, images: Sequence[tuple[str, bytes]]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     rows = report.rows
-    own_sections = ("certificates", "alpha_by_position", "timing")
+    own_sections = ("certificates", "heads", "alpha_by_position", "timing")
     environment_facts = {k: v for k, v in report.environment.items() if k not in own_sections}
     conditions = report_conditions(report)
     # autoescape: names and warnings come from other people's files

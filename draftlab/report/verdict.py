@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from draftlab.evaluate.headline import headline_rows
 from draftlab.evaluate.results import Report, Row
 from draftlab.evaluate.statistics import MIN_INTERVAL_PROMPTS
 from draftlab.formatting import count_text
@@ -52,18 +53,6 @@ def _of_rows(report: Report, rows: Sequence[Row], *, several: bool) -> str:
     return f"{sentence}{_of_prompts(row)}{_best_k(report, row)}."
 
 
-def headline_rows(rows: Sequence[Row]) -> tuple[list[Row], Row]:
-    """Return the rows at the lowest temperature, and the one that the verdict is about.
-
-    It is the fastest, or that with the largest AL if one of them has no speed-up to rely on.
-    """
-    lowest = min(row.temperature for row in rows)
-    here = [row for row in rows if row.temperature == lowest]
-    if any(t.disturbed for row in here for t in row.timings[:1]):
-        here = [row.model_copy(update={"speedup": None, "speedup_ci": None}) for row in here]
-    return here, max(here, key=speed)
-
-
 def _no_verdict(rows: Sequence[Row]) -> str:
     """Return why rows have no speed-up with an interval."""
     timings = [row.timings[0] for row in rows if row.timings]
@@ -86,11 +75,6 @@ def _of_prompts(row: Row) -> str:
     if timed == row.prompts:
         return f" (tokens a step and step times of {timed:,} prompts)"
     return f" (tokens a step of {row.prompts:,} prompts, step times of {timed:,} of them)"
-
-
-def speed(row: Row) -> tuple[float, float]:
-    """Return what rows are compared by: the speed-up, or else the acceptance length."""
-    return row.speedup or 0.0, row.acceptance_length or 0.0
 
 
 def _best_k(report: Report, row: Row) -> str:

@@ -349,3 +349,19 @@ def test_each_sampled_row_has_the_test_of_its_own_sampling(
             assert (row.lossless.level, row.lossless.test) == ("L3", own.name)
             assert "certificate failed: p = 1e-9" in row.warnings
     assert report.environment["certificates"]["a head"]["passed"] is False
+
+
+def test_without_a_k_the_first_temperature_measures_several(
+    target: Target, head: Eagle3Head
+) -> None:
+    """So evaluation, advice and export can agree on the fastest."""
+    settings = {"k": None, "temperatures": [0, 0.8], "timing_prompts": 6}
+    report = evaluate(target, head, **settings)
+    assert configs(report) == [
+        (0.0, None, 0, False),
+        *[(0.0, "a head", k, False) for k in (1, 2, 3)],
+        (0.8, None, 0, False),
+        *[(0.8, "a head", 3, probs) for probs in (False, True)],
+    ]
+    for row in report.rows[1:4]:
+        assert row.speedup is not None or row.timings[0].disturbed

@@ -110,7 +110,7 @@ ALL = ["answers", "store", "head", "eval", "export"]
         ({"draft_vocab": {"size": 7}}, ALL[2:]),
         ({"head": {"head_dim": 8}}, ALL[2:]),
         ({"train": {"steps": 5}}, ALL[2:]),
-        ({"eval": {"k": 1}}, ["eval"]),
+        ({"eval": {"k": 1}}, ["eval", "export"]),
         ({"export": {"k": 1}}, ["export"]),
         ({"train": {"device": "cpu", "log_every": 3, "checkpoint_every": 9, "wandb": "w"}}, []),
         ({"train": {"micro_rows": 1, "anchor_parts": 2}}, []),
@@ -181,7 +181,7 @@ def test_remove_deletes_later_stages_first(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, "unlink", unlink_and_record)
     run.remove(STAGES["store"])
-    assert removed == ["eval", "export", "head", "store"]
+    assert removed == ["export", "eval", "head", "store"]
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "answers.jsonl",
         "answers.partial.jsonl",

@@ -1,0 +1,93 @@
+"""An export's K is the fastest that was measured, and the line says why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftlab.evaluate.headline import fastest_k
+from draftlab.evaluate.results import Report, Row
+from draftlab.export.served_k import served_k
+from draftlab.files import known_sha256
+from draftlab.heads.folder import WEIGHTS, load_config
+from tests.export.conftest import ExportHead
+from tests.helpers import sample_report as sample
+from tests.helpers.monitors import RecordingMonitor
+
+
+def timed(k: int, speedup: float | None, **changes: Any) -> Row:
+    interval = None if speedup is None else (0.9 * speedup, 1.1 * speedup)
+    return sample.row(k=k, speedup=speedup, speedup_ci=interval, **changes)
+
+
+def report_of(head: Path, rows: list[Row], digest: str | None = None) -> Report:
+    report = sample.report(rows)
+    heads = {"runs/quickstart/head": digest or known_sha256(head / WEIGHTS)}
+    return report.model_copy(update={"environment": report.environment | {"heads": heads}})
+
+
+ROWS = [
+    sample.baseline(),
+    timed(2, 1.4),
+    timed(4, 1.6),
+    timed(5, 1.5),
+    timed(5, 3.0, head="another"),
+    timed(5, 2.0, temperature=0.8),  # the verdict is about the lowest temperature
+]
+
+
+def test_an_export_names_the_fastest_measured_k(export_head: ExportHead, tmp_path: Path) -> None:
+    exported, monitor = export_head(), RecordingMonitor()
+    config, path = load_config(exported.head), tmp_path / "report.json"
+    trained = (7, "as the head was trained for; not measured")
+    assert served_k(config, exported.head, None, path) == trained  # no report yet
+    report_of(exported.head, ROWS).write(path)
+    measured = (4, "the fastest measured at T = 0 (1.60×)")
+    assert served_k(config, exported.head, None, path) == measured
+    report_of(exported.head, ROWS, "0" * 64).write(path)  # of other weights
+    assert served_k(config, exported.head, None, path) == trained
+    report_of(exported.head, [sample.baseline(), timed(4, None)]).write(path)
+    assert served_k(config, exported.head, None, path) == trained
+    imported = config.model_copy(update={"provenance": {"imported": {"k": 3}}})
+    assert served_k(imported, exported.head, None, None)[0] == 3
+
+    report_of(exported.head, ROWS).write(path)
+    from draftlab.export.write import write_export
+
+    options = {"target_name": str(exported.target), "report": path, "monitor": monitor}
+    write_export(exported.head, exported.target, tmp_path / "out", "speculators", **options)
+    assert "export: K = 4 speculative tokens, the fastest measured at T = 0 (1.60×)" in monitor.text
+    assert '"speculative_tokens": 4' in (tmp_path / "out" / "config.json").read_text()
+    write_export(exported.head, exported.target, tmp_path / "out", "speculators", k=2, **options)
+    assert '"speculative_tokens": 2' in (tmp_path / "out" / "config.json").read_text()
+
+
+OVER_SUITES = [("one", 2, 1.69), ("one", 4, 1.4), ("other", 2, 1.0), ("other", 4, 1.4)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([timed(2, 1.4), timed(4, 1.6)], 4),
+        ([timed(2, 1.6), timed(4, 1.4)], 2),
+        ([timed(2, 1.4).model_copy(update={"speedup_ci": None})], None),
+        ([timed(4, None)], None),
+        # the geometric mean over suites: K = 4 has 1.4, K = 2 has 1.3
+        (
+            [timed(k, s, suite=name) for name, k, s in OVER_SUITES],
+            4,
+        ),
+        # K = 5 was measured on one suite alone
+        ([timed(2, 1.2), timed(5, 2.0), timed(2, 1.2, suite="other")], 2),
+    ],
+)
+def test_the_fastest_k(rows: list[Row], expected: int | None) -> None:
+    found = fastest_k(rows)
+    assert (found and found[0]) == expected
+
+
+def test_a_disturbed_measurement_names_no_k() -> None:
+    disturbed = sample.with_timing(timed(5, 2.0), 9.0, step_ratio_ci=(0.7, 0.97))
+    assert fastest_k([timed(2, 1.4), disturbed]) is None
