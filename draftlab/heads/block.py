@@ -181,6 +181,10 @@ class BlockHead(DraftHead):
                 do=f"lower K to {self.config.k_trained}",
             )
 
+    def draft_tables(self) -> list[nn.Module]:
+        own = [] if self.markov_head is None else [self.markov_head.markov_w2]
+        return [*super().draft_tables(), *own]
+
     def weights_of_each_draft(self) -> list[nn.Parameter]:
         return [] if self.markov_head is None else [self.markov_head.markov_w2.weight]
 

@@ -209,6 +209,10 @@ class DraftHead(nn.Module):
         """Return the weights that a parallel head reads once for each draft."""
         return []
 
+    def draft_tables(self) -> list[nn.Module]:
+        """Return the modules whose `weight` [D, …] has a row for each draft-vocabulary token."""
+        return [self.lm_head]
+
     def shared_tensors(self) -> frozenset[str]:
         """Return the names of the tensors that are the target's; the head's files lack them."""
         return frozenset({EMBEDDINGS} if self.config.embeddings == "target" else ())

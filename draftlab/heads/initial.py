@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import same_fingerprint
@@ -28,7 +29,8 @@ _SHARED = (
 )
 """Config fields that must be equal in both heads, beside their families' options."""
 
-_COPIED = ("fc.", "fc_norm.", "input_norm.", "layers.", "norm.", "mask_")
+DRAFT_IDS = {"d2t", "t2d"}
+"""Buffers of the draft vocabulary, which each head chooses for itself."""
 
 
 def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None:
@@ -76,45 +78,73 @@ def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None
 
 
 def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
-    """Copy fc, layers, norms and lm_head of `source` into a head that has its initial values.
+    """Copy every trained tensor of `source` into a head that has its initial values.
 
-    Layers that `source` lacks start as the identity: they write zeros into the residual stream.
-    Rows of lm_head are matched by target id; rows that `source` lacks keep their values. The mask
-    parameters are copied if `source` has them.
+    What belongs to the target, frozen weights, is left as it is. Rows of `DraftHead.draft_tables`
+    are matched by target id; rows that `source` lacks keep their values. Layers that `source` lacks
+    start as the identity: they write zeros into the residual stream.
 
     Args:
+        head: its parameters require a gradient if and only if they are trained.
         where: path of the trained head, for errors.
 
     Returns:
-        A line that describes what was copied.
+        A line that says what was copied, and which tensors were not.
 
     Raises:
         UserError: as in `check_start`.
     """
     new, trained = head.config, source.config
     check_start(new, trained, where)
+    ids = head.target_ids(torch.arange(len(head.d2t)))
+    in_source = source.t2d[ids]
+    rows = source.t2d.cumsum(0)[ids[in_source]] - 1
+    tables = {f"{name}.weight" for name, m in head.named_modules() if m in head.draft_tables()}
+
+    def common(tensors: dict[str, Tensor], name: str, chosen: Tensor) -> Tensor:
+        """Return a tensor; of a draft table the rows of tokens that both heads can draft."""
+        return tensors[name][chosen] if name in tables else tensors[name]
+
+    frozen = {name for name, p in head.named_parameters() if not p.requires_grad} | DRAFT_IDS
     state, source_state = head.state_dict(), source.state_dict()
-    copied = [name for name in source_state if name in state and name.startswith(_COPIED)]
+    own = [name for name in state if name not in frozen]
+    copied = [
+        name
+        for name in own
+        if name in source_state
+        and common(state, name, in_source).shape == common(source_state, name, rows).shape
+    ]
     with torch.no_grad():
         for name in copied:
-            state[name].copy_(source_state[name])
+            values = common(source_state, name, rows).to(state[name].dtype)
+            state[name][in_source if name in tables else ...] = values
         for layer in head.layers[trained.num_layers :]:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
-        ids = head.target_ids(torch.arange(len(head.d2t)))
-        in_source = source.t2d[ids]
-        rows = source.t2d.cumsum(0)[ids[in_source]] - 1
-        head.lm_head.weight[in_source] = source.lm_head.weight[rows]
-    added = new.num_layers - trained.num_layers
+    tensors, source_tensors = head.tensors(), source.tensors()
+    left = [
+        name
+        for name in source_tensors.keys() - source.shared_tensors() - DRAFT_IDS - {*copied}
+        if name not in tensors
+        or not torch.equal(
+            common(tensors, name, in_source),
+            common(source_tensors, name, rows).to(tensors[name].dtype),
+        )
+    ]
+    added = tuple(f"layers.{n}." for n in range(trained.num_layers, new.num_layers))
+    initial = [n for n in own if n not in copied and not n.startswith(added)]
     source_target, other = trained.target, ""
     if not same_fingerprint(new.target.fingerprint, source_target.fingerprint):
         other = f" of another target, {source_target.name} ({source_target.fingerprint[:12]})"
-    begin = "begins" if added == 1 else "begin"
+    begin = "begins" if len(added) == 1 else "begin"
     return (
         f"starts from a trained head ({trained.family}, "
-        f"{count_text(trained.num_layers, 'layer')}){other}, with {int(in_source.sum()):,} of "
-        f"{len(ids):,} rows of lm_head in common"
-        + (f"; {added} more {begin} as the identity" if added else "")
+        f"{count_text(trained.num_layers, 'layer')}){other}: "
+        f"{count_text(len(copied), 'tensor')} copied, with {int(in_source.sum()):,} of "
+        f"{len(ids):,} tokens of the draft vocabulary in common"
+        + (f"; {len(added)} more {begin} as the identity" if added else "")
+        + (f"; not copied: {', '.join(sorted(left))}" if left else "")
+        + (f"; with initial values: {', '.join(initial)}" if initial else "")
     )
 
 

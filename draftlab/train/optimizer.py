@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from draftlab.heads.head import DraftHead
@@ -41,26 +41,28 @@ def new_optimizer(
 ) -> torch.optim.Optimizer:
     """Return the optimizer of the trained parameters; weight decay applies to matrices only.
 
-    Muon steps the matrices of fc and of the layers. Those with a row for each token (embeddings,
-    lm_head, the Markov factors) and all vectors have AdamW, as Muon's author recommends.
+    Muon steps the matrices of fc and of the layers; of a tensor [n, m, k], such as that of n
+    experts, each matrix by itself. Those with a row for each token (embeddings and
+    `DraftHead.draft_tables`) and all vectors have AdamW, as Muon's author recommends.
     """
     weights = list(trainable(head).values())
-    # A matrix of one row is a learned vector (mask_hidden).
-    matrices = [p for p in weights if p.ndim > 1 and len(p) > 1]
-    vectors = [p for p in weights if p.ndim == 1 or len(p) == 1]
+    # A matrix of one row or column is a learned vector (mask_hidden).
+    vectors = [p for p in weights if p.ndim < 2 or 1 in p.shape[-2:]]
+    matrices = [p for p in weights if not (p.ndim < 2 or 1 in p.shape[-2:])]
     groups: list[dict[str, Any]] = [
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
     kind: type[torch.optim.AdamW] = torch.optim.AdamW
     if settings.optimizer == "muon":
-        kind, config = Muon, head.config
+        kind = Muon
         rate = settings.adamw_learning_rate or settings.learning_rate
         for group in groups:
             group["rate_factor"] = rate / settings.learning_rate
-        by_token = {config.vocab_size, config.draft_vocab_size}
-        groups[0]["params"] = [p for p in matrices if len(p) in by_token]
-        hidden = [p for p in matrices if len(p) not in by_token]
+        embeddings = [m for m in head.modules() if isinstance(m, nn.Embedding)]
+        by_token = {id(module.weight) for module in (*embeddings, *head.draft_tables())}
+        groups[0]["params"] = [p for p in matrices if id(p) in by_token]
+        hidden = [p for p in matrices if id(p) not in by_token]
         groups.append({"params": hidden, "weight_decay": settings.weight_decay, "muon": True})
     return kind(
         [group for group in groups if group["params"]],
@@ -107,9 +109,10 @@ class Muon(torch.optim.AdamW):
         # than the host.
         by_size: dict[tuple[int, ...], list[int]] = {}
         for number, parameter in enumerate(matrices):
-            by_size.setdefault(tuple(sorted(parameter.shape)), []).append(number)
-        for (_, longest), numbers in by_size.items():
-            per_batch = max(1, MAX_BATCH // matrices[numbers[0]].numel())
+            size = *sorted(parameter.shape[-2:]), parameter.numel()
+            by_size.setdefault(size, []).append(number)
+        for (_, longest, elements), numbers in by_size.items():
+            per_batch = max(1, MAX_BATCH // elements)
             for start in range(0, len(numbers), per_batch):
                 chosen = numbers[start : start + per_batch]
                 steps = _orthogonal_steps([updates[number] for number in chosen])
@@ -121,13 +124,18 @@ def _orthogonal_steps(updates: list[Tensor]) -> list[Tensor]:
     """Return `orthogonalise` of each update, sharded as the update is.
 
     Args:
-        updates: [m, n] or [n, m].
+        updates: [..., m, n] or [..., n, m], of equally many elements.
     """
     # Every rank has the whole result, and takes its shard.
     whole = [u.full_tensor() if isinstance(u, DTensor) else u for u in updates]
-    upright = [x.shape[0] > x.shape[1] for x in whole]
-    batch = torch.stack([x.T if tall else x for x, tall in zip(whole, upright, strict=True)])
-    steps = [x.T if tall else x for x, tall in zip(orthogonalise(batch), upright, strict=True)]
+    upright = [x.shape[-2] > x.shape[-1] for x in whole]
+    wide = [x.mT if tall else x for x, tall in zip(whole, upright, strict=True)]
+    batch = torch.stack([x.reshape(-1, *x.shape[-2:]) for x in wide])
+    results = orthogonalise(batch.flatten(0, 1)).view_as(batch)
+    steps = [
+        (x.mT if tall else x).reshape(like.shape)
+        for x, tall, like in zip(results, upright, whole, strict=True)
+    ]
     return [
         distribute_tensor(x, u.device_mesh, u.placements, src_data_rank=None)
         if isinstance(u, DTensor)

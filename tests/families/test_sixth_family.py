@@ -23,9 +23,11 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import Family, families, get_family, register
 from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.head import DecoderLayer, DraftHead
+from draftlab.heads.initial import fingerprint, start_from
 from draftlab.heads.layers import RMSNorm
 from draftlab.train.objectives.objective import Objective
 from draftlab.train.objectives.ttt import ttt_weights, unroll
+from tests.helpers.head_toys import make_head
 from tests.helpers.small_run import draftlab, new_workshop
 
 
@@ -134,6 +136,19 @@ def test_the_doctor_examines_it(trained: Path) -> None:
     faults = [f["kind"] for f in diagnosis["findings"] if f["severity"] == "fault"]
     assert faults == ["weak"]  # after 40 steps
     assert len(diagnosis["readings"]) > 3
+
+
+def test_a_head_of_it_starts_from_another_whole() -> None:
+    donor, head = (
+        make_head(seed, family="sum", target_hidden_size=24, num_layers=2) for seed in (0, 1)
+    )
+    head.set_draft_vocabulary(donor.target_ids(torch.arange(21)))
+    head.embed_tokens.weight.copy_(donor.embed_tokens.weight)  # the target's
+    for name, parameter in head.named_parameters():
+        parameter.requires_grad_(name != "embed_tokens.weight")
+    line = start_from(head, donor, "head")
+    assert "not copied" not in line
+    assert fingerprint(head) == fingerprint(donor)
 
 
 def test_its_export_is_refused_with_a_reason(trained: Path) -> None:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.heads.folder import new_head
+from draftlab.heads.head import DraftHead
 from draftlab.heads.initial import fingerprint, start_from
+from draftlab.target_model.parts import TargetParts
+from draftlab.train.batch.packing import pack
+from draftlab.train.settings import TrainSettings
+from tests.helpers import synthetic
 from tests.helpers.head_toys import (
     EAGLE,
     LLAMA4_ATTENTION,
@@ -16,10 +23,106 @@ from tests.helpers.head_toys import (
     make_head,
 )
 
+CHAIN_OF_LAST = {"boundaries": (4,), "draft_vocab_size": synthetic.VOCAB}
+FAMILIES: dict[str, dict[str, object]] = {
+    "eagle3": {"norm_before_fc": True, "qk_norm": True, "num_layers": 1},
+    "eagle3, fc_norm": {"fc_norm": True, "norm_output": True},
+    "peagle": {"family": "peagle", "num_layers": 2},
+    "dspark": {"family": "dspark", "num_layers": 2},
+    "dspark, whole vocabulary": {"family": "dspark", "draft_vocab_size": synthetic.VOCAB},
+    "dflash": {"family": "dflash", "num_layers": 2},
+    "eagle": {"family": "eagle", "num_layers": 2, **CHAIN_OF_LAST},
+    "eagle_llama4": {**LLAMA4_HEAD, "target_hidden_size": 32, **CHAIN_OF_LAST},
+}
+
+
+def new(seed: int, **fields: object) -> DraftHead:
+    """Return a head with random weights, of which those require a gradient that are trained."""
+    head = make_head(seed, **fields)
+    for parameter, other in zip(head.parameters(), new_head(head.config).parameters(), strict=True):
+        parameter.requires_grad_(other.requires_grad)
+    return head
+
+
+def as_trained(head: DraftHead, seed: int = 0) -> DraftHead:
+    """Return the head after noise on every trained parameter, in place of a training."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.requires_grad:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return head
+
+
+def judged(head: DraftHead, target: TargetParts) -> list[Tensor]:
+    """Return the logits of all steps, and the loss's sums, which have α, in the head's family."""
+    reads = head.config.reads_last
+    record = synthetic.record(synthetic.spans_of([(3, 9), (2, 6)]), target)
+    batch = pack([[record]], 24, 3)
+    tokens, terms = batch.tokens.flatten(), head.family.objective().loss_terms(TrainSettings())
+    assert reads == (head.config.family in ("eagle", "eagle_llama4"))
+    steps = list(head.family.objective().forward(head, batch))
+    logits = [head.logits(step.output, tokens[step.teacher_index]) for step in steps]
+    loss, sums = synthetic.family_loss(head, target, batch, gamma=0.8, terms=terms)
+    return [*logits, loss, *sums.tensors()]
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_a_head_that_differs_in_nothing_judges_as_its_donor_before_any_step(kind: str) -> None:
+    target, fields = synthetic.parts(), FAMILIES[kind]
+    donor = as_trained(synthetic.head(target, **fields))
+    head = synthetic.head(target, seed=1, **fields)
+    expected = judged(donor, target)
+    before = judged(head, target)
+    assert not any(torch.equal(a, b) for a, b in zip(before[:4], expected[:4], strict=True))
+    line = start_from(head, donor, "head")
+    for actual, value in zip(judged(head, target), expected, strict=True):
+        assert torch.equal(actual, value)
+    assert fingerprint(head) == fingerprint(donor)
+    size = donor.config.draft_vocab_size
+    assert f"with {size} of {size} tokens of the draft vocabulary in common" in line
+    assert "not copied" not in line
+    assert "initial values" not in line
+
+
+@pytest.mark.parametrize("kind", ["dspark", "dflash", "eagle"])
+def test_what_belongs_to_the_target_stays_and_is_listed(kind: str) -> None:
+    fields = FAMILIES[kind]
+    donor = as_trained(synthetic.head(synthetic.parts(seed=5), **fields))
+    target = synthetic.parts()
+    head, untouched = (synthetic.head(target, seed=1, **fields) for _ in range(2))
+    line = start_from(head, donor, "head")
+    assert torch.equal(head.embed_tokens.weight, untouched.embed_tokens.weight)
+    assert torch.equal(head.lm_head.weight, untouched.lm_head.weight)
+    # What a head's files lack is the target's in any case.
+    assert ("not copied: lm_head.weight" in line) == (kind != "eagle")
+
+
+def test_rows_of_the_markov_factors_are_matched_by_target_id() -> None:
+    target = synthetic.parts()
+    donor = as_trained(synthetic.head(target, family="dspark", draft_vocab_size=30))
+    head = synthetic.head(target, seed=1, family="dspark", draft_vocab_size=35)  # ids 5 … 39
+    initial = head.markov_head.markov_w2.weight.clone()
+    assert "with 30 of 35 tokens" in start_from(head, donor, "head")
+    weight = head.markov_head.markov_w2.weight
+    assert torch.equal(weight[5:], donor.markov_head.markov_w2.weight)  # donor: ids 10 … 39
+    assert torch.equal(weight[:5], initial[:5])
+    assert torch.equal(head.markov_head.markov_w1.weight, donor.markov_head.markov_w1.weight)
+
+
+def test_embeddings_of_the_donor_alone_are_listed() -> None:
+    target = synthetic.parts()
+    donor = as_trained(synthetic.head(target, embeddings="own"))
+    head = synthetic.head(target, seed=1)
+    assert "not copied" not in start_from(head, donor, "head")  # they equal the target's
+    with torch.no_grad():
+        donor.embed_tokens.weight[3] += 1
+    assert "; not copied: embed_tokens.weight" in start_from(head, donor, "head")
+
 
 def test_a_head_starts_from_one_with_other_drafts_and_fewer_layers() -> None:
     chain = make_head(seed=1)
-    head = make_head(seed=2, **PEAGLE | {"num_layers": 3, "draft_vocab_size": 30})
+    head = new(seed=2, **PEAGLE | {"num_layers": 3, "draft_vocab_size": 30})
     before = head.lm_head.weight.clone()
     masks = head.mask_hidden.clone(), head.mask_embedding.clone()
     line = start_from(head, chain, "head")
@@ -35,7 +138,8 @@ def test_a_head_starts_from_one_with_other_drafts_and_fewer_layers() -> None:
         assert torch.equal(head.lm_head.weight[draft], expected)
         shared += known
     assert 0 < shared < 30
-    assert f"{shared} of 30 rows" in line
+    assert f"{shared} of 30 tokens" in line
+    assert "with initial values: mask_hidden, mask_embedding" in line
     assert "2 more begin as the identity" in line
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(4, 24, generator=generator, dtype=torch.float64)
@@ -47,7 +151,7 @@ def test_a_head_starts_from_one_with_other_drafts_and_fewer_layers() -> None:
 
 
 def test_a_deeper_head_takes_over_the_masked_slots_too() -> None:
-    shallow, deep = make_head(1, **PEAGLE | {"num_layers": 1}), make_head(2, **PEAGLE)
+    shallow, deep = make_head(1, **PEAGLE | {"num_layers": 1}), new(2, **PEAGLE)
     start_from(deep, shallow, "head")
     assert torch.equal(deep.mask_hidden, shallow.mask_hidden)
     assert torch.equal(deep.mask_embedding, shallow.mask_embedding)
@@ -55,7 +159,7 @@ def test_a_deeper_head_takes_over_the_masked_slots_too() -> None:
 
 
 def test_a_llama4_head_starts_from_one_of_its_kind() -> None:
-    source, head = make_head(**LLAMA4_HEAD), make_head(seed=1, **LLAMA4_HEAD)
+    source, head = make_head(**LLAMA4_HEAD), new(seed=1, **LLAMA4_HEAD)
     assert "starts from a trained head (eagle_llama4, 2 layers)" in start_from(head, source, "s")
     for name, tensor in source.tensors().items():
         if name.startswith(("fc.", "layers.", "norm.")):
@@ -86,6 +190,7 @@ CHUNKED = LLAMA4_HEAD | {"llama4": LLAMA4_ATTENTION | {"attention_chunk_size": 6
             PEAGLE | {"target": OTHER_TOKENIZER},
             "tokenizer: the new head's target, toy, has",
         ),
+        (PEAGLE, PEAGLE | {"vocab_size": 51}, "vocab_size: the new head has 50, this one 51"),
         (EAGLE, EAGLE | {"family": "eagle3"}, "family: the new head is eagle, this one eagle3"),
         (LLAMA4_HEAD, CHUNKED, "llama4: the new head has"),
         (LLAMA4_HEAD, EAGLE | {"num_layers": 2}, "llama4: the new head has"),
@@ -93,10 +198,10 @@ CHUNKED = LLAMA4_HEAD | {"llama4": LLAMA4_ATTENTION | {"attention_chunk_size": 6
 )
 def test_a_head_that_differs_is_refused(fields: dict, source: dict, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        start_from(make_head(**fields), make_head(**source), "head")
+        start_from(new(0, **fields), make_head(**source), "head")
 
 
 def test_a_head_of_another_target_with_the_same_tokenizer_is_said() -> None:
-    line = start_from(make_head(**PEAGLE), make_head(**PEAGLE | {"target": OTHER_TARGET}), "head")
-    assert "2 layers) of another target, toy (other), with" in line
-    assert "another target" not in start_from(make_head(**PEAGLE), make_head(**PEAGLE), "head")
+    line = start_from(new(0, **PEAGLE), make_head(**PEAGLE | {"target": OTHER_TARGET}), "head")
+    assert "2 layers) of another target, toy (other): " in line
+    assert "another target" not in start_from(new(0, **PEAGLE), make_head(**PEAGLE), "head")

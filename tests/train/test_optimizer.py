@@ -70,6 +70,34 @@ def test_matrices_of_one_size_step_as_each_would_alone(monkeypatch: pytest.Monke
         assert bool(x.any()) == (scale is not None)
 
 
+@pytest.mark.parametrize("shape", [(3, 24, 64), (3, 64, 24), (2, 3, 24, 64)])
+def test_each_matrix_of_stacked_ones_steps_as_it_would_alone(shape: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    gradient = torch.randn(shape, generator=generator)
+    gradient *= torch.logspace(-2, 2, len(gradient)).view(-1, *[1] * (len(shape) - 1))
+    stacked = torch.zeros(shape, requires_grad=True)
+    stacked.grad = gradient.clone()
+    alone = [x.clone().requires_grad_() for x in torch.zeros(shape).flatten(0, -3)]
+    for matrix, own in zip(alone, gradient.flatten(0, -3), strict=True):
+        matrix.grad = own.clone()
+    for weights in ([stacked], alone):
+        Muon([{"params": weights, "muon": True, "weight_decay": 0.0}], lr=1e-2).step()
+    torch.testing.assert_close(stacked.detach().flatten(0, -3), torch.stack(alone).detach())
+
+
+def test_experts_of_a_family_have_muon_and_its_embeddings_have_adamw() -> None:
+    head = get_family("eagle3").new_head(synthetic.config())
+    head.experts = torch.nn.Parameter(torch.zeros(3, 8, 16))
+    head.gate = torch.nn.Parameter(torch.zeros(16, 1))  # a vector
+    head.depths = torch.nn.Embedding(4, 8)
+    groups = new_optimizer(head, TrainSettings(optimizer="muon", weight_decay=0.1), CPU)
+    of = {id(p): group for group in groups.param_groups for p in group["params"]}
+    assert of[id(head.experts)].get("muon")
+    assert not of[id(head.depths.weight)].get("muon")
+    assert of[id(head.gate)]["weight_decay"] == 0
+    assert of[id(head.depths.weight)]["weight_decay"] == 0.1
+
+
 @pytest.mark.parametrize("number", range(3))
 def test_singular_values_are_near_one(number: int) -> None:
     matrix = matrices(1)[number]
@@ -83,9 +111,21 @@ def test_singular_values_are_near_one(number: int) -> None:
     assert float(orthogonalise(torch.zeros(1, 4, 8)).abs().max()) == 0
 
 
-@pytest.mark.parametrize("family", ["eagle3", "peagle", "dspark"])
-def test_matrices_with_a_row_for_each_token_and_vectors_have_adamw(family: str) -> None:
-    config = synthetic.config(family=family)
+SIZES: list[dict[str, int]] = [
+    {},
+    {"draft_vocab_size": 32},  # the hidden size, and rows of q_proj
+    {"draft_vocab_size": 48},  # the intermediate size
+    {"vocab_size": 48, "draft_vocab_size": 16},  # the intermediate size, and rows of k_proj
+    {"vocab_size": 48, "draft_vocab_size": 48},
+]
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("family", ["eagle3", "peagle", "dspark", "dflash"])
+def test_matrices_with_a_row_for_each_token_and_vectors_have_adamw(
+    family: str, sizes: dict[str, int]
+) -> None:
+    config = synthetic.config(**{"family": family, "vocab_size": 64, **sizes})
     head = get_family(family).new_head(config)
     groups = new_optimizer(head, TrainSettings(optimizer="muon"), CPU).param_groups
     steps = {id(p) for group in groups if group.get("muon") for p in group["params"]}
