@@ -11,9 +11,10 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from draftlab.errors import UserError
@@ -94,11 +95,20 @@ def atomic_path(path: Path, *, writer: str | None = None) -> Iterator[Path]:
     After a crash `path` holds either the old file or the new one, never a half-written one. What
     is at the temporary path is removed first: it may be a link that leads out of the folder.
 
+    Raises:
+        UserError: `path` is a folder.
+
     Args:
         writer: part of the temporary file's name; None: the number of this process, which
             processes on other machines may have as well.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise UserError(
+            "expected a file to replace, or none, found a folder",
+            where=path,
+            do="remove the folder, or rename it",
+        )
     temporary = path.with_name(f".{path.name}.{writer or os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
     try:
@@ -198,13 +208,15 @@ def check_folder(path: Path) -> None:
     """Check that a folder can be written to, before anything is computed for it.
 
     Raises:
-        UserError: `path` is a file, or the user may not write to it or to its nearest existing
-            parent.
+        UserError: `path` is a file or a link that leads nowhere, or the user may not write to it or
+            to its nearest existing parent.
     """
     existing = path.absolute()
-    while not existing.exists():
+    while not existing.exists() and not existing.is_symlink():
         existing = existing.parent
-    if not existing.is_dir():
+    if not existing.exists():
+        obstacle = f"a link that leads nowhere, {existing}"
+    elif not existing.is_dir():
         obstacle = f"a file, {existing}"
     elif not os.access(existing, os.W_OK | os.X_OK):
         obstacle = f"no permission to write to {existing}"
@@ -241,23 +253,101 @@ def create_file(path: Path, content: bytes) -> bool:
     return True
 
 
-def read_json(path: Path, *, kind: str = "JSON file") -> Any:
-    """Read JSON; raise a `UserError` that calls a missing or broken file a `kind`."""
+def read_text(
+    path: Path,
+    *,
+    kind: str = "file",
+    do: str = "check the path, or repeat the command that writes the file",
+) -> str:
+    """Return a file's text, which must be UTF-8 (else a UnicodeDecodeError).
+
+    Raises:
+        UserError: it is missing, a folder, a device or a pipe, or not readable.
+    """
+    found = "no such file"
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+        if path.is_symlink() and not path.exists():
+            found = "a link that leads nowhere"
+        elif path.exists():  # reading a pipe might never end
+            found = "a folder" if path.is_dir() else "a device or a pipe"
+    except OSError as error:
+        found = str(error.strerror)
+    raise UserError(f"expected a {kind}, found {found}", where=path, do=do)
+
+
+def read_json(
+    path: Path,
+    *,
+    kind: str = "JSON file",
+    do: str = "restore the file, or repeat the command that wrote it",
+) -> Any:
+    """Read JSON; raise a `UserError` that calls a missing or broken file a `kind`.
+
+    Args:
+        do: what to do about a file that is there and not JSON, or nested too deeply.
+    """
+    try:
+        return parse_json(read_text(path, kind=kind))
+    except ValueError as error:
         raise UserError(
-            f"expected a {kind}, found nothing",
-            where=path,
-            do="check the path, or repeat the command that writes the file",
+            f"expected a {kind}, found text that is not JSON: {error}", where=path, do=do
         ) from None
-    # Python refuses numbers of thousands of digits (ValueError) and limits the depth of brackets.
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"expected a {kind}, found text that is not JSON: {error}",
-            where=path,
-            do="restore the file, or repeat the command that wrote it",
-        ) from None
+
+
+def read_fields(
+    path: Path,
+    fields: Mapping[str, type | UnionType],
+    *,
+    kind: str,
+    do: str = "restore the file, or repeat the command that wrote it",
+) -> dict[str, Any]:
+    """Read a JSON object that has some fields of some types, and perhaps others.
+
+    Args:
+        do: what to do about a file that is another one.
+
+    Raises:
+        UserError: it is missing, not JSON, or has not these fields.
+    """
+    value = read_json(path, kind=kind, do=do)
+    if not isinstance(value, dict):
+        found = "other JSON"
+    elif wrong := [name for name in fields if not isinstance(value.get(name), fields[name])]:
+        found = f"none for {', '.join(wrong)}" if len(wrong) < len(fields) else "other JSON"
+    else:
+        return value
+    raise UserError(f"expected a {kind} with its values, found {found}", where=path, do=do)
+
+
+MAX_DEPTH = 100
+"""Brackets within brackets that JSON may have; what reads it later is recursive."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text.
+
+    Raises:
+        ValueError: it is none, has numbers of thousands of digits, or is nested too deeply.
+    """
+    too_deep = f"expected at most {MAX_DEPTH} brackets within each other, found more"
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(too_deep) from None
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [
+            part
+            for one in level
+            if isinstance(one, dict | list)
+            for part in (one.values() if isinstance(one, dict) else one)
+            if isinstance(part, dict | list)
+        ]
+        if not level:
+            return value
+    raise ValueError(too_deep)
 
 
 def _use_umask(path: Path) -> None:

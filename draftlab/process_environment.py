@@ -4,8 +4,30 @@ Threads that spin while they wait slow a busy machine. Each shape of a product t
 takes megabytes, and the shapes of a training seldom come twice.
 """
 
+from __future__ import annotations
+
+import os
+
+from draftlab.errors import UserError
+
 PROCESS_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "0",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
 }
+
+
+def launched_number(name: str, default: int) -> int:
+    """Return a number that a launcher of processes has set, such as WORLD_SIZE and RANK.
+
+    Raises:
+        UserError: the environment variable is no such number.
+    """
+    text = os.environ.get(name, str(default))
+    if not (text.isascii() and text.isdecimal() and len(text) < 10):
+        raise UserError(
+            f"expected a number of processes or of one of them, found {text!r}",
+            where=f"the environment variable {name}",
+            do="unset it, or let torchrun or `accelerate launch` start the processes",
+        )
+    return int(text)

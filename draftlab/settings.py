@@ -42,6 +42,15 @@ class Settings(BaseModel):
                 raise ValueError(f"expected {expected}, found {_yaml_text(value)}")
         return value
 
+    @field_validator("*", mode="after")
+    @classmethod
+    def _refuse_large_numbers(cls, value: Any) -> Any:
+        """Refuse whole numbers that no array index or seed can be."""
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, int) and not -(2**63) <= one < 2**63:
+                raise ValueError(f"expected a number below 2^63, found {one}")
+        return value
+
 
 def _types_in(annotation: Any) -> Iterator[Any]:
     """Yield all types that an annotation contains."""
@@ -166,7 +175,8 @@ def _yaml_text(value: Any) -> str:
     """Return a value as YAML writes it."""
     if isinstance(value, list):
         return f"[{', '.join(map(_yaml_text, value))}]"
-    return json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 200 else f"{text[:200]} …"
 
 
 def describe_error(error: Any) -> str:

@@ -41,7 +41,7 @@ from draftlab.cli.stages import (
 )
 from draftlab.cli.store import store_app
 from draftlab.errors import UserError
-from draftlab.process_environment import PROCESS_ENVIRONMENT
+from draftlab.process_environment import PROCESS_ENVIRONMENT, launched_number
 
 for _variable, _value in PROCESS_ENVIRONMENT.items():
     os.environ.setdefault(_variable, _value)  # what the user has set is kept
@@ -130,7 +130,7 @@ def record(
 ) -> None:
     """Record the target's hidden states for the answers; write store/."""
     with guard(debug):
-        if join or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if join or launched_number("WORLD_SIZE", 1) > 1:
             raise UserError(
                 "expected one process that records, found "
                 + ("--join" if join else "several that were launched together"),

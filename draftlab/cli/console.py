@@ -206,6 +206,7 @@ monitor = ConsoleMonitor(errors)
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 USER_ERRNOS = (*DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS)
+KIND_ERRNOS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG)
 RESUMES = "the same command continues where it stopped"
 STARTS_OVER = "nothing was written, and the same command starts over"
 
@@ -269,6 +270,11 @@ def guard(
             where = error.filename or f"a file under {Path.cwd()}"
             do = "free some disk" if error.errno in DISK_FULL else "let this user write there"
             _print_error(console, UserError(what, where=where, do=f"{do}; {interrupted}"))
+            raise typer.Exit(2) from None
+        if isinstance(error, OSError) and error.errno in KIND_ERRNOS:
+            what = f"expected a file or folder of another kind, found: {error.strerror}"
+            do = f"remove it, or name another one; {interrupted}"
+            _print_error(console, UserError(what, where=error.filename or Path.cwd(), do=do))
             raise typer.Exit(2) from None
         text = Text(f"{type(error).__name__}: {error}\nThis is a bug in draftlab.")
         if not debug:

@@ -30,6 +30,9 @@ from draftlab.hub.privacy import (
 )
 from draftlab.hub.upload import check_repo_id
 from draftlab.pipeline.head_workspace import HeadWorkspace
+from draftlab.pipeline.recipe import read_yaml
+from draftlab.pipeline.stage_records import head_sha256, read_record, record_path
+from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
 from draftlab.report.html import write_plots
 from draftlab.target_model.locate import resolve_target
@@ -83,9 +86,7 @@ def write_upload_folder(
         monitor.say("warning: push: the card states no licence: give --license, as apache-2.0")
     head = load_config(workspace.head)
     layout = layout_for(exports.formats[0], head.family)
-    recipe, removed = without_private_settings(
-        yaml.safe_load((workspace.folder / RECIPE).read_text(encoding="utf-8"))
-    )
+    recipe, removed = without_private_settings(read_yaml(workspace.folder / RECIPE))
     if removed:
         monitor.say(f"push: the recipe's values of {', '.join(removed)} are private: removed")
     recipe_text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
@@ -131,9 +132,10 @@ def _read_report(workspace: HeadWorkspace) -> tuple[Report, list[Row]]:
         raise UserError(
             f"expected rows of {workspace.name} in the report, found none", where=path, do=evaluate
         )
-    if path.stat().st_mtime < (workspace.head / CONFIG).stat().st_mtime:
+    record = read_record(record_path(workspace.folder, STAGES["eval"]))
+    if record.get("head_sha256") != head_sha256(workspace.folder):
         raise UserError(
-            "expected a report of this head, found one that is older than the head",
+            "expected a report of this head, found one of a head with other weights",
             where=path,
             do=evaluate,
         )

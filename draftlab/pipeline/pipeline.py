@@ -18,7 +18,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftlab.files import known_sha256
+from draftlab.files import check_folder, known_sha256
 from draftlab.heads.folder import WEIGHTS
 from draftlab.kernels.cpu_memory import reuse_freed_memory
 from draftlab.pipeline.check_recipe import check_before_run, missing_input
@@ -137,6 +137,7 @@ class Pipeline:
         Raises:
             UserError: as `check_before_run`.
         """
+        check_folder(self.folder)
         names = [status.stage.name for status in statuses if status.runs]
         self.recording.trains = "head" in names
         here = self.cluster is None and not self.on_cluster

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from draftlab.errors import UserError
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.export.settings import ExportSettings
+from draftlab.files import read_text
 from draftlab.pipeline.hardware import HardwareSettings
 from draftlab.pipeline.recipe_schema import settings_in
 from draftlab.settings import Settings, describe_error, merged_errors
@@ -29,23 +30,33 @@ MAX_NAME = 250
 """Most letters of a run's name: file systems allow 255, and `eval` adds some."""
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Names that a run can have."""
-_BOOL = "tag:yaml.org,2002:bool"
+_MAX_BYTES, _MAX_NODES, _MAX_DEPTH = 1_000_000, 10_000, 50
+"""Of a recipe: its size; its values, those of an alias as often as it occurs; levels of nesting."""
+_TAG = "tag:yaml.org,2002:"
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses duplicate keys, where PyYAML would use the last one.
+    """A YAML loader of the values that settings have, which a person and YAML 1.2 read the same.
 
-    As in YAML 1.2, only true and false are booleans: `draft_probs: off` is a text.
+    Only true and false are booleans (`draft_probs: off` is a text), and numbers are decimal: 010
+    and 1:30, which YAML 1.1 reads as 8 and 90, are texts, and a setting reads the first as 10.
+    Dates are texts. A key that is there twice is refused, where PyYAML would use the last one.
     """
 
-    yaml_implicit_resolvers: typing.ClassVar = {
-        letter: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
-        for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    yaml_implicit_resolvers: typing.ClassVar = {}
+    yaml_constructors: typing.ClassVar = {
+        tag: constructor
+        for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.removeprefix(_TAG) in ("null", "bool", "float", "str", "seq", "map")
     }
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                raise yaml.constructor.ConstructorError(
+                    None, None, "expected the name of a setting as key", key.start_mark
+                )
             if key.value in keys:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key.value!r} is there twice", key.start_mark
@@ -53,8 +64,64 @@ class _Loader(yaml.SafeLoader):
             keys.add(key.value)
         return super().construct_mapping(node, deep)
 
+    def construct_decimal(self, node: yaml.ScalarNode) -> int:
+        if not re.fullmatch("[-+]?[0-9][0-9_]{,99}", node.value):
+            raise yaml.constructor.ConstructorError(
+                None, None, "expected a whole number of at most 100 digits", node.start_mark
+            )
+        return int(node.value.replace("_", ""))
 
-_Loader.add_implicit_resolver(_BOOL, re.compile("(?:[Tt]rue|TRUE|[Ff]alse|FALSE)$"), [*"tTfF"])
+
+_Loader.add_constructor(f"{_TAG}int", _Loader.construct_decimal)
+for _kind, _pattern, _letters in (
+    ("bool", "[Tt]rue|TRUE|[Ff]alse|FALSE", "tTfF"),
+    ("null", "~|[Nn]ull|NULL|", "~nN"),
+    ("merge", "<<", "<"),
+    ("int", "[-+]?(0|[1-9][0-9_]*)", "-+0123456789"),
+    ("float", r"[-+]?([0-9][0-9_]*\.[0-9_]*|\.[0-9]+)([eE][-+][0-9]+)?", "-+.0123456789"),
+    ("float", r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+."),
+):
+    letters = [*_letters, *([""] if _kind == "null" else [])]
+    _Loader.add_implicit_resolver(f"{_TAG}{_kind}", re.compile(f"(?:{_pattern})$"), letters)
+
+
+def load_yaml(text: str) -> Any:
+    """Return the value of a YAML text, such as that of a recipe.
+
+    Raises:
+        ValueError: it is no YAML, has keys or values that no setting has, or is nested too deeply.
+    """
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        _check_size(node)
+        return None if node is None else loader.construct_document(node)
+    except RecursionError:
+        raise ValueError(f"expected at most {_MAX_DEPTH} levels, found more") from None
+    except LookupError as error:  # `!!bool x`
+        raise ValueError(f"expected a value that fits its tag, found {error}") from None
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from None
+
+
+def _check_size(root: yaml.Node | None) -> None:
+    """Raise a ValueError if a text is nested too deeply, or its aliases stand for too much."""
+    count, rest = 0, [(root, 1)] if root is not None else []
+    while rest:
+        node, depth = rest.pop()
+        if depth > _MAX_DEPTH:
+            raise ValueError(
+                f"expected at most {_MAX_DEPTH} levels, found more, or an alias of a value that "
+                f"holds it{node.start_mark}"
+            )
+        if isinstance(node, yaml.MappingNode):
+            parts = [part for pair in node.value for part in pair]
+        else:
+            parts = node.value if isinstance(node, yaml.SequenceNode) else []
+        count += len(parts)
+        if count > _MAX_NODES:
+            raise ValueError(f"expected at most {_MAX_NODES:,} values, found more")
+        rest += [(part, depth + 1) for part in parts]
 
 
 class Recipe(Settings):
@@ -122,30 +189,22 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         UserError: the file is missing or not YAML, a key is unknown (the message has the nearest
             name), or a value does not fit.
     """
-    tree = _read_yaml(path)
+    tree = read_yaml(path)
     tree.setdefault("name", path.stem)
     for override in overrides:
         _override(tree, override)
     return parse_recipe(tree, where=path)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (FileNotFoundError, IsADirectoryError):
-        raise UserError(
-            "expected a recipe, found no such file",
-            where=path,
-            do="check the path; the shipped recipes are in recipes/",
-        ) from None
-    except OSError as error:
-        raise UserError(
-            f"expected a readable recipe, found: {error.strerror}",
-            where=path,
-            do="change its permissions, or copy it",
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        if path.is_file() and path.stat().st_size > _MAX_BYTES:
+            raise ValueError(f"expected at most {_MAX_BYTES:,} bytes")
+        tree = load_yaml(
+            read_text(path, kind="recipe", do="check the path; the shipped ones are in recipes/")
+        )
+    except ValueError as error:
         raise UserError(
             f"expected YAML, found text that is not: {error}",
             where=path,
@@ -212,8 +271,8 @@ def _override(tree: dict[str, Any], text: str) -> None:
         node[parent] = child if isinstance(child, dict) else {}
         node = node[parent]
     try:
-        parsed = yaml.load(value, _Loader)
-    except yaml.YAMLError:
+        parsed = load_yaml(value)
+    except ValueError:
         raise UserError(
             f"the value of {key} is not YAML: {value!r}",
             where="command line",

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.files import (
+    check_folder,
     check_locks,
     known_sha256,
     locked,
@@ -30,7 +32,7 @@ from draftlab.pipeline.stage_records import (
 )
 from draftlab.pipeline.stage_status import Status
 from draftlab.pipeline.stages import STAGES, Stage, settings_with_effect
-from draftlab.store.completeness import check_store
+from draftlab.store.completeness import DAMAGED_SHARD, check_store
 from draftlab.store.transfer_errors import UnreachableError
 
 RUNS = Path("runs")
@@ -101,8 +103,12 @@ class Run:
             if digest and (actual := known_sha256(self.folder / name)) != digest:
                 return f"{name} has SHA-256 {actual[:12]}, and {digest[:12]} when it was written"
         if stage.name == "store":
+            store, url = self.folder / stage.artefact, self.settings.get("record.url")
+            written = record_path(self.folder, stage)
             try:
-                check_store(self.folder / stage.artefact, self.settings.get("record.url"))
+                if check_store(store, url, written.stat().st_mtime_ns):
+                    with suppress(OSError):  # of another user
+                        os.utime(written)  # what has the right hash is not hashed again
             except UnreachableError:  # nothing is known of the shards
                 raise
             except UserError as error:  # a shard is missing or truncated
@@ -150,9 +156,17 @@ class Run:
         """Check that a damaged stage is no store whose shards were written and must not be again.
 
         Raises:
-            UserError: its manifest, which alone has the hashes of the shards, is damaged; or
-                `record.url` has changed.
+            UserError: its manifest, which alone has the hashes of the shards, is damaged, or a
+                shard is; or `record.url` has changed.
         """
+        shard, _, damage = status.damage.partition(": ")
+        if damage.startswith(DAMAGED_SHARD):
+            recipe = quote(str(self.folder / "recipe.yaml"))
+            raise UserError(
+                damage,
+                where=self.folder / status.stage.artefact / shard,
+                do=f"remove this shard; `draftlab record {recipe}` makes it again",
+            )
         if status.elsewhere:
             raise UserError(
                 f"the store is complete, but {status.elsewhere}: {status.damage}",
@@ -233,6 +247,7 @@ def lock(folder: Path) -> Iterator[None]:
     Raises:
         UserError: another process holds the lock.
     """
+    check_folder(folder)
     folder.mkdir(parents=True, exist_ok=True)
     check_locks(folder)
     with locked(folder / ".lock") as is_free:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
-from draftlab.files import read_json, sha256_file, write_json
+from draftlab.files import known_sha256, read_fields, sha256_file, write_json
 from draftlab.heads.family import get_family
+from draftlab.heads.folder import WEIGHTS
 from draftlab.pipeline.recipe import Recipe, flatten
 from draftlab.pipeline.stages import FORMER_DEFAULTS, STAGES, Stage, settings_with_effect
 
@@ -22,14 +23,18 @@ def record_path(folder: Path, stage: Stage) -> Path:
 
 def read_record(path: Path) -> dict[str, Any]:
     """Return a stage's record: its `inputs` and whether it is `complete`."""
-    record = read_json(path, kind="stage record")
-    if not isinstance(record, dict) or not isinstance(record.get("inputs"), dict):
-        raise UserError(
-            "expected a stage record, found other JSON",
-            where=path,
-            do="delete the file; the stage then runs again",
-        )
-    return {"complete": False} | record
+    return read_fields(
+        path,
+        {"inputs": dict, "complete": bool},
+        kind="stage record",
+        do="remove the file: the stage then runs again, and continues from what is there",
+    )
+
+
+def head_sha256(folder: Path) -> str:
+    """Return the hex SHA-256 of the weights of a run's head; "" if there are none."""
+    weights = folder / STAGES["head"].artefact / WEIGHTS
+    return known_sha256(weights) if weights.is_file() else ""
 
 
 @contextmanager
@@ -40,6 +45,8 @@ def recorded(folder: Path, stage: Stage, inputs: dict[str, Any], **fields: Any) 
         fields: further ones of the record.
     """
     record = record_path(folder, stage)
+    if stage.after == "head":
+        fields = fields | {"head_sha256": head_sha256(folder)}
     write_json(record, {"complete": False, "inputs": inputs} | fields)
     yield
     files = [path for path in sorted(folder.glob(stage.hashed)) if path.is_file()]

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from draftlab.errors import UserError
-from draftlab.files import sha256_file
+from draftlab.files import parse_json, sha256_file
 from draftlab.progress import Monitor
 from draftlab.store.receipts import Receipts
 from draftlab.store.shard_file import map_shard
@@ -189,7 +189,7 @@ class WindowShards:
             return hashes
         whole = [line for line in path.read_text().splitlines(keepends=True) if line[-1:] == "\n"]
         try:
-            for entry in map(json.loads, whole):
+            for entry in map(parse_json, whole):
                 hashes.setdefault(entry["file"], entry["sha256"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import save
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path
+from draftlab.files import atomic_path, parse_json
 
 T = TypeVar("T")
 _CHUNK = 65_536
@@ -183,10 +183,7 @@ def map_columns(path: Path, dtypes: Mapping[str, type[np.generic]]) -> dict[str,
     """
     data = np.memmap(path, np.uint8, "r")
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    try:
-        header = json.loads(data[8:start].tobytes()) if start <= len(data) else {}
-    except RecursionError:
-        raise ValueError("expected the header of a safetensors file, found nested lists") from None
+    header = parse_json(data[8:start].tobytes()) if start <= len(data) else {}
     columns = {}
     for name, dtype in dtypes.items():
         try:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, read_json
+from draftlab.files import canonical_json, parse_json, read_json
 from draftlab.target_model.parts import shard_files
 
 PAGE = 4096
@@ -75,7 +74,7 @@ def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
             # A file of another format (a git-lfs pointer, say) gives an absurd size.
             if size > file.stat().st_size:
                 raise ValueError
-            header: dict[str, Any] = json.loads(opened.read(size))
+            header: dict[str, Any] = parse_json(opened.read(size))
         except ValueError:
             raise UserError(
                 "a safetensors file is truncated or corrupt",

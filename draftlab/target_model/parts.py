@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftlab.errors import UserError
-from draftlab.files import read_json
+from draftlab.files import read_fields
 from draftlab.target_model.locate import load_config
 
 _NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "embedding_norm")
@@ -186,7 +186,8 @@ def read_tensor(folder: Path, name: str) -> Tensor:
     """
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files: dict[str, str] = read_json(index, kind="safetensors index")["weight_map"]
+        fields = read_fields(index, {"weight_map": dict}, kind="safetensors index")
+        files: dict[str, str] = fields["weight_map"]
     else:
         files = {}
         for file in shard_files(folder):

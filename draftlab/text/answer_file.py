@@ -23,7 +23,8 @@ from draftlab.errors import UserError
 from draftlab.files import (
     atomic_path,
     canonical_json,
-    read_json,
+    parse_json,
+    read_fields,
     same_fingerprint,
     sha256_file,
     try_lock,
@@ -60,7 +61,7 @@ class DroppedPrompt:
         """Return the dropped prompt of a line; None if it is another conversation's."""
         if not line.startswith(_DROPPED):
             return None
-        values = json.loads(line)
+        values = parse_json(line)
         return cls(values["id"], values["dropped"], values["turns"])
 
 
@@ -113,16 +114,20 @@ class AnswerFile:
         """
         if not self.manifest.exists():
             return False
-        manifest = read_json(self.manifest, kind="manifest of answers")
-        self._check_identity(manifest.get("made_with", {}), self.manifest)
-        if not self.path.exists() or sha256_file(self.path) != manifest.get("sha256"):
+        manifest = read_fields(
+            self.manifest,
+            {"made_with": dict, "conversations": int, "sha256": str},
+            kind="manifest of answers",
+            do="remove the file: the answers are then generated again",
+        )
+        self._check_identity(manifest["made_with"], self.manifest)
+        if not self.path.exists() or sha256_file(self.path) != manifest["sha256"]:
             self.monitor.say(
                 f"answers: {self.path} differs from its manifest; it is generated again"
             )
             return False
         self.partial.unlink(missing_ok=True)
-        count = manifest.get("conversations", 0)
-        self.monitor.say(f"answers: all {count:,} conversations are there")
+        self.monitor.say(f"answers: all {manifest['conversations']:,} conversations are there")
         return True
 
     def complete(self, counts: AnswerCounts, dropped: int) -> None:
@@ -220,7 +225,7 @@ class AnswerFile:
 
     def _check_header(self, line: bytes) -> None:
         try:
-            header = json.loads(line)
+            header = parse_json(line)
             identity = header["made_with"] if header["format"] == _FORMAT else None
         except (ValueError, KeyError, TypeError):
             identity = None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path
+from draftlab.files import atomic_path, parse_json
 from draftlab.settings import describe_errors
 from draftlab.text.conversation_schema import ConversationLine
 
@@ -138,14 +138,13 @@ def _parse_with_json(line: bytes, number: int, *, where: str, do: str) -> Conver
     """
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        value = json.loads(text)
+        value = parse_json(text)
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise UserError(
             f"expected Unicode text, found half a surrogate pair: {error}", where=where, do=do
         ) from None
-    # Python refuses numbers of thousands of digits (ValueError) and limits the depth of brackets.
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(
             "expected a JSON object in UTF-8 on each line, found "
             f"{line[:60].decode(errors='replace').strip() or 'an empty line'!r}: {error}",

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
+from draftlab.files import parse_json, read_text
 
 
 def json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of JSON lines, or of one JSON list, each after its location."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = read_text(file, kind="JSON file")
     except UnicodeDecodeError as error:
         raise UserError(
             f"expected JSON in UTF-8, found: {error}", where=file, do="save the file in UTF-8"
@@ -35,8 +35,8 @@ def json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _parse(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
+        return parse_json(text)
+    except ValueError as error:
         raise UserError(
             f"expected JSON, found {text[:60]!r}: {error}",
             where=where,

@@ -12,7 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
-from draftlab.files import known_sha256, read_json, try_lock
+from draftlab.files import known_sha256, read_fields, try_lock
 from draftlab.progress import Monitor
 from draftlab.store.samples import Sample, SampleTable, read_index, write_index
 from draftlab.text.chat_template import (
@@ -106,7 +106,14 @@ def _locked(answers: Path, monitor: Monitor) -> Iterator[None]:
 def _checked(answers: Path, sha256: str, monitor: Monitor) -> Iterator[Conversation]:
     """Yield the conversations of an answers file; report if they differ from its manifest."""
     manifest, count = answers.with_suffix(".json"), 0
-    written = read_json(manifest, kind="manifest of answers") if manifest.exists() else {}
+    written: dict[str, Any] = {}
+    if manifest.exists():
+        written = read_fields(
+            manifest,
+            {"conversations": int, "sha256": str},
+            kind="manifest of answers",
+            do="remove the file: the answers are then generated again",
+        )
     total, num_lines = written.get("conversations", 0), _count_lines(answers)
     for count, conversation in enumerate(iterate_conversations(answers, do=ANSWERS_HELP), 1):
         monitor.progress("samples", count, num_lines)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from draftlab.files import read_json, write_json
+from draftlab.files import read_fields, write_json
 from draftlab.heads.folder import WEIGHTS, load_config, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.train.settings import TrainSettings
@@ -51,7 +51,12 @@ class BestHead:
         """
         if not (self.folder / STATE).is_file():
             return
-        state = read_json(self.folder / STATE, kind="best.json")
+        state = read_fields(
+            self.folder / STATE,
+            {"key": str, "step": int, "al": float | int},
+            kind="best.json",
+            do=f"remove {self.folder}: the training then keeps the best head from here on",
+        )
         if state["key"] == self.key and state["step"] <= step:
             self.step, self.al = state["step"], state["al"]
 

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from draftlab.errors import UserError
 from draftlab.files import (
     atomic_path,
     canonical_json,
-    read_json,
+    read_fields,
     save_tensors,
     sha256_file,
     sha256_text,
@@ -141,7 +142,7 @@ def read_checkpoint(path: Path, *, keys: Sequence[str]) -> Checkpoint:
     Raises:
         UserError: it belongs to another recipe or store, or is damaged.
     """
-    state = read_json(path / STATE, kind="checkpoint's state.json")
+    state = _read_state(path)
     if state["key"] not in keys:
         raise UserError(
             f"the checkpoint belongs to another recipe or store (key {state['key'][:12]}, "
@@ -149,10 +150,24 @@ def read_checkpoint(path: Path, *, keys: Sequence[str]) -> Checkpoint:
             where=path,
             do="train with --force, or under a new name",
         )
-    sha256 = state.get("sha256", {})  # older checkpoints have none
-    weights, moments = (_read_tensors(path / name, sha256.get(name)) for name in (WEIGHTS, MOMENTS))
-    verified = state.get("verified", True)  # older checkpoints were written after the hashing
-    return Checkpoint(state["step"], state["tokens_seen"], keys[0], weights, moments, verified)
+    weights, moments = (
+        _read_tensors(path / name, state["sha256"].get(name)) for name in (WEIGHTS, MOMENTS)
+    )
+    return Checkpoint(
+        state["step"], state["tokens_seen"], keys[0], weights, moments, state["verified"]
+    )
+
+
+_WITHOUT_CHECKPOINT = "remove {}: training then resumes from an older checkpoint, or starts again"
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    return read_fields(
+        path / STATE,
+        {"key": str, "step": int, "tokens_seen": int, "verified": bool, "sha256": dict},
+        kind="checkpoint's state.json",
+        do=_WITHOUT_CHECKPOINT.format(path),
+    )
 
 
 def _read_tensors(path: Path, sha256: str | None) -> dict[str, Tensor]:
@@ -164,7 +179,7 @@ def _read_tensors(path: Path, sha256: str | None) -> dict[str, Tensor]:
         raise UserError(
             f"the checkpoint is damaged: {error}",
             where=path,
-            do=f"remove {path.parent} to resume from an older checkpoint",
+            do=_WITHOUT_CHECKPOINT.format(path.parent),
         ) from None
 
 
@@ -178,7 +193,7 @@ def set_unverified_aside(folder: Path) -> list[Path]:
     """
     aside = []
     for path in checkpoints(folder):
-        if not read_json(path / STATE).get("verified", True):
+        if not _read_state(path)["verified"]:
             aside.append(path.with_name(f"{path.name}.damaged"))
             shutil.rmtree(aside[-1], ignore_errors=True)
             path.rename(aside[-1])

@@ -264,7 +264,7 @@ def test_rows_are_strict(change: dict[str, object]) -> None:
 
 def test_unreadable_reports_are_user_errors(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    with pytest.raises(UserError, match="found nothing"):
+    with pytest.raises(UserError, match="found no such file"):
         Report.read(path)
     path.write_text("{")
     with pytest.raises(UserError, match="not JSON"):

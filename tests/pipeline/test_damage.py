@@ -14,7 +14,7 @@ import pytest
 from draftlab import Report, files
 from draftlab.errors import UserError
 from draftlab.pipeline.stages import STAGES
-from draftlab.store import shard_files
+from draftlab.store import completeness, shard_files
 from draftlab.store.store import Store
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import contents, error_of, pipeline
@@ -43,18 +43,25 @@ def flip_byte(path: Path, position: int = -2000) -> None:
     path.write_bytes(data)
 
 
+@pytest.mark.parametrize("keeps_time", [False, True])
 @pytest.mark.parametrize("damage", ["all bytes", "one byte"])
-def test_a_shard_of_the_right_size_and_wrong_bytes_is_named(folder: Path, damage: str) -> None:
+def test_a_shard_of_the_right_size_and_wrong_bytes_is_named(
+    folder: Path, damage: str, keeps_time: bool
+) -> None:
     before = contents(Path("runs/small/head"))
     shutil.rmtree("runs/small/head")
     shutil.rmtree("runs/small/train")
     shard = Path("runs/small/store/shard-00001.safetensors")
+    times = shard.stat()
     if damage == "all bytes":
         shard.write_bytes(b"\xff" * shard.stat().st_size)
     else:
         flip_byte(shard)
+    if keeps_time:  # as a faulty disk does; the training hashes what it reads
+        os.utime(shard, ns=(times.st_atime_ns, times.st_mtime_ns))
     error = error_of("head")
-    assert {"all bytes": "corrupt", "one byte": "the shard is damaged"}[damage] in error.what
+    unreadable = damage == "all bytes" and keeps_time
+    assert ("corrupt" if unreadable else "the shard is damaged") in error.what
     assert shard.name in error.where
     assert "`draftlab record runs/small/recipe.yaml`" in error.do
     assert not list(Path("runs/small").glob("train/checkpoints/*"))
@@ -86,6 +93,59 @@ def test_a_damaged_file_is_made_again(folder: Path, file: str, stage: str) -> No
     else:
         assert path.read_bytes() == before
     assert pipeline().run.status(STAGES[stage]).state == "done"
+
+
+def test_a_changed_shard_under_a_finished_run_is_named(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = RecordingMonitor()
+    shard = Path("runs/small/store/shard-00001.safetensors")
+    flip_byte(shard)
+    pipeline(monitor=monitor).make("export")
+    assert "store: damaged, and not needed (shard-00001.safetensors: the shard is" in monitor.text
+    error = error_of("store")
+    assert error.where == str(shard)
+    assert "remove this shard" in error.do
+    flip_byte(shard)  # back again: the hash is compared once, and then the time is known
+    assert pipeline().run.status(STAGES["store"]).state == "done"
+    hashed: list[str] = []
+    monkeypatch.setattr(completeness, "known_sha256", lambda path: hashed.append(path.name))
+    assert pipeline().run.status(STAGES["store"]).state == "done"
+    assert hashed == []
+
+
+GARBAGE = [b"", b"\x00\xff", b"{", b"[]", b"null", b"{}", b'{"inputs": 3, "key": 3}']
+
+
+@pytest.mark.parametrize("data", GARBAGE)
+@pytest.mark.parametrize("stage", ["answers", "store", "head", "eval", "export"])
+def test_what_is_said_of_a_stage_record_that_is_garbage_helps(
+    folder: Path, stage: str, data: bytes
+) -> None:
+    before = contents(Path("runs/small/head"))
+    record = Path(f"runs/small/stages/{stage}.json")
+    record.write_bytes(data)
+    with pytest.raises(UserError) as caught:
+        pipeline().make("eval", "export")
+    assert caught.value.where == str(record)
+    assert "remove the file: the stage then runs again" in caught.value.do
+    record.unlink()
+    pipeline().make("eval", "export")
+    assert contents(Path("runs/small/head")) == before
+
+
+@pytest.mark.parametrize("data", GARBAGE)
+def test_what_is_said_of_a_checkpoint_that_is_garbage_helps(folder: Path, data: bytes) -> None:
+    before = contents(Path("runs/small/head"))
+    shutil.rmtree("runs/small/head")
+    *_, last = sorted(Path("runs/small/train/checkpoints").glob("step-*"))
+    (last / "state.json").write_bytes(data)
+    error = error_of("head")
+    assert error.where == str(last / "state.json")
+    assert f"remove {last}" in error.do
+    shutil.rmtree(last)
+    pipeline().make("head")
+    assert contents(Path("runs/small/head")) == before
 
 
 def test_a_damaged_manifest_is_refused_where_it_is_needed(folder: Path) -> None:

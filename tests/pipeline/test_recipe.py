@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -127,10 +128,74 @@ def test_several_faults_come_at_once(tmp_path: Path) -> None:
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "found no such file" in error_of(tmp_path / "none.yaml")
-    assert "found no such file" in error_of(tmp_path)
+    assert "found a folder" in error_of(tmp_path)
     path = tmp_path / "binary.yaml"
     path.write_bytes(b"\xff\xfe\x00seed: 1")
     assert "expected YAML" in error_of(path)
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 10)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("? [a, b]: 1", "name of a setting as key"),
+        ("? {a: b}\n: 1", "name of a setting as key"),
+        ("a: &a [*a]", "an alias of a value that holds it"),
+        ("a: &a {b: *a}", "an alias of a value that holds it"),
+        ("[" * 3000, "50 levels"),
+        ("a: " + "[" * 3000 + "]" * 3000, "50 levels"),
+        ("a: " + "{a: " * 200 + "1" + "}" * 200, "50 levels"),
+        (LAUGHS, "10,000 values"),
+        ("seed: 1\n" * 200_000, "1,000,000 bytes"),
+        ("seed: " + "9" * 5000, "at most 100 digits"),
+        ("seed: !!bool x", "fits its tag"),
+        ("seed: !!int x", "whole number"),
+        ("seed: !!float x", "expected YAML"),
+        ("name: !!timestamp x", "expected YAML"),
+        ("name: !!binary x", "expected YAML"),
+        ("!!python/object/apply:os.system ['true']", "expected YAML"),
+    ],
+)
+def test_yaml_that_is_no_recipe(tmp_path: Path, text: str, words: str) -> None:
+    message = error_of(write(tmp_path, text))
+    assert "expected YAML" in message
+    assert words in message
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("010", 10), ("1_000", 1000), ("7", 7), ("'8'", 8), ("+9", 9)]
+)
+def test_whole_numbers_are_decimal(tmp_path: Path, text: str, value: int) -> None:
+    path = write(tmp_path, f"train: {{steps: {text}}}")
+    assert load_recipe(path).train.steps == value
+    assert load_recipe(write(tmp_path, "seed: 1"), [f"train.steps={text}"]).train.steps == value
+
+
+@pytest.mark.parametrize("text", ["1:30", "0x10", "0o17", "1e3", "2025-01-02", "9" * 20])
+def test_other_numbers_are_refused(tmp_path: Path, text: str) -> None:
+    message = error_of(write(tmp_path, f"train: {{steps: {text}}}"))
+    assert f"found {text}" in message.replace("'", "")
+
+
+@pytest.mark.parametrize("text", ["2025-01-02", "2025-99-99", "1:30", "08", "1.5e3", "0x1F"])
+def test_a_text_is_read_from_the_run_folder_as_it_was(tmp_path: Path, text: str) -> None:
+    recipe = load_recipe(write(tmp_path, f"target: {{revision: '{text}'}}"))
+    assert load_recipe(write(tmp_path, to_yaml(recipe))).target.revision == text
+
+
+@given(st.text() | st.binary().map(lambda data: data.decode("latin-1")))
+def test_any_text_is_a_recipe_or_refused(tmp_path_factory, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_text(text, encoding="utf-8", errors="replace")
+    with contextlib.suppress(UserError):
+        load_recipe(path)
+    with contextlib.suppress(UserError):
+        load_recipe(RECIPES[0], [text, f"train={text}", f"train.steps={text}"])
 
 
 def test_a_run_is_named_after_its_recipe(tmp_path: Path) -> None:

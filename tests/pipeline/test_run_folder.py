@@ -19,7 +19,7 @@ FILES = {"answers": {"prompts.sha256": "1"}, "eval": {"eval.suite.sha256": "2"}}
 
 @pytest.fixture(autouse=True)
 def _stores_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "check_store", lambda folder, url: None)
+    monkeypatch.setattr(run_folder, "check_store", lambda *_: False)
 
 
 def make_run(folder: Path, files: dict | None = None, **tree: object) -> Run:
@@ -85,7 +85,7 @@ def test_a_stage_without_one_of_its_files_is_unfinished(
 ) -> None:
     run = finish_stages(make_run(tmp_path))
 
-    def broken(folder: Path, url: str | None) -> None:
+    def broken(folder: Path, *_: object) -> None:
         raise UserError("a shard of the store is missing", where=folder)
 
     if stage == "store":

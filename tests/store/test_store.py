@@ -198,7 +198,7 @@ def test_the_name_of_a_local_target_has_no_path(name: str) -> None:
 
 
 def test_a_missing_store_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"store's manifest\.json, found nothing"):
+    with pytest.raises(UserError, match=r"store's manifest\.json, found no such file"):
         Store.open(tmp_path)
 
 

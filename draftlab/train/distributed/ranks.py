@@ -8,7 +8,6 @@ answers prompts, where NCCL would time out after minutes, and notices at once wh
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from accelerate import PartialState
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.process_environment import launched_number
 from draftlab.target_model.locate import resolve_device
 
 T = TypeVar("T")
@@ -68,8 +68,14 @@ class Ranks:
         launched, resolved = num_launched(), resolve_device(device)
         if launched == 1:
             return cls(0, 1, resolved)
+        if (rank := launched_number("RANK", 0)) >= launched:
+            raise UserError(
+                f"expected a RANK below the number of processes, {launched}, found {rank}",
+                where="the environment variables RANK and WORLD_SIZE",
+                do=LAUNCH_HINT,
+            )
         if resolved.type == "cuda":
-            local, num_gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+            local, num_gpus = launched_number("LOCAL_RANK", 0), torch.cuda.device_count()
             if resolved.index is not None:
                 raise UserError(
                     f"{launched} processes train, and train.device names one device for all: "
@@ -157,12 +163,12 @@ class Ranks:
 
 def num_launched() -> int:
     """Return how many processes were launched together, including this one."""
-    return int(os.environ.get(WORLD_SIZE, "1"))
+    return launched_number(WORLD_SIZE, 1)
 
 
 def num_launched_here() -> int:
     """Return how many of them are on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return launched_number("LOCAL_WORLD_SIZE", 1)
 
 
 def check_gpus(count: int, device: str) -> None:
