@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from draftlab.errors import UserError
 from draftlab.files import known_sha256, read_fields, sha256_file, write_json
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import WEIGHTS
