@@ -30,6 +30,11 @@ def visible_json(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+def is_positive(value: Any) -> bool:
+    """Return whether a value of a JSON file is a positive number that float32 can hold."""
+    return type(value) in (int, float) and 0 < value < 3e38
+
+
 def count_text(number: int, noun: str) -> str:
     """Return a count with its noun: "1 shard", "2,000 shards", "2 processes"."""
     return f"{number:,} {noun}" + ("es" if noun.endswith("s") else "s") * (number != 1)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from draftlab.errors import UserError
+from draftlab.target_model.config_fields import check_rope
 from draftlab.target_model.settings import EMBEDDED, TargetSettings
 
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
@@ -93,12 +94,12 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     """Return a checkpoint's config.json as transformers reads it.
 
     Raises:
-        UserError: it does not load.
+        UserError: it does not load, or its RoPE has a base that is no positive number.
     """
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # OSError, ValueError, and what remote code raises
         raise load_error(
             "the target's config",
@@ -106,6 +107,8 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
             error,
             "check that the folder is complete and that transformers knows the architecture",
         ) from None
+    check_rope(config, folder / "config.json")
+    return config
 
 
 def hub_error(settings: TargetSettings, what: str, error: Exception, answers: bool) -> UserError:

@@ -21,11 +21,19 @@ def check_decode_path(target: Target, path: DecodePath, name: str) -> None:
         name: the path's name in an error.
 
     Raises:
-        UserError: states or logits differ by more than rounding.
+        UserError: the target has too few positions for the comparison, or states or logits differ
+            by more than rounding.
     """
     steps = ((7, 5), (3, 0), (1, 2))
     decoded = sum(max(counts) for counts in steps)
-    prompt = max(min(_PROMPT, target.max_length - decoded), 5)
+    prompt = min(_PROMPT, target.max_length - decoded)
+    if prompt < 5:
+        raise UserError(
+            f"expected a target of at least {decoded + 5} positions, with which {name} is compared "
+            f"with transformers, found {target.max_length}",
+            where=target.folder / "config.json",
+            do="check max_position_embeddings, or fetch the file again",
+        )
     blocks = -(-(prompt + decoded) // _BLOCK)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, target.vocab_size, (2, prompt), generator=generator).to(target.device)
