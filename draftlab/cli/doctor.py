@@ -51,7 +51,9 @@ def doctor(
         from draftlab.pipeline.resolve import find_head, find_target, recipe_of, run_of
 
         folder = find_head(head, any_layout=True)
-        target_settings = find_target(folder, target, device, trust_remote_code=trust_remote_code)
+        target_settings = find_target(
+            folder, target, device, trust_remote_code=trust_remote_code, monitor=monitor
+        )
         run = run_of(folder)
         defaults = DoctorSettings(prompts=recipe_of(run).eval.suite) if run else DoctorSettings()
         settings = OPTIONS.apply(defaults, chosen)

@@ -13,6 +13,7 @@ from draftlab.cli.console import (
     HeadOption,
     Json,
     TargetOption,
+    TrustRemoteCode,
     guard,
     monitor,
     show_report,
@@ -69,6 +70,7 @@ def eval_(
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report; by default eval/ of the run.")
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
@@ -82,7 +84,9 @@ def eval_(
         TARGET_OPTIONS.apply(TargetSettings(), {"dtype": dtype})
         from draftlab.pipeline.head_workspace import open_head
 
-        workspace = open_head(run_name, head, target)
+        workspace = open_head(
+            run_name, head, target, trust_remote_code=trust_remote_code, monitor=monitor
+        )
         settings = OPTIONS.apply(workspace.settings, chosen)
         target_settings = TARGET_OPTIONS.apply(workspace.target, {"dtype": dtype})
         report, folder = workspace.evaluate(target_settings, settings, out, monitor=monitor)

@@ -36,6 +36,7 @@ def export(
     out: Annotated[
         Path | None, typer.Option(help="Folder to write; by default export/ of the run.")
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
     """Write a head for other programs. The export is loaded back and compared with the head."""
@@ -44,7 +45,9 @@ def export(
         OPTIONS.apply(ExportSettings(), chosen if chosen["formats"] else chosen | {"gguf": None})
         from draftlab.pipeline.head_workspace import open_head
 
-        workspace = open_head(run_name, head, target)
+        workspace = open_head(
+            run_name, head, target, trust_remote_code=trust_remote_code, monitor=monitor
+        )
         workspace.export(OPTIONS.apply(workspace.exports, chosen), out, monitor=monitor)
 
 

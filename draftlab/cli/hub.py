@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.cli.console import Debug, guard, monitor
+from draftlab.cli.console import Debug, TrustRemoteCode, guard, monitor
 from draftlab.cli.settings_options import SettingsOptions
 from draftlab.export.settings import ExportSettings
 
@@ -45,6 +45,7 @@ def push(
     out: Annotated[
         Path | None, typer.Option(help="Folder to write; by default RUN/hub/ORG--NAME.")
     ] = None,
+    trust_remote_code: TrustRemoteCode = False,
     debug: Debug = False,
 ) -> None:
     """Upload a run's head to the Hugging Face Hub, with a model card from its report.
@@ -60,7 +61,9 @@ def push(
         from draftlab.hub.upload_folder import write_upload_folder
         from draftlab.pipeline.head_workspace import open_head
 
-        workspace = open_head(run_name, None, None)
+        workspace = open_head(
+            run_name, None, None, trust_remote_code=trust_remote_code, monitor=monitor
+        )
         path = out or workspace.folder / "hub" / repo.replace("/", "--")
         folder = write_upload_folder(
             workspace, repo, exports, path, monitor, base_model=base_model, licence=licence

@@ -93,7 +93,7 @@ def import_head(
     foreign = read_foreign_config(folder, stored, ignore)
     where = weight_files(folder)[0]
     _refuse_quantised(stored, where)
-    settings = _target_settings(target, foreign, folder, trust_remote_code)
+    settings = _target_settings(target, foreign, folder, trust_remote_code, log)
     config = foreign_head_config(
         foreign, folder, settings, boundaries, norm_before_residual, k, log
     )
@@ -122,7 +122,11 @@ def import_head(
 
 
 def _target_settings(
-    target: TargetSettings | str | None, foreign: ForeignHead, folder: Path, trust_remote_code: bool
+    target: TargetSettings | str | None,
+    foreign: ForeignHead,
+    folder: Path,
+    trust_remote_code: bool,
+    log: Log,
 ) -> TargetSettings:
     """Return the target that the user or the head's config names."""
     if isinstance(target, TargetSettings):
@@ -134,6 +138,7 @@ def _target_settings(
             do="name it with --target",
         )
     path = str(target or foreign.verifier)
+    log(f"target: {path}, from {'--target' if target else folder / 'config.json'}")
     return TargetSettings(path=path, trust_remote_code=trust_remote_code)
 
 

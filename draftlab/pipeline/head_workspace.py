@@ -17,7 +17,14 @@ from draftlab.files import check_folder, known_sha256
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.pipeline.api import export_head, new_evaluator, write_report
 from draftlab.pipeline.recipe import flatten
-from draftlab.pipeline.resolve import find_head, find_target, name_in_reports, recipe_of
+from draftlab.pipeline.resolve import (
+    RECIPE,
+    find_head,
+    find_target,
+    name_in_reports,
+    recipe_of,
+    say_target,
+)
 from draftlab.pipeline.run_folder import RUNS, find_run, lock
 from draftlab.pipeline.stage_records import recorded_with
 from draftlab.pipeline.stages import REPORT, STAGES
@@ -116,24 +123,35 @@ class HeadWorkspace:
         return nullcontext()
 
 
-def open_head(run_name: str | None, head: str | None, target: str | None) -> HeadWorkspace:
+def open_head(
+    run_name: str | None,
+    head: str | None,
+    target: str | None,
+    *,
+    trust_remote_code: bool = False,
+    monitor: Monitor | None = None,
+) -> HeadWorkspace:
     """Return the workspace of a run's head (None: the latest run's), or of a head and its target.
+
+    Args:
+        trust_remote_code, monitor: see `find_target`.
 
     Raises:
         UserError: there is no such run or head, or the head's target is not known.
     """
     if head is None:
         folder = find_run(run_name)
-        recipe = recipe_of(folder)
+        recipe = recipe_of(folder, trust_remote_code=trust_remote_code)
         if not (folder / "head" / CONFIG).is_file():
             raise UserError(
                 "expected the run to have a trained head, found none",
                 where=folder,
-                do=f"`draftlab train {quote(str(folder / 'recipe.yaml'))}` finishes it",
+                do=f"`draftlab train {quote(str(folder / RECIPE))}` finishes it",
             )
         settings = recipe.target
         if target is not None:
             settings = settings.model_copy(update={"path": target})
+        say_target(settings, "--target" if target else str(folder / RECIPE), monitor)
         return HeadWorkspace(
             folder / "head", folder.name, settings, recipe.eval, recipe.export, folder, True
         )
@@ -148,7 +166,7 @@ def open_head(run_name: str | None, head: str | None, target: str | None) -> Hea
     return HeadWorkspace(
         path,
         name,
-        find_target(path, target),
+        find_target(path, target, trust_remote_code=trust_remote_code, monitor=monitor),
         EvalSettings(),
         ExportSettings(),
         RUNS / f"eval-{name}",

@@ -30,6 +30,7 @@ from draftlab.store.urls import is_url
 from draftlab.store.window import StoreWindow, planned_sizes
 from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.loading import load_tokenizer
+from draftlab.target_model.settings import TargetSettings
 from draftlab.text.samples import highlight_answers
 
 REPORT = "report.json"
@@ -65,7 +66,7 @@ def inspect_path(name: str | None, sample: int, console: Console, *, verify: boo
         store = Store.open(path, url=recipe.record.url if recipe else None)
         _store(store, console, verify)
         if recipe:
-            _conversation(store, load_tokenizer(recipe.target), sample, console)
+            _conversation(store, recipe.target, sample, console)
         else:
             console.print("no conversation: without a run's recipe the tokenizer is unknown")
     elif (path / CONFIG).is_file():
@@ -143,7 +144,7 @@ def _run(folder: Path, sample: int, console: Console, verify: bool) -> None:
         recipe = recipe_of(folder)
         store = Store.open(folder / "store", url=recipe.record.url)
         _store(store, console, verify)
-        _conversation(store, load_tokenizer(recipe.target), sample, console)
+        _conversation(store, recipe.target, sample, console)
 
 
 def _head(folder: Path, console: Console) -> None:
@@ -269,13 +270,18 @@ def _window(folder: Path, console: Console) -> None:
     )
 
 
-def _conversation(store: Store, tokenizer: Any, index: int, console: Console) -> None:
+def _conversation(store: Store, target: TargetSettings, index: int, console: Console) -> None:
     if not 0 <= index < len(store):
         raise UserError(
             f"expected a sample in 0..{len(store) - 1}, found {index}",
             where="--sample",
             do="choose a number in this range",
         )
+    try:
+        tokenizer = load_tokenizer(target)
+    except UserError as error:
+        console.print(f"no conversation: {error.what}")
+        return
     tokens, spans = store.tokens_and_spans(index)
     console.print(f"\nconversation {store.ids[index]}: the target's answer is coloured")
     console.print(highlight_answers(tokens.tolist(), spans.tolist(), tokenizer))

@@ -12,10 +12,12 @@ from draftlab.formatting import distinct_name
 from draftlab.heads.folder import CONFIG, NATIVE, load_config
 from draftlab.pipeline.recipe import Recipe, load_recipe
 from draftlab.pipeline.run_folder import RUNS
+from draftlab.progress import Monitor
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.settings import EMBEDDED, TargetSettings
 
 REFERENCE = "reference"
+RECIPE = "recipe.yaml"
 HOW_TO_NAME_A_HEAD = 'give a head folder, a run (its name or its folder), or "reference"'
 
 
@@ -46,7 +48,7 @@ def find_head(name: str | Path, *, any_layout: bool = False) -> Path:
             where=name,
             do=HOW_TO_NAME_A_HEAD,
         )
-    elif (recipe := path / "recipe.yaml").is_file() and not (path / NATIVE).is_file():
+    elif (recipe := path / RECIPE).is_file() and not (path / NATIVE).is_file():
         # A pushed head has a recipe beside its config.json.
         raise UserError(
             "expected the run to have a trained head, found none",
@@ -69,14 +71,22 @@ def find_head(name: str | Path, *, any_layout: bool = False) -> Path:
 def run_of(folder: Path) -> Path | None:
     """Return the run folder that holds a head folder or an export; None: it belongs to no run."""
     for parent in folder.resolve().parents[:2]:  # runs/NAME/head and runs/NAME/export/LAYOUT
-        if (parent / "recipe.yaml").is_file() and (parent / "stages").is_dir():
+        if (parent / RECIPE).is_file() and (parent / "stages").is_dir():
             return parent
     return None
 
 
-def recipe_of(run_folder: Path) -> Recipe:
-    """Return the resolved recipe of a run."""
-    return load_recipe(run_folder / "recipe.yaml")
+def recipe_of(run_folder: Path, *, trust_remote_code: bool = False) -> Recipe:
+    """Return the resolved recipe of a run.
+
+    The run may be a stranger's, so its recipe does not decide whether a target's code may run.
+
+    Args:
+        trust_remote_code: the user's own word on it.
+    """
+    recipe = load_recipe(run_folder / RECIPE)
+    target = recipe.target.model_copy(update={"trust_remote_code": trust_remote_code})
+    return recipe.model_copy(update={"target": target})
 
 
 def name_in_reports(folder: Path, others: set[str] | None = None) -> str:
@@ -93,23 +103,32 @@ def name_in_reports(folder: Path, others: set[str] | None = None) -> str:
 
 
 def find_target(
-    head: Path, name: str | None, device: str | None = None, *, trust_remote_code: bool = False
+    head: Path,
+    name: str | None,
+    device: str | None = None,
+    *,
+    trust_remote_code: bool = False,
+    monitor: Monitor | None = None,
 ) -> TargetSettings:
     """Return the settings of the named target.
 
     By default it is that of the run to which the head belongs, or the embedded one, if the head is
     for it.
 
+    Args:
+        trust_remote_code: whether code that comes with the target may run; a recipe beside the head
+            does not decide it.
+        monitor: receives a line that says which target was taken, and from where.
+
     Raises:
         UserError: no target is named, the head belongs to no run, and it was trained for another
             target than the embedded one.
     """
-    settings = TargetSettings()
+    settings, source = TargetSettings(path=name or EMBEDDED), "--target"
     if name is None and (run := run_of(head)) is not None:
-        settings = recipe_of(run).target
-        name = settings.path
+        settings, source = recipe_of(run).target, str(run / RECIPE)
     elif name is None:
-        trained_for = _target_name(head)
+        trained_for, source = _target_name(head), str(head)
         embedded = resolve_target(TargetSettings(path=EMBEDDED))
         if trained_for != EMBEDDED and Path(trained_for or "").resolve() != embedded.resolve():
             raise UserError(
@@ -118,9 +137,15 @@ def find_target(
                 where=head,
                 do='give a folder, a Hub id such as "org/name", or "embedded"',
             )
-        name = EMBEDDED
-    fields = {"path": name, "trust_remote_code": trust_remote_code or settings.trust_remote_code}
-    return settings.model_copy(update=fields | ({"device": device} if device else {}))
+    say_target(settings, source, monitor)
+    fields = {"trust_remote_code": trust_remote_code} | ({"device": device} if device else {})
+    return settings.model_copy(update=fields)
+
+
+def say_target(settings: TargetSettings, source: str, monitor: Monitor | None) -> None:
+    """Report which target a verb takes, and the file or option that names it."""
+    if monitor is not None:
+        monitor.say(f"target: {settings.path}, from {source}")
 
 
 def _target_name(head: Path) -> str | None:

@@ -83,8 +83,8 @@ def load_error(what: str, where: Path | str, error: Exception, do: str) -> UserE
         return UserError(
             f"{what} needs code that the checkpoint ships, and draftlab runs none unless told to",
             where=where,
-            do="read its Python files; then say --trust-remote-code, or in the recipe "
-            "target.trust_remote_code: true",
+            do="read its Python files; then say --trust-remote-code, or in a recipe that you name "
+            "target.trust_remote_code: true (a recipe that lies in a run folder does not count)",
         )
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return UserError(f"{what} does not load: {kind}{error}", where=where, do=do)
