@@ -10,6 +10,7 @@ the later stages.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
 import sys
@@ -29,6 +30,7 @@ from draftlab.pipeline.ray_pool import RayPool
 from draftlab.pipeline.recipe import Recipe
 from draftlab.process_environment import PROCESS_ENVIRONMENT
 from draftlab.progress import Monitor
+from draftlab.vllm.process import PYTHON_VARIABLE
 
 CONNECT_S = 10.0
 """Seconds in which the head node has to answer."""
@@ -69,7 +71,7 @@ class RayCluster:
                     address,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
-                    runtime_env={"env_vars": PROCESS_ENVIRONMENT},
+                    runtime_env={"env_vars": _environment()},
                 )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             # Ray's own words for this case name options that draftlab does not have.
@@ -155,3 +157,9 @@ def _kept_signals() -> Iterator[None]:
     yield
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
+
+
+def _environment() -> dict[str, str]:
+    """Return the variables of the cluster's processes: draftlab's own, and where vLLM is."""
+    own = {PYTHON_VARIABLE: os.environ[PYTHON_VARIABLE]} if PYTHON_VARIABLE in os.environ else {}
+    return PROCESS_ENVIRONMENT | own

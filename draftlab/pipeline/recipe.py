@@ -174,9 +174,11 @@ class Recipe(Settings):
         return {"path": value} if isinstance(value, str) else value
 
 
+_VLLM_PYTHON = "set the environment variable DRAFTLAB_VLLM_PYTHON; a recipe names no program"
 REMOVED_SETTINGS = {
     "train.replay": "a head trains on recorded answers alone",
     "target.compile": "layers without a fast path of draftlab run as transformers writes them",
+    **{f"{s}.vllm.python": _VLLM_PYTHON for s in ("regenerate", "record", "eval")},
     "run.url": "sync the run folder with a tool of your own, such as `rclone` or `aws s3 sync`",
 }
 """Dotted name of a setting, or of a whole section, that draftlab no longer has → what to do."""

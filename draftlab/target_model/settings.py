@@ -40,9 +40,8 @@ class TargetSettings(Settings):
 
 
 class VllmSettings(Settings):
-    """The vLLM installation and how it is started."""
+    """How vLLM is started. DRAFTLAB_VLLM_PYTHON names the Python that has it: a recipe, which may
+    be a stranger's, names no program. Without the variable it is the Python of draftlab."""
 
-    python: str | None = None
-    """Python interpreter with vLLM; None: this one if it has vLLM, else DRAFTLAB_VLLM_PYTHON."""
     memory_share: float | None = Field(default=None, gt=0, le=1)
     """Share of the GPU's memory that vLLM may use; None: nine tenths of the free memory."""

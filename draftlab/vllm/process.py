@@ -32,21 +32,21 @@ sys.exit(main())
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets for this process; vLLM is none of its ranks."""
 _INSTALL = (
-    f"name the Python that has vLLM: vllm.python of eval, record or regenerate, or "
-    f"{PYTHON_VARIABLE}; eval/parity/setup_vllm.sh makes one for a CPU"
+    f"name the Python that has vLLM in the environment: {PYTHON_VARIABLE}; "
+    "eval/parity/setup_vllm.sh makes one for a CPU"
 )
 
 
-def find_python(settings: VllmSettings) -> Path:
-    """Return the interpreter that runs vLLM.
+def find_python() -> Path:
+    """Return the interpreter that runs vLLM: that of `PYTHON_VARIABLE`, else this one.
 
     Raises:
         UserError: none is named and this one has no vLLM, or the named file is no program.
     """
-    if settings.python is None and importlib.util.find_spec("vllm") is not None:
-        return Path(sys.executable)
-    python = settings.python or os.environ.get(PYTHON_VARIABLE)
+    python = os.environ.get(PYTHON_VARIABLE)
     if not python:
+        if importlib.util.find_spec("vllm") is not None:
+            return Path(sys.executable)
         raise UserError("expected an installed vLLM, found none in this Python", do=_INSTALL)
     # Links are not resolved, because Python finds its environment by the link.
     path = Path(python).expanduser().absolute()
@@ -63,7 +63,7 @@ class VllmProcess:
     Args:
         setup: the client's setup (`vllm_client/request.py`); its `engine_extra` replaces the
             options for memory and GPUs chosen here.
-        settings: the location of vLLM, and its share of memory.
+        settings: its share of memory.
         device, gpus: the first of its GPUs, and their number; a CPU build uses none.
 
     Attributes:
@@ -81,7 +81,7 @@ class VllmProcess:
         device: torch.device | None = None,
         gpus: int = 1,
     ) -> None:
-        self.python = find_python(settings)
+        self.python = find_python()
         extra = setup.get("engine_extra", {})
         environment = {k: v for k, v in os.environ.items() if k not in _TORCHRUN}
         if device is not None and device.type == "cuda":

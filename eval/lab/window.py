@@ -4,7 +4,7 @@
     python eval/lab/window.py --target embedded --window 400MB --steps 400
     python eval/lab/window.py --gpus 1        # one GPU records and trains
     python eval/lab/window.py --tiny          # the same on a CPU, in a minute
-    python eval/lab/window.py --tiny --target embedded record.backend=vllm record.vllm.python=FILE
+    python eval/lab/window.py --tiny --target embedded record.backend=vllm
 
 A target of Llama-3.1-8B's shapes with random weights is written into DIR (16 GB), or the target is
 the embedded one. An EAGLE3 head is trained on random conversations twice: on a full store

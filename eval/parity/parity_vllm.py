@@ -23,6 +23,7 @@ request cannot be run; 77 the vLLM environment cannot be installed (the reason i
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -49,7 +50,8 @@ from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.statistics import acceptance_interval, bootstrap_interval
 from draftlab.export.layout import Layout
 from draftlab.heads.family import get_family
-from draftlab.vllm.engine import COUNTERS, VllmEngine, VllmSettings, required_positions
+from draftlab.vllm.engine import COUNTERS, VllmEngine, required_positions
+from draftlab.vllm.process import PYTHON_VARIABLE
 from eval.measurements import PrintMonitor
 
 BATCHES = (1, 8)
@@ -134,13 +136,13 @@ class Bench:
 
     def theirs(self, folder: Path, *, probabilities: bool = False) -> VllmEngine:
         """Return vLLM with the head in `folder`, one request at a time."""
+        os.environ[PYTHON_VARIABLE] = str(self.python)
         return VllmEngine(
             self.subject.target.folder,
             folder,
             k=self.k,
             draft_probs=probabilities,
             max_length=self.max_length,
-            settings=VllmSettings(python=str(self.python)),
             monitor=PrintMonitor(),
         )
 

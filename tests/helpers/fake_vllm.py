@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-from draftlab.target_model.settings import VllmSettings
-
-HERE = VllmSettings(python=sys.executable)
+from draftlab.vllm.process import PYTHON_VARIABLE
 
 _INIT = """
 import json, os, sys
@@ -146,6 +144,7 @@ def write(folder: Path, *, modern: bool = True) -> Path:
 
 def install(folder: Path, monkeypatch: pytest.MonkeyPatch, **options: bool) -> Path:
     """Write the package where the client finds it, and return its log file."""
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
     monkeypatch.setenv("PYTHONPATH", str(write(folder / "site", **options)))
     monkeypatch.setenv("FAKE_LOG", str(folder / "log"))
     return folder / "log"

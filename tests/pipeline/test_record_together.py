@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import psutil
@@ -49,7 +48,7 @@ def test_record_backend_vllm_computes_the_states(
 ) -> None:
     target = load_target(TargetSettings(path=str(workshop / "toy"), device="cpu"))
     monkeypatch.setattr(vllm_states, "VllmProcess", StandIn(target, []))
-    settings = ("record.backend=vllm", f"record.vllm.python={sys.executable}")
+    settings = ("record.backend=vllm",)
     refused = draftlab(workshop, "record", "small.yaml", *settings)
     assert "record.backend: 'transformers' in the run, 'vllm' now" in refused.output
     result = draftlab(workshop, "record", "small.yaml", *settings, "--force")

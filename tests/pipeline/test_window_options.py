@@ -32,7 +32,7 @@ SETTINGS = (
 )
 OPTIONS: dict[str, tuple[str, ...]] = {
     "fp8": ("record.dtype=fp8", "record.window=140KB"),
-    "vllm": ("record.backend=vllm", "record.vllm.python=/vllm/python"),
+    "vllm": ("record.backend=vllm",),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,7 @@ from tests.helpers.fake_vllm import read_log
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.toys import toy_target_folder
 
-SETTINGS = RegenerateSettings(
-    backend="vllm", vllm={"python": sys.executable}, max_new_tokens=4, batch=3, piece=2
-)
+SETTINGS = RegenerateSettings(backend="vllm", max_new_tokens=4, batch=3, piece=2)
 
 
 @pytest.fixture(scope="module")

@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftlab.target_model.settings import VllmSettings
 from draftlab.vllm.process import VllmProcess
 from draftlab.vllm.vllm_client import corrections
 from draftlab.vllm.vllm_client.request import RequestError
-from tests.helpers.fake_vllm import HERE
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_method_and_runner_decide_the_corrections(
     if runner:
         monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     setup = {"target": str(folder), "draft": str(folder), "k": 2, "method": method}
-    with closing(VllmProcess(setup, HERE)) as process:
+    with closing(VllmProcess(setup, VllmSettings())) as process:
         assert process.info["corrections"] == [getattr(corrections, name) for name in expected]
 
 

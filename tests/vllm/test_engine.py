@@ -17,7 +17,7 @@ from draftlab.vllm.engine import VllmEngine, required_positions, to_generation
 from draftlab.vllm.process import PYTHON_VARIABLE
 from draftlab.vllm.vllm_client import corrections
 from draftlab.vllm.vllm_client.counters import request_counters
-from tests.helpers.fake_vllm import HERE, read_log
+from tests.helpers.fake_vllm import read_log
 from tests.helpers.monitors import RecordingMonitor
 
 
@@ -37,7 +37,7 @@ def run_vllm(
 ) -> list[Generation]:
     """Start a vLLM, decode requests and end it."""
     options.setdefault("max_length", required_positions(prompts, k, sys.maxsize))
-    engine = VllmEngine(target, head, k=k, draft_probs=draft_probs, settings=HERE, **options)
+    engine = VllmEngine(target, head, k=k, draft_probs=draft_probs, **options)
     with engine:
         return list(engine.generate(prompts))
 
@@ -79,7 +79,6 @@ def test_options_and_sampling_reach_vllm(
         dtype=torch.bfloat16,
         batch=2,
         max_length=required_positions(batch, 3, 64),
-        settings=HERE,
     ) as engine:
         for _ in range(2):  # counters start anew with each call
             assert [result.counters.drafts for result in engine.generate(batch)] == [7, 3]
@@ -134,12 +133,12 @@ def test_version_runner_device_and_corrections_are_reported(
 ) -> None:
     install_fake()
     monitor = RecordingMonitor()
-    with VllmEngine(folder, folder, k=2, max_length=32, settings=HERE, monitor=monitor) as engine:
+    with VllmEngine(folder, folder, k=2, max_length=32, monitor=monitor) as engine:
         assert engine.name == "vllm 9.9 (V1, cpu)"
         assert engine.corrections == (corrections.EXPANSION,)
     assert engine.name in monitor.text
     assert "corrected: vllm.v1.sample.rejection_sampler.expand_batch_to_tokens" in monitor.text
-    with VllmEngine(folder, max_length=32, settings=HERE) as engine:
+    with VllmEngine(folder, max_length=32) as engine:
         assert engine.corrections == ()
 
 
@@ -192,6 +191,7 @@ def test_a_python_without_vllm(folder: Path, tmp_path: Path, monkeypatch) -> Non
     module.parent.mkdir()
     module.write_text("raise ModuleNotFoundError('No module named vllm', name='vllm')\n")
     monkeypatch.setenv("PYTHONPATH", str(module.parent))
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
     with pytest.raises(UserError, match="found one without") as error:
         run_vllm(folder, None, requests(4))
     assert PYTHON_VARIABLE in str(error.value)

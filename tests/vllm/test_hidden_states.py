@@ -27,7 +27,7 @@ from draftlab.target_model.settings import TargetSettings, VllmSettings
 from draftlab.vllm import hidden_states
 from draftlab.vllm.hidden_states import VllmStateSource
 from draftlab.vllm.process import PYTHON_VARIABLE, VllmProcess
-from tests.helpers.fake_vllm import HERE, read_log
+from tests.helpers.fake_vllm import read_log
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.recordings import file_hashes, identity_of, make_samples, record_store
 from tests.helpers.vllm_stand_in import StandIn
@@ -190,9 +190,9 @@ def test_states_come_from_vllms_hidden_state_extraction(folder: Path, install_fa
     log = install_fake()
     setup = {"target": str(folder), "boundaries": [0, 2, 4], "max_model_len": 9}
     with pytest.raises(UserError, match="states_folder: expected a folder"):
-        VllmProcess(setup, HERE)
+        VllmProcess(setup, VllmSettings())
     setup |= {"states_folder": str(folder), "max_num_seqs": 3, "engine_extra": {"extra": 1}}
-    process = VllmProcess(setup, HERE)
+    process = VllmProcess(setup, VllmSettings())
     try:
         answer = process.request({"prompts": [[5, 6], [7]]})
     finally:

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from draftlab.errors import UserError
+from draftlab.pipeline.recipe import load_recipe
+from draftlab.pipeline.resolve import recipe_of
 from draftlab.target_model.settings import VllmSettings
 from draftlab.vllm.process import PYTHON_VARIABLE, VllmProcess, find_python, log_tail
-from tests.helpers.fake_vllm import HERE, read_log
+from tests.helpers.fake_vllm import read_log
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,7 @@ def test_a_llama4_target_has_its_own_attention_temperature(
     log = install_fake()
     (folder / "config.json").write_text(json.dumps(config))
     setup = {"target": str(folder), "states_folder": str(folder), "max_model_len": 9} | states
-    VllmProcess(setup, HERE).close()
+    VllmProcess(setup, VllmSettings()).close()
     (options,) = read_log(log)
     assert ("kv_transfer_config" in options) == bool(states)
     expected = None if tuning is None else {"attn_temperature_tuning": tuning}
@@ -57,15 +59,28 @@ def test_find_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(PYTHON_VARIABLE, raising=False)
     monkeypatch.setattr(find_spec, lambda _name: None)
     with pytest.raises(UserError, match=f"found none in this Python(.|\n)*{PYTHON_VARIABLE}"):
-        find_python(VllmSettings())
+        find_python()
     link = tmp_path / "python"
     link.symlink_to(sys.executable)
     monkeypatch.setenv(PYTHON_VARIABLE, str(link))
-    assert find_python(VllmSettings()) == link  # Python finds its environment by the link
-    assert find_python(HERE) == Path(sys.executable)
+    assert find_python() == link  # Python finds its environment by the link
     monkeypatch.setattr(find_spec, lambda _name: SimpleNamespace())
-    assert find_python(VllmSettings()) == Path(sys.executable)
+    assert find_python() == link
     (tmp_path / "text").write_text("")
     for wrong in ("none", "text"):
+        monkeypatch.setenv(PYTHON_VARIABLE, str(tmp_path / wrong))
         with pytest.raises(UserError, match="found no program"):
-            find_python(VllmSettings(python=str(tmp_path / wrong)))
+            find_python()
+    monkeypatch.delenv(PYTHON_VARIABLE)
+    assert find_python() == Path(sys.executable)
+
+
+@pytest.mark.parametrize("section", ["regenerate", "record", "eval"])
+def test_a_recipe_names_no_program(section: str, tmp_path: Path) -> None:
+    """Neither one that the user runs, nor one that lies in a stranger's run folder."""
+    path = tmp_path / "recipe.yaml"
+    path.write_text(f"name: q\n{section}: {{vllm: {{python: {tmp_path}/run-me}}}}\n")
+    for read in (lambda: load_recipe(path), lambda: recipe_of(tmp_path)):
+        with pytest.raises(UserError, match=f"{section}.vllm.python: removed") as caught:
+            read()
+        assert PYTHON_VARIABLE in caught.value.what
