@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,46 @@ from draftlab.files import read_fields
 from draftlab.target_model.locate import load_config
 
 _NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "embedding_norm")
+
+
+@dataclass(frozen=True)
+class NormForm:
+    """A norm as x / rms(x) · weight, or with x less its mean, and a bias.
+
+    Attributes:
+        weight: [Ht], the factor of normed states, whatever the parameters say: Gemma and Qwen3-Next
+            store it less 1, and OLMo has none.
+        is_rms: whether it is an RMS norm, without a bias.
+    """
+
+    weight: Tensor
+    is_rms: bool
+
+
+def find_norm_form(norm: nn.Module, like: Tensor) -> NormForm | None:
+    """Return what a norm computes, found by feeding it vectors; None: no form fits.
+
+    Args:
+        norm: over the last dimension.
+        like: [V, Ht], whose width, dtype and device the weight of a norm without parameters has.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x = 100 * torch.randn(4, like.shape[1], generator=generator)  # so that epsilons do not count
+    parameters = dict(norm.named_parameters())
+    bias = parameters.pop("bias", None)
+    if len(parameters) > 1:
+        return None
+    stored = next(iter(parameters.values()), torch.zeros_like(like[0])).detach()
+    probe = copy.deepcopy(norm).to("cpu", torch.float32)
+    with torch.no_grad():
+        found = probe(x)
+    shift = 0.0 if bias is None else bias.detach().cpu().float()
+    for is_rms, states in ((True, x), (False, x - x.mean(-1, keepdim=True))):
+        normed = F.rms_norm(states, states.shape[-1:])
+        for weight in (stored, 1 + stored.float()) if parameters else (torch.ones_like(stored),):
+            if torch.allclose(found, normed * weight.cpu().float() + shift, rtol=1e-3, atol=1e-3):
+                return NormForm(weight, is_rms and bias is None)
+    return None
 
 
 @dataclass(frozen=True)
@@ -48,11 +89,14 @@ class TargetParts:
     @property
     def shared_tensors(self) -> dict[str, Tensor]:
         """The tensors that a head may share with its target, by their names in the head."""
-        return {
-            "embed_tokens.weight": self.embeddings,
-            "lm_head.weight": self.lm_head,
-            "target_norm.weight": next(self.norm.parameters()).detach(),
-        }
+        tensors = {"embed_tokens.weight": self.embeddings, "lm_head.weight": self.lm_head}
+        form = self.norm_form
+        return tensors if form is None else tensors | {"target_norm.weight": form.weight}
+
+    @cached_property
+    def norm_form(self) -> NormForm | None:
+        """What the norm computes; None: neither an RMS norm nor a layer norm."""
+        return find_norm_form(self.norm, self.lm_head)
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetParts:
         """Return copies on another device, in another dtype."""

@@ -91,6 +91,11 @@ class Trainer:
         packer = Packer(store, settings, seed, *rules, uses_one_row(self.device))
         self.loader = BatchLoader(packer, self.ranks)
         head = untrained_head(config, parts, vocabulary, seed)
+        if parts.norm_form is not None and not parts.norm_form.is_rms:
+            monitor.say(
+                f"final norm: the target's ({type(parts.norm).__name__}) subtracts the mean or "
+                "adds a bias; the head's starts with its weight alone"
+            )
         if initial is not None:
             monitor.say(start_from(head, initial, "head.init"))
         self.head = head.to(self.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead, initialise_head
@@ -17,12 +18,23 @@ def untrained_head(
     Args:
         parts: of the target, in any dtype.
         seed: of the values that are random.
+
+    Raises:
+        UserError: the target's final norm is of no known form.
     """
+    if (form := parts.norm_form) is None:
+        raise UserError(
+            f"expected a final norm that divides states by their root mean square or standard "
+            f"deviation and multiplies them by a weight, found {type(parts.norm).__name__}, which "
+            "computes something else",
+            where="target",
+            do="choose another target: a draft head cannot start from this norm",
+        )
     head = new_head(config)
     initialise_head(
         head,
         embeddings=parts.embeddings.float(),
-        final_norm=next(parts.norm.parameters()).float(),
+        final_norm=form.weight.float(),
         lm_head=parts.lm_head.float(),
         target_ids=vocabulary.target_ids,
         seed=seed,
