@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from transformers import AutoConfig
 
 from draftlab.errors import UserError
+from draftlab.formatting import count_text
 from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
@@ -30,8 +31,9 @@ from draftlab.target_model.locate import (
 )
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids
-from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary
+from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary, merge_order
 from draftlab.text.mask_token import MASK, choose_mask_token, token_counts
+from draftlab.train.validation import split_records
 
 
 def target_config(target: TargetSettings) -> Any:
@@ -104,13 +106,24 @@ def draft_vocabulary(
     never = {default_mask} & special
     never |= {mask} if mask is not None else set()
     size = store.identity.vocab_size
+    training, held_out = split_records(store, recipe.train, recipe.seed, Monitor())
     vocabulary = build_draft_vocabulary(
-        store, recipe.draft_vocab.size, (special | stops) - never, never, size
+        store,
+        recipe.draft_vocab.size,
+        (special | stops) - never,
+        never,
+        size,
+        training=training,
+        held_out=held_out,
+        order=merge_order(tokenizer, size),
     )
-    monitor.say(
-        f"draft vocabulary: {len(vocabulary.target_ids):,} of {size:,} tokens, covering "
-        f"{vocabulary.coverage:.2%} of predicted tokens"
-    )
+    coverage = "; what it covers is not known, since no records are held out"
+    if vocabulary.coverage is not None:
+        coverage = (
+            f", covering {vocabulary.coverage:.2%} of the {vocabulary.held_out:,} predicted "
+            f"tokens of {count_text(len(held_out), 'held-out record')}"
+        )
+    monitor.say(f"draft vocabulary: {len(vocabulary.target_ids):,} of {size:,} tokens{coverage}")
     return vocabulary
 
 

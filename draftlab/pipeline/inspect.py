@@ -203,9 +203,10 @@ def _store(store: Store, console: Console, verify: bool) -> None:
     if store.files.is_local:
         statistics = count_predicted(store)
         predicted = f"{statistics.predicted / counts.tokens:.1%} predicted"
-        coverage = "covers " + ", ".join(
-            f"{share:.1%} with {size:,}" for size, share in statistics.coverage.items()
-        )
+        shares = [f"{share:.1%} with {size:,}" for size, share in statistics.coverage.items()]
+        coverage = "not counted: all records answer one prompt"
+        if shares:
+            coverage = f"chosen by other prompts, covers {', '.join(shares)}"
     else:
         predicted, coverage = "predicted ones are not counted", "not counted: it reads all shards"
     histogram = length_histogram(store.lengths)

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from draftlab.store.prompt_split import hold_out
 from draftlab.store.store import Store
 from draftlab.text.draft_vocabulary import predicted_counts
 
 VOCABULARY_SIZES = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 131_072)
+HELD_OUT = 0.2
+"""Share of the prompts whose tokens the coverage is about."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +22,9 @@ class StoreStatistics:
 
     Attributes:
         predicted: number of tokens that a head predicts in training.
-        coverage: size of a draft vocabulary → share of these tokens that its most frequent tokens
-            cover, for sizes up to the first that covers all.
+        coverage: size of a draft vocabulary → share of the predicted tokens of a fifth of the
+            prompts that the most frequent tokens of the other prompts cover, for sizes up to that
+            of all their tokens; empty if all records answer one prompt.
     """
 
     predicted: int
@@ -29,11 +33,13 @@ class StoreStatistics:
 
 def count_predicted(store: Store) -> StoreStatistics:
     """Count the predicted tokens of a store; the hidden states are not read."""
-    counts = np.sort(predicted_counts(store, store.identity.vocab_size))[::-1]
-    total, distinct = int(counts.sum()), int((counts > 0).sum())
+    parts = hold_out(store.ids, HELD_OUT, seed=0)
+    chosen, unseen = (predicted_counts(store, store.identity.vocab_size, x)[0] for x in parts)
+    distinct, judged = int((chosen > 0).sum()), int(unseen.sum())
     sizes = [size for size in VOCABULARY_SIZES if size < distinct] + [distinct]
-    coverage = {size: float(counts[:size].sum() / max(total, 1)) for size in sizes}
-    return StoreStatistics(total, coverage)
+    found = unseen[np.argsort(-chosen, kind="stable")]
+    coverage = {size: float(found[:size].sum() / judged) for size in sizes if judged}
+    return StoreStatistics(int(chosen.sum()) + judged, coverage)
 
 
 def length_histogram(lengths: Sequence[int]) -> list[tuple[int, int]]:

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from itertools import pairwise
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from draftlab.errors import UserError
-from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary
+from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary, merge_order
 from draftlab.text.settings import DraftVocabSettings
 from tests.helpers.token_store import TokenStore
+from tests.helpers.toys import toy_tokenizer
 
 V = 20
 
@@ -22,7 +28,9 @@ V = 20
 def build(
     store: TokenStore, size: int | None, required: Iterable[int] = (), excluded: Iterable[int] = ()
 ) -> DraftVocabulary:
-    return build_draft_vocabulary(store, size, required, excluded, V)
+    """Build the vocabulary by a store; coverage is that of the same records."""
+    records = range(len(store))
+    return build_draft_vocabulary(store, size, required, excluded, V, held_out=records)
 
 
 def answers(*tokens: int) -> TokenStore:
@@ -59,7 +67,7 @@ def test_the_second_token_of_a_document_does_not_count() -> None:
             10 / 13,
             id="required if it occurs",
         ),
-        pytest.param(answers(1, 3, 3), 5, [], [2], [0, 1, 3, 4, 5], 1.0, id="filled up"),
+        pytest.param(answers(7, 3, 3), 5, [], [2], [0, 1, 3, 4, 7], 1.0, id="filled up"),
     ],
 )
 def test_choice(store, size, required, excluded, target_ids, coverage) -> None:
@@ -81,6 +89,60 @@ def test_the_whole_vocabulary(size: int | None) -> None:
     assert vocabulary.target_ids.tolist() == list(range(V))
     assert vocabulary.coverage == 1.0
     assert not vocabulary.d2t.any()
+
+
+def test_held_out_records_choose_nothing_and_say_what_is_covered() -> None:
+    store = TokenStore(
+        ([0, 1, 5, 5, 6], [0, 1, 1, 1, 1]),
+        ([0, 1, 9, 9, 9, 5], [0, 1, 1, 1, 1, 1]),
+        ([0, 1, 8, 8, 8, 8], [0, 1, 1, 1, 1, 1]),  # neither counted nor judged
+    )
+    vocabulary = build_draft_vocabulary(store, 2, [], [], V, training=[0], held_out=[1])
+    assert vocabulary.target_ids.tolist() == [5, 6]
+    assert (vocabulary.coverage, vocabulary.held_out) == (1 / 4, 4)
+    alone = build_draft_vocabulary(store, 2, [], [], V, training=[0, 1, 2])
+    assert (alone.target_ids.tolist(), alone.coverage) == ([5, 8], None)
+    # A stop id that only held-out answers have is not one that training has seen.
+    other = build_draft_vocabulary(store, 2, [9], [], V, training=[0], held_out=[1])
+    assert other.target_ids.tolist() == [5, 6]
+
+
+def test_tokens_of_prompts_then_the_tokenizers_first_tokens_fill_the_vocabulary() -> None:
+    #         prompt            answer: its first token is not predicted
+    tokens = [12, 15, 15, 12, 15, 17, 6, 6]
+    spans = [0, 0, 0, 0, 0, 1, 1, 1]
+    order = np.full(V, V)
+    order[[18, 2, 11]] = 0, 1, 2
+    chosen = [
+        build_draft_vocabulary(TokenStore((tokens, spans)), size, [], [], V, order=order)
+        for size in range(1, 9)
+    ]
+    ids = [set(vocabulary.target_ids.tolist()) for vocabulary in chosen]
+    added = [min(more - less) for less, more in pairwise([set(), *ids])]
+    assert added == [6, 15, 12, 17, 18, 2, 11, 0]
+
+
+def test_the_order_of_a_bpe_tokenizer_is_that_of_its_merges() -> None:
+    tokenizer = toy_tokenizer()
+    size = len(tokenizer) + 3
+    order = merge_order(tokenizer, size)
+    first = [tokenizer.convert_ids_to_tokens(int(i)) for i in order.argsort(kind="stable")[:7]]
+    assert first == ["he", "in", "on", "re", "Ġt", "Ġa", "Ġthe"]
+    assert order[tokenizer.convert_tokens_to_ids("<|mask|>")] == size
+    assert (order[-3:] == size).all()  # no token has these ids
+
+
+def test_the_order_of_a_unigram_tokenizer_is_that_of_its_scores() -> None:
+    pieces = [("<unk>", 0.0), ("rare", -9.0), ("the", -2.0), ("a", -3.0)]
+    backend = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert merge_order(tokenizer, 5).tolist() == [0, 3, 1, 2, 5]
+
+
+def test_a_tokenizer_of_another_kind_has_no_order() -> None:
+    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+    assert set(merge_order(PreTrainedTokenizerFast(tokenizer_object=backend), 4)) == {4}
+    assert set(merge_order(SimpleNamespace(), 4)) == {4}  # it is not a fast one
 
 
 def test_errors() -> None:
@@ -110,6 +172,8 @@ def test_invariants(tokens: list[int], size: int, excluded: set[int]) -> None:
     assert torch.equal(ids, ids.unique())
     assert not excluded & set(ids.tolist())
     counts = Counter(tokens)
-    ranked = sorted((i for i in range(V) if i not in excluded), key=lambda i: (-counts[i], i))
+    prompt = Counter([0, 1])  # `answers` has both before the predicted tokens
+    allowed = (i for i in range(V) if i not in excluded)
+    ranked = sorted(allowed, key=lambda i: (-counts[i], 0 if counts[i] else -prompt[i], i))
     assert set(ids.tolist()) == set(ranked[:size])
     assert vocabulary.coverage == pytest.approx(sum(counts[i] for i in ids.tolist()) / len(tokens))
