@@ -46,6 +46,7 @@ from train_peers import peer_seconds
 from train_work import (
     FAMILIES,
     SHAPES,
+    TOGETHER,
     Work,
     all_positions,
     head_config,
@@ -68,7 +69,6 @@ from draftlab.train.profiler import PhaseTimer
 from eval.measurements import Measurements, add_options, option_values, require
 
 RATE = 1e-4
-TOGETHER = 4
 DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.bfloat16, "float32": torch.float32}
 LOSS_BOUND, COSINE_BOUND, LATE_BOUND = 1e-4, 0.9999, 0.01
 

@@ -1,4 +1,4 @@
-"""Other trainers beside `bench_train.py`: their own code on the same work, timed the same way.
+"""Other trainers beside `bench_train.py`: their own code on the same work, timed in the same way.
 
 - `speculators` (PyPI) runs its model, loss and loop: one packed row, autocast, fused AdamW,
   clipping, lm_head frozen. It uses its eager loss; `speculators:fused` uses its fused loss, which
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from train_work import GAMMA, Shape, Work
+from train_work import GAMMA, TOGETHER, Shape, Work
 from transformers import LlamaConfig, Qwen3Config
 
 from draftlab.errors import UserError
@@ -64,20 +64,22 @@ def peer_seconds(
     variants = frozenset(filter(None, choices.split(",")))
     peer = PEERS[kind](variants, work, device, DTYPES[options.precision])
     clock, timings = PhaseTimer(device), []
-    counted: list[float] = []
-    for number in range(options.warmup + options.repeats):
-        clock.start()
+    counted: list[Tensor] = []
+    for number in range(options.warmup + TOGETHER * options.repeats):
+        if number <= options.warmup:
+            clock.start()
         value, metrics = peer.forward()
         clock.mark("forward")
         value.backward()
         clock.mark("backward")
         peer.update()
         clock.mark("optimizer")
-        phases = clock.read()
-        if number >= options.warmup:
-            timings.append(phases)
-            if work.shape.family == "peagle":
-                counted.append(float(metrics[COUNTED]))
+        measured = number - options.warmup + 1
+        if measured > 0 and work.shape.family == "peagle":
+            counted.append(torch.as_tensor(metrics[COUNTED]).detach())
+        if measured > 0 and measured % TOGETHER == 0:
+            phases = clock.read()  # the device is waited for as rarely as for draftlab's steps
+            timings.append({name: part / TOGETHER for name, part in phases.items()})
     seconds = median(sum(each.values()) for each in timings)
     row = {
         "engine": kind,
@@ -89,7 +91,7 @@ def peer_seconds(
         "loss": float(value.detach()),
     }
     if counted:
-        mean = fmean(counted)
+        mean = fmean(map(float, counted))
         row |= {"predictions": mean, "predictions_per_s": mean / seconds}
     return row
 

@@ -26,6 +26,8 @@ from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
 
 GAMMA = 0.8
+TOGETHER = 4
+"""Steps between two waits for the device, of draftlab and of other trainers alike."""
 FAMILIES = ("eagle3", "peagle", "dspark")
 ATTENTION = (
     "draftlab.train.objectives.chunked_attention.ttt_attention",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from draftlab.errors import UserError
 from draftlab.train.flops import dense_flops
+from draftlab.train.profiler import PhaseTimer
 from tests.helpers.drivers import load
 
 bench = load("bench/bench_train")
@@ -79,6 +82,26 @@ def test_another_loss_is_noticed(family: str, monkeypatch: pytest.MonkeyPatch) -
 def test_a_peer_that_cannot_be_measured_is_refused(options: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         bench.main([*TINY, "--repeats", "1", "--warmup", "1", *options])
+
+
+def test_other_trainers_wait_for_the_device_as_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each trainer is waited for once in four steps after the warm-up."""
+    read, waits, steps = PhaseTimer.read, [], []
+    monkeypatch.setattr(PhaseTimer, "read", lambda clock: waits.append(clock) or read(clock))
+    weight = torch.nn.Parameter(torch.ones(()))
+
+    def forward() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        steps.append(len(waits))
+        return 2 * weight, {}
+
+    peer = SimpleNamespace(
+        model=torch.nn.ParameterList([weight]), forward=forward, update=lambda: None
+    )
+    monkeypatch.setitem(sys.modules["train_peers"].PEERS, "speculators", lambda *_: peer)
+    bench.main([*TINY, "--repeats", "2", "--warmup", "1", "--peer", "speculators"])
+    # draftlab's own step waits behind its first one, too
+    assert steps == [3] * 5 + [4] * 4
+    assert len(waits) == 1 + 2 + 2
 
 
 def test_dense_formula_is_that_of_the_anchors() -> None:
