@@ -55,7 +55,8 @@ def doctor(
             folder, target, device, trust_remote_code=trust_remote_code, monitor=monitor
         )
         run = run_of(folder)
-        defaults = DoctorSettings(prompts=recipe_of(run).eval.suite) if run else DoctorSettings()
+        suites = recipe_of(run).eval.suite if run else None
+        defaults = DoctorSettings(prompts=suites[0]) if suites else DoctorSettings()
         settings = OPTIONS.apply(defaults, chosen)
         diagnosis = diagnose(folder, TargetSession(target_settings, settings, monitor))
         if as_json:

@@ -114,6 +114,7 @@ def import_(
         folder, name = quote(str(to)), quote(target or load_config(to).target.name)
         monitor.say(
             f"next: draftlab doctor {folder}, draftlab eval --head {folder} --target {name}"
+            + ("" if target == "embedded" else " --suite PROMPTS.jsonl")
         )
 
 

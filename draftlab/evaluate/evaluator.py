@@ -7,7 +7,7 @@ few prompts (`evaluate/timing.py`). Every head, K, temperature and drafter setti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,21 +18,14 @@ from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.bandwidth import copy_rate
 from draftlab.evaluate.calibration.calibrate_rows import calibrate_rows
 from draftlab.evaluate.certificate.result import Sampled
-from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig, NamedHead
+from draftlab.evaluate.decoding_config import DecodingConfig, NamedHead
 from draftlab.evaluate.measure import ENGINE_NAMES, measure_draftlab
-from draftlab.evaluate.metrics import (
-    acceptance_fields,
-    device_name,
-    environment,
-    equality_fields,
-    share_equal,
-    timing_fields,
-)
+from draftlab.evaluate.metrics import environment
 from draftlab.evaluate.results import Lossless, Report, Row
+from draftlab.evaluate.rows import new_rows
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.warnings import (
     k_warnings,
-    row_warnings,
     suite_warnings,
     with_cliff_warnings,
     with_load_cliff_warnings,
@@ -49,87 +42,88 @@ __all__ = ["EvalSettings", "Evaluator", "NamedHead", "Suite", "environment"]
 
 
 class Evaluator:
-    """The evaluation of heads on one suite.
+    """The evaluation of heads on one or several suites.
 
     Args:
         target: the target model.
         heads: heads to draft with; without any, only plain decoding is measured.
-        suite: the prompts.
+        suites: the prompts; each suite has rows of its own.
         stop_ids: tokens that end an answer.
         settings: what to decode and how.
         monitor: receiver of messages and progress.
 
     Raises:
-        UserError: the suite has no prompts.
+        UserError: a suite has no prompts.
     """
 
     def __init__(
         self,
         target: Target,
         heads: Sequence[NamedHead],
-        suite: Suite,
+        suites: Suite | Sequence[Suite],
         stop_ids: frozenset[int],
         settings: EvalSettings,
         *,
         monitor: Monitor,
     ) -> None:
-        drawn = suite.sample(settings.max_prompts, settings.seed)
-        if not drawn.prompts:
-            raise UserError(
-                "expected prompts to evaluate, found none",
-                where=suite.name,
-                do="raise eval.max_prompts, or name another eval.suite",
-            )
-        self.workload = Workload(target, tuple(heads), drawn, stop_ids, settings, monitor)
-        self.warnings = suite_warnings(len(drawn.prompts), settings)
-        self._announce(len(suite.prompts))
+        self.workloads: list[Workload] = []
+        self.vllm_failure: str | None = None
+        for suite in [suites] if isinstance(suites, Suite) else suites:
+            drawn = suite.sample(settings.max_prompts, settings.seed)
+            if not drawn.prompts:
+                raise UserError(
+                    "expected prompts to evaluate, found none",
+                    where=suite.name,
+                    do="raise eval.max_prompts, or name another eval.suite",
+                )
+            workload = Workload(target, tuple(heads), drawn, stop_ids, settings, monitor)
+            self.workloads.append(workload)
+            self._announce(workload, len(suite.prompts))
+        self.workload = self.workloads[0]
+        for line in self._shared_lines():
+            monitor.say(line)
 
-    def _announce(self, available: int) -> None:
-        """Report what will be decoded, and warnings that are known before."""
-        workload, settings = self.workload, self.workload.settings
+    def _announce(self, workload: Workload, available: int) -> None:
+        """Report what will be decoded of a suite of so many prompts, and warnings about it."""
+        settings = workload.settings
         ks = sorted({config.k for config in workload.configs} - {0})
-        lines = [
+        workload.monitor.say(
             f"eval: {len(workload.suite.prompts):,} of {available:,} prompts of "
             f"{workload.suite.name}, up to {settings.max_new_tokens:,} tokens each; "
             f"T = {', '.join(f'{t:g}' for t in settings.temperatures)}; "
             + (f"K = {', '.join(map(str, ks))}" if ks else "no drafting")
-        ]
+        )
+        for text in suite_warnings(len(workload.suite.prompts), settings):
+            workload.monitor.say(f"warning: {text}")
+
+    def _shared_lines(self) -> Iterator[str]:
+        """Yield what holds for all suites: the products, and warnings that are known before."""
         if used := self._products():
-            lines.append(f"eval: {used}")
-        lines += [f"warning: {text}" for text in self.warnings]
-        lines += [
-            f"warning: {head.name}: {text}"
-            for head in workload.heads
-            for k in head.ks(settings)
-            for text in k_warnings(head, k)
-        ]
-        for line in lines:
-            workload.monitor.say(line)
+            yield f"eval: {used}"
+        for head in self.workload.heads:
+            for k in head.ks(self.workload.settings):
+                for text in k_warnings(head, k):
+                    yield f"warning: {head.name}: {text}"
 
     def run(self) -> Report:
         """Decode and time every configuration, and return the report with advice on K.
 
         If vLLM fails, the report has draftlab's rows alone, and `vllm_failure` in its environment.
         """
-        workload, failure = self.workload, None
-        results = [measure_draftlab(workload)]
-        if workload.settings.engine == "vllm":
-            from draftlab.evaluate.vllm_compare import measure_vllm
-
-            try:
-                results.append(measure_vllm(workload))
-            except UserError as error:  # draftlab's rows may have taken hours
-                failure = error.what
-        calibrations = calibrate_rows(workload, results[0]) if workload.settings.calibrate else []
+        workload, measured = self.workload, [self._measure(one) for one in self.workloads]
         certificates = self._certify()
-        rows = [
-            _with_certificate(self._row(one, t, config, results[0]), certificates)
-            for one in results
-            for t in workload.settings.temperatures
-            for config in workload.configs_at(t)
-        ]
-        rows = with_cliff_warnings(rows)
-        load = with_load_cliff_warnings([point for one in results for point in one.load])
+        number = sum(len(one.sampled_configs) for one in self.workloads)
+        rows, load, probes, calibrations = [], [], [], []
+        for one, results in zip(self.workloads, measured, strict=True):
+            of_suite = [
+                _with_certificate(row, certificates) for row in new_rows(one, results, number)
+            ]
+            rows += with_cliff_warnings(of_suite)
+            load += [point for engine in results for point in engine.load]
+            probes += [probe for engine in results for probe in engine.probes]
+            if one.settings.calibrate:
+                calibrations += calibrate_rows(one, results[0])
+        load = with_load_cliff_warnings(load)
         optional = {
             "heads": {
                 head.name: known_sha256(head.folder / WEIGHTS)
@@ -137,7 +131,7 @@ class Evaluator:
                 if head.folder is not None
             },
             "products": self._products(),
-            "vllm_failure": failure,
+            "vllm_failure": self.vllm_failure,
             "certificates": certificates,
             "alpha_by_position": {
                 head.name: head.alpha_by_position
@@ -150,11 +144,23 @@ class Evaluator:
             environment=environment(workload.target.device)
             | {"timing": self._timing_conditions()}
             | {name: value for name, value in optional.items() if value},
-            adviser=advise(rows, [probe for one in results for probe in one.probes], load),
+            adviser=advise(rows, probes, load),
             rows=rows,
             load=load,
             calibrations=calibrations,
         )
+
+    def _measure(self, workload: Workload) -> list[EngineResults]:
+        """Decode and time a suite with draftlab's engine, and with vLLM if it is wanted."""
+        results = [measure_draftlab(workload)]
+        if workload.settings.engine == "vllm" and self.vllm_failure is None:
+            from draftlab.evaluate.vllm_compare import measure_vllm
+
+            try:
+                results.append(measure_vllm(workload))
+            except UserError as error:  # draftlab's rows may have taken hours
+                self.vllm_failure = error.what
+        return results
 
     def _products(self) -> str | None:
         """Return which matrix products the engine uses; None where there is no choice."""
@@ -236,48 +242,6 @@ class Evaluator:
             "stop_tokens": "end an answer",
             "copy_rate_gb_s": rate and round(rate / 1e9, 1),
         }
-
-    def _row(
-        self,
-        results: EngineResults,
-        temperature: float,
-        config: DecodingConfig,
-        draftlab: EngineResults,
-    ) -> Row:
-        """Return a row of `results`; `draftlab` are the results of draftlab's engine."""
-        workload, settings, head = self.workload, self.workload.settings, config.head
-        greedy, dtype = temperature == 0, workload.target.dtype
-        generations = results.generations[temperature, config]
-        plain = results.generations[temperature, PLAIN_DECODING]
-        row = Row(
-            head=head.name if head else None,
-            engine=results.engine,
-            engine_version=results.version,
-            device=device_name(workload.target.device),
-            dtype=str(dtype).removeprefix("torch."),
-            batch=workload.batch,
-            suite=workload.suite.name,
-            suite_sha256=workload.suite.sha256,
-            template=workload.suite.template_sha256,
-            **settings.model_dump(include={"max_new_tokens", "seed", "top_k", "top_p"}),
-            drafter=head.drafter if head else "none",
-            k_trained=head.k_trained if head else None,
-            temperature=temperature,
-            draft_temperature=settings.draft_temperature if head else None,
-            draft_probs=config.draft_probs,
-            verification=settings.verification if config.draft_probs else "token",
-            **acceptance_fields(generations, greedy=greedy, rows=len(workload.sampled_configs)),
-            **timing_fields(results.timings.get((temperature, config), [])),
-            **(equality_fields(generations, plain, dtype) if head and greedy else {}),
-            prompts_equal_draftlab=share_equal(
-                generations, draftlab.generations[temperature, config]
-            )
-            if greedy and results is not draftlab
-            else None,
-            warnings=(self.warnings + k_warnings(head, config.k) if head else [])
-            + results.warnings,
-        )
-        return row.model_copy(update={"warnings": row.warnings + row_warnings(row)})
 
 
 def _with_certificate(row: Row, certificates: dict[str, dict[str, Any]]) -> Row:

@@ -140,10 +140,11 @@ def _time_batch(
         configs = workload.configs_at(t) + (extra if t == first else [])
         runs = workload.time({c: engines[c] for c in configs}, t, batch, results.engine)
         for config in configs:
-            timing = workload.timing(runs, config, batch, results.generations.get((t, config)))
-            if timing is None:
+            if config not in extra:
+                workload.add_timing(results, runs, t, config, batch)
                 continue
-            if config in extra and config.head:
+            timing = workload.timing(runs, config, batch, None)
+            if timing is not None and config.head:
                 results.probes.append(
                     Probe(
                         workload.suite.name,
@@ -155,8 +156,6 @@ def _time_batch(
                         timing,
                     )
                 )
-            else:
-                results.timings.setdefault((t, config), []).append(timing)
 
 
 def _extra_configs(workload: Workload, temperature: float) -> list[DecodingConfig]:

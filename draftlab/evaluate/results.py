@@ -155,12 +155,37 @@ class LoadPoint(BaseModel):
     warnings: list[str] = []
 
 
+class CategoryResult(BaseModel):
+    """A row's counters and metrics over the prompts of one category of its suite.
+
+    The speed-up is made of the category's own tokens a step and the step times of all timed
+    prompts. Intervals are None for fewer than six prompts.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    category: str
+    prompts: int
+    output_tokens: int
+    undrafted_steps: int
+    truncated_tokens: int
+    drafts: int
+    draft_tokens: int
+    accepted: int
+    accepted_at: list[int]
+    acceptance_length: float | None
+    acceptance_length_ci: tuple[float, float] | None
+    speedup: float | None = None
+    speedup_ci: tuple[float, float] | None = None
+
+
 class Row(BaseModel):
     """One self-contained result: its conditions, raw counters and the metrics computed from them.
 
     `batch` belongs to the pass that counts. Times are in milliseconds and repeat the first entry
     of `timings`. The acceptance fields are None for drafter "none". A field that was not measured
-    is None.
+    is None. `categories` divides the prompts of a row with drafts; it is empty where the suite has
+    no categories.
 
     At T = 0 `prompts_equal` is the share of prompts whose answer equals plain decoding token by
     token; in vLLM's rows `prompts_equal_draftlab` is the share whose answer equals draftlab's.
@@ -209,6 +234,7 @@ class Row(BaseModel):
     speedup: float | None = None
     speedup_ci: tuple[float, float] | None = None
     timings: list[Timing] = []
+    categories: list[CategoryResult] = []
     self_check: SelfCheck | None = None
     prompts_equal: float | None = None
     prompts_equal_draftlab: float | None = None

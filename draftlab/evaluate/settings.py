@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from draftlab.settings import Settings, SingleOrList
 from draftlab.target_model.settings import VllmSettings
@@ -36,9 +36,12 @@ class EvalSettings(Settings):
     engine: Literal["paged", "reference", "vllm"] = "paged"
     """Decoding engine: draftlab's own (paged), its eager reference (reference), or an installed
     vLLM in addition to the paged engine, with the same prompts and heads (vllm)."""
-    suite: str = "embedded:heldout"
-    """Prompts: "embedded:heldout", a JSONL file of conversations, mt-bench, humaneval, gsm8k,
-    spec-bench:PATH or speed-bench:PATH."""
+    suite: Annotated[tuple[str, ...] | None, SingleOrList, _Distinct] = Field(
+        default=None, min_length=1
+    )
+    """Prompts, one or several suites: a JSONL file of conversations, mt-bench, humaneval, gsm8k,
+    spec-bench:PATH, speed-bench:PATH or "embedded:heldout" (Python functions). None: the run's own
+    prompts that training held out; for the built-in target "embedded:heldout"."""
     raw: bool = False
     """Use the prompts as plain text, without the chat template."""
     max_prompts: int | None = Field(default=64, ge=1)
@@ -122,6 +125,33 @@ class EvalSettings(Settings):
         if adaptive and info.data.get("concurrency") == ():
             raise ValueError("expected concurrency too, such as 1,8: it is measured under load")
         return adaptive
+
+    @model_validator(mode="after")
+    def _one_suite(self) -> EvalSettings:
+        several = len(self.suite or ()) > 1
+        for name in ("concurrency", "calibrate") if several else ():
+            if getattr(self, name):
+                raise ValueError(f"{name}: expected one suite, found {len(self.suite or ())}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_effect(self) -> EvalSettings:
+        sampled = self.draft_probs != "off" and any(
+            t > 0 and t >= self.greedy_below for t in self.temperatures
+        )
+        idle = {
+            "draft_temperature": self.draft_temperature is not None and not sampled,
+            "verification": self.verification == "block" and not sampled,
+            "greedy_below": self.greedy_below > 0 and self.draft_probs == "off",
+            "top_k": self.top_k is not None and not any(self.temperatures),
+            "top_p": self.top_p is not None and not any(self.temperatures),
+        }
+        for name in [name for name, is_idle in idle.items() if is_idle]:
+            rows = "its tokens" if name in ("top_k", "top_p") else "its drafts"
+            raise ValueError(
+                f"{name} has no effect: no row samples {rows} (temperatures, draft_probs)"
+            )
+        return self
 
     def requests_under_load(self, concurrency: int, rounds: int = LOAD_ROUNDS) -> int:
         """Return how many requests are measured in a round under load, two or more."""

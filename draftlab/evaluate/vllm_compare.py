@@ -75,7 +75,5 @@ def measure_vllm(workload: Workload) -> EngineResults:
                         runs.setdefault((t, batch), {}).update(run)
     for (t, batch), by_config in runs.items():
         for config in by_config:
-            counted = results.generations[t, config]
-            if timing := workload.timing(by_config, config, batch, counted):
-                results.timings.setdefault((t, config), []).append(timing)
+            workload.add_timing(results, by_config, t, config, batch)
     return results

@@ -21,7 +21,7 @@ from draftlab.evaluate.decoding_config import (
 )
 from draftlab.evaluate.load import LoadRun, decode_under_load, load_streams
 from draftlab.evaluate.load_metrics import load_point
-from draftlab.evaluate.metrics import timing
+from draftlab.evaluate.metrics import Decoded, timing
 from draftlab.evaluate.results import LoadPoint, Timing
 from draftlab.evaluate.settings import LOAD_ROUNDS, EvalSettings
 from draftlab.evaluate.speedup_model import Probe
@@ -44,6 +44,8 @@ class EngineResults:
         engine, version: name and version for the rows.
         generations: answers to the whole suite, in its order.
         timings: one entry per timed batch size; no entry if nothing was timed.
+        steps: what the prompts of the first timed batch size took, with the configuration and
+            without drafts (None: it is that of plain decoding).
         probes: timings of K's without rows, for the adviser.
         load: measurements under load.
         warnings: warnings for every row of this engine.
@@ -53,6 +55,9 @@ class EngineResults:
     version: str
     generations: dict[tuple[float, DecodingConfig], list[Generation]] = field(default_factory=dict)
     timings: dict[tuple[float, DecodingConfig], list[Timing]] = field(default_factory=dict)
+    steps: dict[tuple[float, DecodingConfig], tuple[Decoded, Decoded | None]] = field(
+        default_factory=dict
+    )
     probes: list[Probe] = field(default_factory=list)
     load: list[LoadPoint] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
@@ -173,6 +178,24 @@ class Workload:
 
         with one_thread(self.target.device):
             return time_in_turn(engines, batches, progress)
+
+    def add_timing(
+        self,
+        results: EngineResults,
+        runs: Mapping[DecodingConfig, TimedRun],
+        temperature: float,
+        config: DecodingConfig,
+        batch: int,
+    ) -> None:
+        """Add the times of a configuration that decoded the suite to the results."""
+        key, distinct = (temperature, config), len(self.suite.prompts)
+        one = self.timing(runs, config, batch, results.generations[key])
+        if one is None:
+            return
+        results.timings.setdefault(key, []).append(one)
+        plain = runs[PLAIN_DECODING].generations if config != PLAIN_DECODING else None
+        decoded = Decoded.of(runs[config].generations, distinct)
+        results.steps.setdefault(key, (decoded, plain and Decoded.of(plain, distinct)))
 
     def timing(
         self,

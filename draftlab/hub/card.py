@@ -68,7 +68,9 @@ def model_card(
         base_model=base_model,
         licence=licence,
         launch=launch.split("\n", 1)[1] if launch.startswith("# ") else launch,  # without its title
-        cells=[_result_cells(row) for row in rows],
+        cells=[
+            _result_cells(row, several_suites=len({one.suite for one in rows}) > 1) for row in rows
+        ],
         conditions=_conditions(rows, report.environment),
         equality=_equality(rows, certificate),
         certificate=certificate["lines"] if certificate else [],
@@ -127,11 +129,11 @@ def _eval_results(row: Row) -> Iterator[EvalResult]:
             )
 
 
-def _result_cells(row: Row) -> dict[str, str]:
+def _result_cells(row: Row, *, several_suites: bool) -> dict[str, str]:
     """Return the cells of a row of the results table by column title."""
     drafted = formatting.has_drafter(row)
     rates = (row.counters.acceptance_at if drafted else None) or ()
-    return {
+    return ({"suite": formatting.suite_name(row)} if several_suites else {}) | {
         "T": formatting.temperature(row.temperature),
         "K": str(row.k) if drafted else "no drafting",
         "drafting": formatting.drafting(row),
@@ -153,7 +155,10 @@ def _conditions(rows: list[Row], environment: dict[str, Any]) -> list[tuple[str,
     conditions = [
         ("engine", f"{row.engine} {row.engine_version}"),
         ("device, dtype", f"{row.device}, {row.dtype}"),
-        ("prompts", f"{row.prompts} of {row.suite} (sha256 `{row.suite_sha256[:12]}`)"),
+        *(
+            ("prompts", f"{one.prompts} of {one.suite} (sha256 `{one.suite_sha256[:12]}`)")
+            for one in {row.suite: row for row in rows}.values()
+        ),
         ("chat template", f"`{formatting.short_hash(row.template)}`"),
         ("new tokens at most", str(row.max_new_tokens)),
         ("batch of the counted pass", str(row.batch)),

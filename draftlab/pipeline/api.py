@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from draftlab.export.write import write_export
 from draftlab.files import check_folder, read_json, same_fingerprint
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head
+from draftlab.pipeline.held_out_prompts import NAMED_BY_USER, default_suite
 from draftlab.pipeline.resolve import find_head, name_in_reports
 from draftlab.progress import Monitor
 from draftlab.report import write_html
@@ -24,7 +25,11 @@ from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids, template_sha256, tokenizer_sha256
-from draftlab.text.suites import load_suite
+from draftlab.text.conversations import Conversation
+from draftlab.text.suites import conversation_suite, load_suite
+
+HELD_OUT = "held-out prompts of the run"
+"""Name of the suite where none is named."""
 
 
 def check_trained_for(
@@ -95,6 +100,7 @@ def new_evaluator(
     monitor: Monitor,
     target: Target | None = None,
     head_name: str | None = None,
+    held_out: Callable[[], list[Conversation]] | None = None,
 ) -> Evaluator:
     """Load what an evaluation needs, and check its settings.
 
@@ -102,7 +108,20 @@ def new_evaluator(
         head_folder: None evaluates plain decoding only.
         target: the loaded target; None: it is loaded.
         head_name: the name in the report; None: the folder's name.
+        held_out: returns the prompts that the head's training held out, for settings without a
+            suite; None: they are not known.
+
+    Raises:
+        UserError: no suite is named, and there is no default.
     """
+    sources = settings.suite or default_suite(target_settings)
+    if not sources and held_out is None:
+        raise UserError(
+            "expected a suite of prompts, found none: only a run has prompts that training held "
+            "out, and the built-in ones are for the built-in target",
+            where="eval.suite",
+            do=NAMED_BY_USER,
+        )
     if settings.engine == "vllm":
         check_settings(settings)
     if target is None:
@@ -118,16 +137,19 @@ def new_evaluator(
         heads.append(_load_named(head_folder, name, target))
         heads += _load_compared(settings, {name}, target, tokenizer, monitor)
     max_prompt = target.max_length - max(settings.max_new_tokens, settings.timing_tokens)
+    options = {"raw": settings.raw, "max_prompt_tokens": max(max_prompt, 1)}
+    suites = [load_suite(source, tokenizer, monitor, **options) for source in sources]
+    if not suites:
+        conversations = held_out()
+        monitor.say(
+            f"eval: the {len(conversations):,} prompts that training held out, since eval.suite "
+            "names none"
+        )
+        suites = [conversation_suite(HELD_OUT, conversations, tokenizer, monitor, **options)]
     return Evaluator(
         target,
         heads,
-        load_suite(
-            settings.suite,
-            tokenizer,
-            monitor,
-            raw=settings.raw,
-            max_prompt_tokens=max(max_prompt, 1),
-        ),
+        suites,
         stop_ids(tokenizer, target.folder),
         settings,
         monitor=monitor,
@@ -143,6 +165,7 @@ def evaluate_head(
     monitor: Monitor,
     target: Target | None = None,
     head_name: str | None = None,
+    held_out: Callable[[], list[Conversation]] | None = None,
 ) -> Report:
     """Evaluate a head, and write report.json, report.html and plots into `out`.
 
@@ -150,7 +173,13 @@ def evaluate_head(
     """
     check_folder(out)
     evaluator = new_evaluator(
-        target_settings, head_folder, settings, monitor=monitor, target=target, head_name=head_name
+        target_settings,
+        head_folder,
+        settings,
+        monitor=monitor,
+        target=target,
+        head_name=head_name,
+        held_out=held_out,
     )
     report = evaluator.run()
     write_report(report, out)

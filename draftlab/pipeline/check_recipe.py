@@ -22,6 +22,7 @@ from draftlab.pipeline.head_spec import (
     target_config,
 )
 from draftlab.pipeline.head_workspace import input_files
+from draftlab.pipeline.held_out_prompts import check_suite
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.resolve import find_head
 from draftlab.pipeline.window_training import check_memory_for_vllm
@@ -141,8 +142,10 @@ def _check_machine(recipe: Recipe, stages: Collection[str]) -> None:
     if not {"answers", "store", "eval"}.isdisjoint(stages):
         with _at("target.device"):
             resolve_device(recipe.target.device)
-    if recipe.eval.engine == "vllm" and "eval" in stages:
-        check_settings(recipe.eval)
+    if "eval" in stages:
+        check_suite(recipe)
+        if recipe.eval.engine == "vllm":
+            check_settings(recipe.eval)
 
 
 def check_target_of_ranks(recipe: Recipe, num_ranks: int) -> None:

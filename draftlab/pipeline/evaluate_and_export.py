@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftlab.pipeline.api import evaluate_head, export_head
+from draftlab.pipeline.held_out_prompts import held_out_prompts
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.stages import REPORT, STAGES
@@ -42,6 +44,7 @@ def evaluate_run(
         monitor=monitor,
         target=recording.target,
         head_name=recipe.name,
+        held_out=partial(held_out_prompts, recipe, run),
     )
 
 

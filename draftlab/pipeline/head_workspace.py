@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -16,6 +17,7 @@ from draftlab.export.settings import ExportSettings
 from draftlab.files import check_folder, known_sha256
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.pipeline.api import export_head, new_evaluator, write_report
+from draftlab.pipeline.held_out_prompts import held_out_prompts
 from draftlab.pipeline.recipe import flatten
 from draftlab.pipeline.resolve import (
     RECIPE,
@@ -35,8 +37,8 @@ from draftlab.text.suites import suite_sha256
 
 def input_files(settings: EvalSettings) -> dict[str, str]:
     """Return content hashes of the files that an evaluation reads, by the name of the input."""
-    suite = suite_sha256(settings.suite)
-    hashes = {"eval.suite.sha256": suite} if suite else {}
+    suites = {source: suite_sha256(source) for source in settings.suite or ()}
+    hashes = {f"eval.suite.{source}.sha256": digest for source, digest in suites.items() if digest}
     return hashes | {
         f"eval.compare.{source}.sha256": known_sha256(find_head(source) / WEIGHTS)
         for source in settings.compare
@@ -80,7 +82,16 @@ class HeadWorkspace:
         inputs = flatten(settings, "eval.") | flatten(target, "target.") | input_files(settings)
         check_folder(folder)  # mistakes are reported before anything is recorded
         monitor.say(f"eval: {self.head}")
-        evaluator = new_evaluator(target, self.head, settings, monitor=monitor, head_name=self.name)
+        evaluator = new_evaluator(
+            target,
+            self.head,
+            settings,
+            monitor=monitor,
+            head_name=self.name,
+            held_out=partial(held_out_prompts, recipe_of(self.folder), self.folder)
+            if self.is_run
+            else None,
+        )
         with self._lock(out):
             report = evaluator.run()
             # Recorded only now, so that an interruption keeps the former report.

@@ -13,6 +13,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ray.util.queue import Queue
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
 from draftlab.pipeline.api import evaluate_head
+from draftlab.pipeline.held_out_prompts import held_out_prompts
 from draftlab.pipeline.ray_cluster import RayCluster
 from draftlab.pipeline.ray_nodes import (
     alive_nodes,
@@ -219,6 +221,7 @@ def _evaluate(task: StageTask, folder: Path) -> None:
             folder,
             monitor=monitor,
             head_name=task.recipe.name,
+            held_out=partial(held_out_prompts, task.recipe, task.run),
         )
     except Exception as error:
         traceback.print_exc()

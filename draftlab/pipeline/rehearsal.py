@@ -157,22 +157,32 @@ def _remove_earlier(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _prompt_changes(recipe: Recipe, monitor: Monitor) -> dict[str, str]:
+def _prompt_changes(recipe: Recipe, monitor: Monitor) -> dict[str, Any]:
     """Return embedded prompts for files of prompts that do not exist yet, and say so."""
-    changes = {}
-    sources = {"prompts.source": recipe.prompts.source, "eval.suite": recipe.eval.suite}
-    for (key, source), embedded in zip(sources.items(), EMBEDDED_PROMPTS, strict=True):
-        if key == "eval.suite" and not source.endswith((".jsonl", ".json")):
-            if source not in EMBEDDED_PROMPTS:
-                monitor.say(f"{key}: {embedded} in place of {source}, which needs a network")
-                changes[key] = embedded
-            continue
-        try:
-            prompt_file(source)
-        except UserError:
-            monitor.say(f"{key}: {embedded} in place of {source}, which does not exist yet")
-            changes[key] = embedded
+    changes: dict[str, Any] = {}
+    (to_train, to_evaluate), suites = EMBEDDED_PROMPTS, []
+    if why := _missing(recipe.prompts.source):
+        monitor.say(f"prompts.source: {to_train} in place of {recipe.prompts.source}, {why}")
+        changes["prompts.source"] = to_train
+    for source in recipe.eval.suite or ():
+        why = _missing(source) if source.endswith((".jsonl", ".json")) else ""
+        if not why and source not in EMBEDDED_PROMPTS and not source.endswith((".jsonl", ".json")):
+            why = "which needs a network"
+        if why:
+            monitor.say(f"eval.suite: {to_evaluate} in place of {source}, {why}")
+        suites.append(to_evaluate if why else source)
+    if suites != [*(recipe.eval.suite or ())]:
+        changes["eval.suite"] = suites
     return changes
+
+
+def _missing(source: str) -> str:
+    """Return that a source of prompts does not exist, or ""."""
+    try:
+        prompt_file(source)
+    except UserError:
+        return "which does not exist yet"
+    return ""
 
 
 def make_stand_in(recipe: Recipe, folder: Path) -> None:

@@ -14,6 +14,7 @@ from draftlab.evaluate.results import Report, Row
 from draftlab.files import atomic_path, write_text
 from draftlab.report import break_even, calibration, verdict
 from draftlab.report import formatting as fmt
+from draftlab.report.categories import category_tables
 from draftlab.report.conditions import report_conditions, row_labels, warnings
 from draftlab.report.formatting import NONE
 from draftlab.report.load import load_details, load_tables
@@ -115,7 +116,7 @@ def _cards(rows: Sequence[Row]) -> list[tuple[str, Row]]:
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         if row.acceptance_length is not None:
-            key = (row.engine, row.head, row.temperature, fmt.drafting(row))
+            key = (row.suite, row.engine, row.head, row.temperature, fmt.drafting(row))
             groups.setdefault(key, []).append(row)
     if len(groups) > MAX_CARDS:
         return []
@@ -163,6 +164,7 @@ def render_html(report: Report, images: Sequence[tuple[str, bytes]]) -> str:
         verdicts=verdict.verdicts(report),
         cards=_cards(rows),
         rows=views,
+        category_tables=category_tables(report),
         drafted=[view for view in views if view["drafted"]],
         most_positions=max((row.k for row in rows if fmt.has_drafter(row)), default=0),
         timed=any(row.tpot_ms is not None for row in rows),
@@ -175,6 +177,7 @@ def render_html(report: Report, images: Sequence[tuple[str, bytes]]) -> str:
         load_advice=(report.adviser or {}).get("load", []),
         load_check=(report.adviser or {}).get("check", {}).get("text", ""),
         conditions_text=fmt.conditions_text,
+        several_suites=len({row.suite for row in rows}) > 1,
         dash=NONE,
         advice_check=fmt.advice_check(report),
         break_even=break_even.tables(report),

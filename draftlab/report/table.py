@@ -13,6 +13,7 @@ from rich.text import Text
 from draftlab.evaluate.results import Report, Row, Timing
 from draftlab.report import break_even, calibration
 from draftlab.report import formatting as fmt
+from draftlab.report.categories import CategoryTable, category_tables
 from draftlab.report.conditions import condition_lines, report_conditions, warnings
 from draftlab.report.formatting import NONE
 from draftlab.report.load import LoadTable, load_tables
@@ -104,6 +105,17 @@ def _table(report: Report) -> Table:
     return table
 
 
+def _by_category(table: CategoryTable) -> Table:
+    """Return the results by category as a table."""
+    shown = new_table()
+    shown.title, shown.title_justify = Text(f"by category: {table.title}"), "left"
+    for name in table.header:
+        shown.add_column(name, justify="left" if name == "category" else "right", overflow="fold")
+    for cells in table.rows:
+        shown.add_row(*map(Text, cells))
+    return shown
+
+
 def _goodput(table: LoadTable) -> Table:
     """Return the goodput by concurrency as a table; the best of a column is marked."""
     shown = new_table()
@@ -154,6 +166,8 @@ def print_report(report: Report, console: Console, printed: Sequence[str] = ()) 
     for verdict in verdicts(report):
         console.print(Text(verdict))
     console.print(_table(report))
+    for table in category_tables(report, headlines=True):
+        console.print(_by_category(table))
     for table in load_tables(report.load):
         console.print(_goodput(table))
     shared = {"target": fmt.target_name(report)} | report_conditions(report).shared

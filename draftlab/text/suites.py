@@ -26,6 +26,7 @@ from draftlab.text.chat_template import (
     prompt_ids,
     template_sha256,
 )
+from draftlab.text.conversations import Conversation
 from draftlab.text.prompts import EMBEDDED_PROMPTS, prompt_file, select_prompts
 from draftlab.text.settings import PromptSettings
 
@@ -119,7 +120,9 @@ def load_suite(
     """
     benchmark = parse_benchmark(source)
     if benchmark is None:
-        chats: list[Chat] = _conversations(source, monitor)
+        _check_known(source)
+        settings = PromptSettings(source=source, deduplicate=False)
+        chats = [_chat(one) for one in select_prompts(settings, monitor)]
     else:
         rows = read_rows(benchmark)
         chats = [(i, [{"role": "user", "content": text}], (), kind) for i, kind, text in rows]
@@ -130,6 +133,31 @@ def load_suite(
             f"{f': {categories}' if categories else ''}; vllm bench generates at most "
             f"{benchmark.layout.max_new_tokens:,} tokens for each, draftlab eval.max_new_tokens"
         )
+    return _render(source, chats, tokenizer, monitor, raw, max_prompt_tokens)
+
+
+def conversation_suite(
+    name: str,
+    conversations: Sequence[Conversation],
+    tokenizer: Any,
+    monitor: Monitor,
+    *,
+    raw: bool = False,
+    max_prompt_tokens: int | None = None,
+) -> Suite:
+    """Return a suite of conversations; the other arguments and errors are those of `load_suite`."""
+    chats = [_chat(one) for one in conversations]
+    return _render(name, chats, tokenizer, monitor, raw, max_prompt_tokens)
+
+
+def _render(
+    source: str,
+    chats: Sequence[Chat],
+    tokenizer: Any,
+    monitor: Monitor,
+    raw: bool,
+    max_prompt_tokens: int | None,
+) -> Suite:
     prompts = tuple(
         (i, _encode(tokenizer, messages, tools, f"{source}, prompt {i}", raw))
         for i, messages, tools, _ in chats
@@ -161,19 +189,15 @@ def _check_known(source: str) -> None:
         raise UserError("expected a prompt suite or a file, found neither", where=source, do=_HELP)
 
 
-def _conversations(source: str, monitor: Monitor) -> list[Chat]:
-    """Return the conversations of a file or of an embedded prompt set.
+def _chat(conversation: Conversation) -> Chat:
+    """Return a conversation's turns before its first answer.
 
-    Where a line has no category, the data set that it comes from (`source`) serves.
+    Where it has no category, the data set that it comes from (`source`) serves.
     """
-    _check_known(source)
-    chats: list[Chat] = []
-    for prompt in select_prompts(PromptSettings(source=source, deduplicate=False), monitor):
-        roles = [message["role"] for message in prompt.messages]
-        end = roles.index("assistant") if "assistant" in roles else len(roles)
-        category = prompt.category or prompt.source
-        chats.append((prompt.id, prompt.messages[:end], prompt.tools, category))
-    return chats
+    roles = [message["role"] for message in conversation.messages]
+    end = roles.index("assistant") if "assistant" in roles else len(roles)
+    category = conversation.category or conversation.source
+    return conversation.id, conversation.messages[:end], conversation.tools, category
 
 
 def _encode(

@@ -182,12 +182,8 @@ def split_records(
     Raises:
         UserError: the store has a window, and its plan holds out other records.
     """
-    ids, window = store.ids, store.window
-    if window is None:
-        training, held_out = hold_out(ids, settings.validation_share, seed)
-    else:
-        _check_held_out(window, settings, seed)
-        held_out, training = np.split(np.arange(len(ids)), [window.validation_records])
+    ids = store.ids
+    training, held_out = hold_out_records(ids, store.window, settings, seed)
     if settings.validation_share and not len(held_out):
         no_effect = "; train.validate_every has no effect" if settings.validate_every else ""
         monitor.say(f"validation: none, since all records answer one prompt{no_effect}")
@@ -199,6 +195,25 @@ def split_records(
         chosen = nsmallest(most, _hashed(Texts.of(ids), held_out))
         return training, sorted(number for _, number in chosen)
     return training, held_out.tolist()
+
+
+def hold_out_records(
+    ids: Sequence[str], window: StoreWindow | None, settings: TrainSettings, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the numbers of a store's records to train on and of the others, ascending.
+
+    Args:
+        ids: of all records.
+        window: of the store, whose plan holds its first records out.
+
+    Raises:
+        UserError: the window's plan holds out other records.
+    """
+    if window is None:
+        return hold_out(ids, settings.validation_share, seed)
+    _check_held_out(window, settings, seed)
+    held_out, training = np.split(np.arange(len(ids)), [window.validation_records])
+    return training, held_out
 
 
 def _hashed(ids: Texts, numbers: np.ndarray) -> Iterator[tuple[bytes, int]]:

@@ -1,0 +1,137 @@
+"""Several suites in one evaluation, and the categories of a suite."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from draftlab.evaluate.decoding_config import NamedHead
+from draftlab.evaluate.evaluator import Evaluator
+from draftlab.evaluate.results import Report
+from draftlab.evaluate.settings import EvalSettings
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.progress import Monitor
+from draftlab.report import print_report
+from draftlab.report.html import render_html
+from draftlab.report.verdict import verdicts
+from draftlab.target_model.model import Target
+from draftlab.text.suites import Suite
+from tests.helpers.evaluation import evaluate, suite
+from tests.helpers.greedy_answers import STOPS, requests
+
+SETTINGS = {
+    "k": [1, 3], "temperatures": [0, 0.8], "draft_probs": "off", "max_new_tokens": 16, "batch": 4,
+    "timing_prompts": 6, "timing_tokens": 16,
+}  # fmt: skip
+
+
+def two_suites() -> list[Suite]:
+    other = tuple((r.id, r.prompt_ids) for r in requests(8, seed=3))
+    first = suite()
+    return [
+        replace(first, categories={i: "ab"[n % 2] for n, (i, _) in enumerate(first.prompts[:5])}),
+        Suite("folder/other.jsonl", "t", other),
+    ]
+
+
+@pytest.fixture(scope="module")
+def report(target: Target, head: Eagle3Head) -> Report:
+    return Evaluator(
+        target, [NamedHead("a head", head)], two_suites(), STOPS,
+        EvalSettings.model_validate(SETTINGS), monitor=Monitor(),
+    ).run()  # fmt: skip
+
+
+def test_each_suite_has_the_rows_that_it_has_alone(
+    report: Report, target: Target, head: Eagle3Head
+) -> None:
+    alone = evaluate(target, head, **SETTINGS)
+    assert [row.suite for row in report.rows] == ["toy"] * 6 + ["folder/other.jsonl"] * 6
+    for row, other in zip(report.rows[:6], alone.rows, strict=True):
+        assert (row.k, row.temperature, row.counters) == (
+            other.k,
+            other.temperature,
+            other.counters,
+        )
+    assert [row.prompts for row in report.rows] == [6] * 6 + [8] * 6
+    levels = {row.self_check.level for row in report.rows if row.k and row.temperature}
+    assert levels == {1e-3 / 4}  # one level for all rows of the report
+
+
+def test_each_suite_has_its_advice(report: Report) -> None:
+    advice = report.adviser["advice"]
+    rows = {(r.suite, r.temperature, r.k): r for r in report.rows if r.k}
+    for one in advice:
+        for k in (1, 3):
+            own = rows[one["suite"], one["temperature"], k]
+            prediction = one["predictions"][k - 1]
+            assert prediction["tokens_per_step"] == pytest.approx(own.tokens_per_step)
+            assert prediction["speedup"] == own.speedup
+            assert prediction["speedup_ci"] == own.speedup_ci
+
+
+def test_categories_divide_the_counters_of_a_row(report: Report) -> None:
+    for row in report.rows:
+        if not row.k or row.suite != "toy":
+            assert row.categories == []
+            continue
+        assert [(c.category, c.prompts) for c in row.categories] == [
+            ("a", 3), ("b", 2), ("other", 1),
+        ]  # fmt: skip
+        for name in ("drafts", "accepted", "output_tokens", "draft_tokens"):
+            assert sum(getattr(c, name) for c in row.categories) == getattr(row, name)
+        for one in row.categories:
+            assert one.acceptance_length == 1 + one.accepted / one.drafts
+            assert one.acceptance_length_ci is None  # too few prompts
+            if row.speedup is None:  # disturbed
+                continue
+            steps = one.drafts + one.undrafted_steps
+            tokens = (one.output_tokens - one.prompts) / steps
+            timing = row.timings[0]
+            ratio = max(timing.step_ms / timing.baseline_tpot_ms, 1.0)
+            assert one.speedup == pytest.approx(tokens / ratio)
+
+
+def test_the_report_shows_suites_and_categories(report: Report) -> None:
+    console = Console(width=100, record=True)
+    print_report(report, console)
+    text = console.export_text()
+    for name in ("other.jsonl", "toy", "by category: ", "category"):
+        assert name in text
+    assert text.count("by category: ") == 1  # only the row that the verdict is about
+    assert len(verdicts(report)) == 2
+    page = render_html(report, [])
+    assert page.count("<summary>By category</summary>") == 1
+    assert page.count('<th class="left">other</th>') == 4  # a table for each drafted row
+
+
+@pytest.mark.parametrize("setting", [{"concurrency": 2}, {"calibrate": True}])
+def test_load_and_calibration_want_one_suite(setting: dict[str, Any]) -> None:
+    EvalSettings.model_validate({"suite": "humaneval"} | setting)
+    with pytest.raises(ValueError, match="expected one suite, found 2"):
+        EvalSettings.model_validate({"suite": ["mt-bench", "humaneval"]} | setting)
+
+
+@pytest.mark.parametrize(
+    ("idle", "effective"),
+    [
+        ({"draft_temperature": 0.5, "draft_probs": "off"}, {"draft_probs": "on"}),
+        ({"draft_temperature": 0.5, "temperatures": 0}, {"temperatures": [0, 0.8]}),
+        ({"draft_temperature": 0.5, "greedy_below": 2.0}, {"greedy_below": 0.5}),
+        ({"verification": "block", "temperatures": 0}, {"temperatures": 1}),
+        ({"verification": "block", "draft_probs": "off"}, {"draft_probs": "both"}),
+        ({"greedy_below": 0.5, "draft_probs": "off"}, {"draft_probs": "on"}),
+        ({"top_k": 5, "temperatures": 0}, {"temperatures": [0, 0.8]}),
+        ({"top_p": 0.5, "temperatures": 0}, {"temperatures": [0, 0.8]}),
+    ],
+)
+def test_a_setting_without_effect_is_refused(
+    idle: dict[str, Any], effective: dict[str, Any]
+) -> None:
+    name = next(iter(idle))
+    with pytest.raises(ValueError, match=f"{name} has no effect: no row samples its"):
+        EvalSettings.model_validate(idle)
+    EvalSettings.model_validate(idle | effective)
