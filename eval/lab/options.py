@@ -203,7 +203,12 @@ def decode(
     shared = target.parts.shared_tensors
     head = load_head(folder, target_tensors=shared, dtype=target.dtype, device=target.device)
     longest = target.max_length - recipe.eval.max_new_tokens
-    suite = load_suite(recipe.eval.suite, tokenizer, Monitor(), max_prompt_tokens=longest)
+    suite = load_suite(
+        (recipe.eval.suite or ("embedded:heldout",))[0],
+        tokenizer,
+        Monitor(),
+        max_prompt_tokens=longest,
+    )
     stops = stop_ids(tokenizer, target.folder)
     requests = [
         Request(i, ids, recipe.eval.max_new_tokens, sampling, stops)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from draftlab.evaluate.headline import speed
 from draftlab.evaluate.results import Lossless, Report, SelfCheck
 from draftlab.report import write_html
 from draftlab.report.html import render_html
-from draftlab.report.verdict import speed
 from tests.helpers import sample_report as sample
 
 VOID = {"meta", "img", "br", "link", "input", "hr"}
