@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from draftlab.url_secrets import without_secrets
+
 
 class UserError(Exception):
     """A mistake that the user can correct. The CLI prints it as a block and exits with code 2.
@@ -16,7 +18,9 @@ class UserError(Exception):
     """
 
     def __init__(self, what: str, *, where: str | Path = "", do: str = "") -> None:
-        self.what, self.where, self.do = what, str(where), do
+        # Messages quote what they found, and a URL there may contain a password.
+        what, where, do = (without_secrets(str(text)) for text in (what, where, do))
+        self.what, self.where, self.do = what, where, do
         super().__init__(
             "\n".join(line for line in (what, f"at: {where}" if where else "", do) if line)
         )

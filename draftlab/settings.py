@@ -20,6 +20,7 @@ from pydantic import (
 
 from draftlab.errors import UserError
 from draftlab.formatting import parse_size
+from draftlab.url_secrets import secret_in
 
 S = TypeVar("S", bound="Settings")
 
@@ -49,6 +50,18 @@ class Settings(BaseModel):
         for one in value if isinstance(value, tuple) else (value,):
             if isinstance(one, int) and not -(2**63) <= one < 2**63:
                 raise ValueError(f"expected a number below 2^63, found {one}")
+        return value
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_credentials(cls, value: Any) -> Any:
+        """Refuse URLs with credentials in any setting: recipes are stored, shown and published."""
+        for one in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(one, str) and (found := secret_in(one)):
+                raise ValueError(
+                    f"expected a URL without credentials, found {found}: give it in the "
+                    "environment (docs/guide/cluster.md)"
+                )
         return value
 
 

@@ -29,6 +29,7 @@ from draftlab.errors import UserError
 from draftlab.formatting import visible, visible_json
 from draftlab.progress import Monitor
 from draftlab.signals import on_ending_signal
+from draftlab.url_secrets import without_secrets
 
 if TYPE_CHECKING:
     from draftlab.evaluate.results import Report
@@ -91,13 +92,13 @@ def clean_library_messages() -> None:
 
     class Record(logging.LogRecord):
         def getMessage(self) -> str:
-            return visible(super().getMessage())
+            return visible(without_secrets(super().getMessage()))
 
     logging.setLogRecordFactory(Record)
     formatted = warnings.formatwarning
 
     def format_warning(*args: Any, **kwargs: Any) -> str:
-        return visible(formatted(*args, **kwargs))
+        return visible(without_secrets(formatted(*args, **kwargs)))
 
     warnings.formatwarning = format_warning
 
@@ -125,6 +126,7 @@ class ConsoleMonitor(Monitor):
         self._last = 0.0
 
     def say(self, line: str) -> None:
+        line = without_secrets(line)
         if line.startswith("warning: "):
             self.warnings.append(line)
         self.console.print(Text(line), soft_wrap=not self.console.is_terminal)

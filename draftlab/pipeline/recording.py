@@ -111,7 +111,7 @@ class Recording:
         with ExitStack() as stack:
             if settings.enabled and settings.backend == "openai":
                 target = self.here.metadata
-                decode = ServerAnswers(settings, self.tokenizer, self.monitor)
+                decode = ServerAnswers(settings, self.tokenizer, self.monitor, target.vocab_size)
             elif settings.enabled and pool is not None:
                 target = self._metadata(pool, "answers")
 

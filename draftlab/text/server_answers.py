@@ -8,7 +8,6 @@ included, and a line says so: such ids can differ from those that the target wro
 from __future__ import annotations
 
 import json
-import os
 import re
 import time
 import urllib.error
@@ -26,10 +25,11 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request, request_seed
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
+from draftlab.text.answer_check import answer_fault
+from draftlab.text.server_connection import API_KEY, BASE_URL, OPENER, has_key, key_for, read_json
 from draftlab.text.settings import RegenerateSettings
+from draftlab.url_secrets import HIDDEN
 
-API_KEY = "OPENAI_API_KEY"
-"""Environment variable with the key that is sent to the server, if it is set."""
 REPEATED = {408, 409, 429}
 """HTTP statuses below 500 of requests that may succeed later."""
 _TOO_LONG = re.compile(
@@ -38,6 +38,7 @@ _TOO_LONG = re.compile(
     re.IGNORECASE,
 )
 """What servers say, with HTTP status 400, of a prompt that does not fit with its answer."""
+_OTHER_SERVER = "use a server with OpenAI's completions interface, and see its log"
 LINE_EVERY_S = 60.0
 """Seconds between two lines about requests that are repeated."""
 FIRST_WAIT_S = 1.0
@@ -54,6 +55,7 @@ class ServerAnswers:
     Args:
         settings: `server` has the server's address.
         tokenizer: the target's.
+        vocab_size: rows of the target's embedding.
 
     Attributes:
         model: the server's name of the target.
@@ -64,15 +66,32 @@ class ServerAnswers:
     """
 
     def __init__(
-        self, settings: RegenerateSettings, tokenizer: PreTrainedTokenizerBase, monitor: Monitor
+        self,
+        settings: RegenerateSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        monitor: Monitor,
+        vocab_size: int,
     ) -> None:
         self.settings, self.tokenizer, self.monitor = settings.server, tokenizer, monitor
-        self.concurrency = settings.batch
+        self.concurrency, self.vocab_size = settings.batch, vocab_size
         self._url = (self.settings.url or "").rstrip("/").removesuffix("/v1")
+        self._key = key_for(self._url)
+        if self._key is None and has_key():
+            monitor.say(
+                f"answers: {API_KEY} is not sent to {self._url}; if it is this server's key, set "
+                f"{BASE_URL}={self._url}"
+            )
         self._says_text, self._says_no_room, self._next_line = False, False, 0.0
         card = self._served_model()
         self.model: str = card["id"]
         self.max_length: int | None = card.get("max_model_len")  # of vLLM and SGLang
+        length = self.max_length
+        if length is not None and (type(length) is not int or length < 1):
+            raise self._failure(
+                "/v1/models",
+                f"expected max_model_len to be a number of tokens, found {length!r}",
+                _OTHER_SERVER,
+            )
         monitor.say(
             f"answers: {self.model} at {self._url} writes them, {self.concurrency} requests at "
             "once; draftlab cannot see whether its weights are the target's"
@@ -138,19 +157,24 @@ class ServerAnswers:
         except _NoRoom as error:
             self._say_no_room(request, str(error))
             return Generation(request.id, (), "no_room", Counters(0), (), (), 0.0, 0.0)
-        if len(choices) != 1 or not choices[0].keys() & {"token_ids", "text"}:
+        choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
+        if not isinstance(choice, dict) or not (
+            choice.get("token_ids") is not None or isinstance(choice.get("text"), str)
+        ):
             raise self._failure(
                 place,
                 f"expected one choice with token_ids or text, found {json.dumps(choices)[:200]}",
-                "use a server with OpenAI's completions interface",
+                _OTHER_SERVER,
             )
-        choice = choices[0]
         finish = choice.get("finish_reason")
         if finish not in ("stop", "length"):
             raise self._failure(place, f"the answer ended by {finish!r}", "see the server's log")
-        tokens = choice.get("token_ids")
+        tokens, most = choice.get("token_ids"), body["max_tokens"]
         if tokens is None:
             tokens = self._tokens_of_text(choice)
+            most = 2 * most + 16  # another division of the text can have more tokens
+        if fault := answer_fault(tokens, self.vocab_size, most):
+            raise self._failure(place, fault, _OTHER_SERVER)
         if finish == "stop" and not (tokens and tokens[-1] in request.stop_ids):
             tokens = [*tokens, self._stop_token(choice, request)]
         seconds = time.perf_counter() - started
@@ -179,7 +203,7 @@ class ServerAnswers:
         if named is None:
             named = choice.get("matched_stop")  # SGLang's name of it
         token = self.tokenizer.eos_token_id if named is None else named
-        if token in request.stop_ids:
+        if type(token) is int and token in request.stop_ids:
             return token
         raise self._failure(
             f"/v1/completions, prompt {request.id!r}",
@@ -189,7 +213,16 @@ class ServerAnswers:
 
     def _served_model(self) -> dict[str, Any]:
         """Return what the server says of the named model, or of the only one there is."""
-        cards = {model["id"]: model for model in self._post("/v1/models", None, "data", Event())}
+        models = self._post("/v1/models", None, "data", Event())
+        if not isinstance(models, list) or not all(
+            isinstance(model, dict) and isinstance(model.get("id"), str) for model in models
+        ):
+            raise self._failure(
+                "/v1/models",
+                f"expected a list of models with their ids, found {json.dumps(models)[:200]}",
+                _OTHER_SERVER,
+            )
+        cards = {model["id"]: model for model in models}
         name = self.settings.model
         if name is None and len(cards) == 1:
             (name,) = cards
@@ -217,19 +250,24 @@ class ServerAnswers:
             _NoRoom: it refused the request as too long.
         """
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(API_KEY):
-            headers["Authorization"] = f"Bearer {key}"
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
         data = None if body is None else json.dumps(body).encode()
         http_request = urllib.request.Request(self._url + path, data, headers)
         wait, attempts = FIRST_WAIT_S, self.settings.attempts
         for attempt in range(1, attempts + 1):
             try:
-                with urllib.request.urlopen(
-                    http_request, timeout=self.settings.timeout_s
-                ) as answer:
-                    return json.load(answer)[field]
+                with OPENER.open(http_request, timeout=self.settings.timeout_s) as answer:
+                    return read_json(answer)[field]
             except urllib.error.HTTPError as error:
-                reason = f"HTTP {error.code}: {_beginning(error)}"
+                if place_of := error.headers.get("Location"):
+                    error.close()
+                    raise self._failure(
+                        place or path,
+                        f"HTTP {error.code}: it redirects to {place_of}, where nothing was sent",
+                        "if you trust that server, name its address: regenerate.server.url",
+                    ) from None
+                reason = f"HTTP {error.code}: {self._without_key(_beginning(error))}"
                 if error.code == 400 and _TOO_LONG.search(reason):
                     raise _NoRoom(reason) from None
                 if error.code not in REPEATED and error.code < 500:
@@ -262,8 +300,16 @@ class ServerAnswers:
             self._next_line = now + LINE_EVERY_S
             self.monitor.say(f"answers: requests are repeated: {reason}")
 
+    def _without_key(self, text: str) -> str:
+        """Return what the server says without the key, which it may repeat."""
+        return text.replace(self._key, HIDDEN) if self._key else text
+
     def _failure(self, place: str, reason: str, do: str) -> UserError:
-        return UserError(f"the server gave no answer: {reason}", where=f"{self._url}{place}", do=do)
+        return UserError(
+            f"the server gave no answer: {self._without_key(reason)}",
+            where=f"{self._url}{place}",
+            do=do,
+        )
 
 
 def _beginning(answer: urllib.error.HTTPError) -> str:

@@ -33,9 +33,10 @@ class PromptSettings(Settings):
 class ServerSettings(Settings):
     """A running server with OpenAI's completions interface, and how it is asked."""
 
-    url: str | None = Field(default=None, pattern="^https?://")
-    """Address, such as http://localhost:8000. The environment variable OPENAI_API_KEY, if it is
-    set, is sent as the key."""
+    url: str | None = Field(default=None, pattern=r"^https?://[^\s?#@]+$")
+    """Address, such as http://localhost:8000. The key of the environment variable OPENAI_API_KEY
+    is sent to this machine, to https://api.openai.com and to the server that OPENAI_BASE_URL names,
+    and to no other: a recipe may be a stranger's."""
     model: str | None = None
     """The server's name of the target; None: the only model that it serves."""
     attempts: Annotated[int, Field(ge=1)] = 8

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from draftlab.engine.sampling import Generation, Request, request_seed
+from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.target_model.metadata import TargetMetadata
+from draftlab.text.answer_check import answer_fault
 from draftlab.text.settings import RegenerateSettings
 from draftlab.vllm.engine import generate
 from draftlab.vllm.process import VllmProcess
@@ -46,7 +48,20 @@ class VllmAnswers:
         if process is None or max_length > self._max_length:
             self.__exit__()
             process = self._process = self._start(max_length)
-        yield from generate(process, requests, [request_seed(request) for request in requests], 0)
+        seeds = [request_seed(request) for request in requests]
+        answers = generate(process, requests, seeds, 0)
+        for request, answer in zip(requests, answers, strict=True):
+            fault = answer_fault(
+                list(answer.token_ids), self.target.vocab_size, request.max_new_tokens
+            )
+            if fault or answer.finish not in ("stop", "length"):
+                raise UserError(
+                    f"vLLM's answer to prompt {request.id!r} is none: "
+                    + (fault or f"it ended by {answer.finish!r}"),
+                    where=process.python,
+                    do="answer with another version of vLLM, or with regenerate.backend=paged",
+                )
+            yield answer
 
     def _start(self, max_length: int) -> VllmProcess:
         target, batch = self.target, self.settings.batch

@@ -38,6 +38,7 @@ from draftlab.store.samples import Sample
 from draftlab.store.settings import RecordSettings
 from draftlab.store.shard_writer import SHARDS_AT_ONCE
 from draftlab.target_model.metadata import TargetMetadata
+from draftlab.text.answer_check import is_token_id
 from draftlab.vllm.process import VllmProcess
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -67,6 +68,7 @@ class VllmStateSource:
         shard_tokens = int(plan.index.shard_tokens.max())
         bytes_per_token = len(self.boundaries) * target.hidden_size * target.dtype.itemsize
         self._unread_bytes = (SHARDS_AT_ONCE + 1) * shard_tokens * bytes_per_token
+        self._shape = len(self.boundaries), target.hidden_size
         self._lock = threading.Lock()  # one batch at a time is on the target's device
 
     def __enter__(self) -> VllmStateSource:
@@ -125,9 +127,16 @@ class VllmStateSource:
         """
         ids = [i % self.target.vocab_size for i in range(1, 9)]
         answer = self._process.request({"prompts": [ids]})
-        states = _read_states(Path(answer["files"][0]), ids).to(self.target.device)
+        token = answer["tokens"][0]
+        if not is_token_id(token, self.target.vocab_size):
+            raise UserError(
+                f"expected a token id from 0 to {self.target.vocab_size - 1:,}, found {token!r}",
+                where=self._process.python,
+                do="record with record.backend=transformers",
+            )
+        states = _read_states(Path(answer["files"][0]), ids, self._shape).to(self.target.device)
         logits = self.target.logits(states[-1, -1])
-        logprob = float(logits.log_softmax(-1)[answer["tokens"][0]])
+        logprob = float(logits.log_softmax(-1)[token])
         error = abs(logprob - answer["logprobs"][0]) / float(logits.abs().max())
         if not error <= (1e-4 if self.target.dtype == torch.float32 else 3e-2):
             raise UserError(
@@ -141,7 +150,9 @@ class VllmStateSource:
     def _load(self, samples: Sequence[Sample], files: Sequence[Path]) -> ExtractedStates:
         """Return the states of a batch from its files."""
         pairs = zip(files, samples, strict=True)
-        states = torch.cat([_read_states(file, sample.token_ids) for file, sample in pairs])
+        states = torch.cat(
+            [_read_states(file, sample.token_ids, self._shape) for file, sample in pairs]
+        )
         columns = [self.boundaries.index(b) for b in self.identity.boundaries]
         with self._lock:
             states = states.to(self.target.device)
@@ -156,11 +167,16 @@ class VllmStateSource:
             return ExtractedStates(host, finite.cpu())
 
 
-def _read_states(file: Path, token_ids: Sequence[int] | np.ndarray) -> Tensor:
+def _read_states(
+    file: Path, token_ids: Sequence[int] | np.ndarray, shape: tuple[int, int]
+) -> Tensor:
     """Wait for the states [tokens, boundaries, Ht] of a prompt, read them and remove the file.
 
+    Args:
+        shape: boundaries and Ht.
+
     Raises:
-        UserError: there are none, or they are another prompt's.
+        UserError: there are none, they are another prompt's, or they have another shape.
     """
     lock = file.with_name(f"{file.name}.lock")
     if lock.exists():  # older versions write before they answer, without a lock
@@ -182,7 +198,15 @@ def _read_states(file: Path, token_ids: Sequence[int] | np.ndarray) -> Tensor:
             where=file,
             do="repeat the command; if it happens again, record with record.backend=transformers",
         )
-    return tensors["hidden_states"]
+    states = tensors["hidden_states"]
+    if tuple(states.shape) != (expected := (len(token_ids), *shape)):
+        raise UserError(
+            f"expected states in shape {list(expected)} (tokens, boundaries, hidden size), found "
+            f"{list(states.shape)}",
+            where=file,
+            do="record with record.backend=transformers",
+        )
+    return states
 
 
 @contextmanager

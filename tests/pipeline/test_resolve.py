@@ -11,18 +11,10 @@ import pytest
 from draftlab.pipeline.head_workspace import open_head
 from draftlab.pipeline.recipe import Recipe, load_recipe, to_yaml
 from draftlab.pipeline.resolve import find_target, recipe_of, reference_head
-from draftlab.progress import Monitor
 from draftlab.target_model.settings import TargetSettings
+from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import draftlab
 from tests.helpers.toys import toy_target_folder
-
-
-class Lines(Monitor):
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
 
 
 @pytest.fixture
@@ -124,7 +116,7 @@ def test_the_target_is_said_with_what_names_it(
 ) -> None:
     monkeypatch.chdir(strangers_run.parents[1])
     recipe, head = strangers_run / "recipe.yaml", strangers_run / "head"
-    monitor = Lines()
+    monitor = RecordingMonitor()
     find_target(head, None, monitor=monitor)
     find_target(head, "embedded", monitor=monitor)
     find_target(reference_head(), None, monitor=monitor)

@@ -17,13 +17,15 @@ from draftlab.text.settings import RegenerateSettings
 from tests.helpers.completion_server import SAMPLED, CompletionServer, answer_tokens, prepare, serve
 from tests.helpers.small_run import draftlab
 
+VOCAB_SIZE = 289
+
 
 def decoder(server: CompletionServer) -> server_answers.ServerAnswers:
     url = f"http://127.0.0.1:{server.server_port}"
     settings = RegenerateSettings.model_validate(
         {"backend": "openai", "batch": 2, "server": {"url": url, "attempts": 1}}
     )
-    return server_answers.ServerAnswers(settings, server.tokenizer, Monitor())
+    return server_answers.ServerAnswers(settings, server.tokenizer, Monitor(), VOCAB_SIZE)
 
 
 def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from draftlab.engine.sampling import Request, Sampling
+from draftlab.engine.counters import Counters
+from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.target_model.loading import load_target, load_tokenizer
@@ -143,3 +144,31 @@ def test_greedy_answers_of_a_real_vllm_equal_the_engines(tmp_path: Path) -> None
         monitor=Monitor(),
     )
     assert answers == read_conversations(tmp_path / "t.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "finish", "message"),
+    [
+        ([5, 10**9], "length", "found 1000000000 at position 1"),
+        ([-1], "length", "found -1"),
+        ([5] * 6, "length", "expected at most 4 tokens, found 6"),
+        ([5], "abort", "ended by 'abort'"),
+    ],
+)
+def test_an_answer_of_vllm_is_checked_before_it_is_stored(
+    tokens: list[int],
+    finish: str,
+    message: str,
+    metadata: TargetMetadata,
+    log: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def wrong(*_: Any) -> Any:
+        yield Generation("a", tuple(tokens), finish, Counters(0), (), (), 0.0, 0.0)
+
+    monkeypatch.setattr("draftlab.vllm.answers.generate", wrong)
+    with (
+        VllmAnswers(metadata, SETTINGS, Monitor()) as decode,
+        pytest.raises(UserError, match=message),
+    ):
+        list(decode([request("a", 3, 0.0)], 6))
