@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 from draftlab.evaluate.results import Report
@@ -12,7 +11,21 @@ from draftlab.formatting import distinct_name
 REMOVED = "(removed by draftlab push)"
 PRIVATE_SETTINGS = ("regenerate.server.url", "regenerate.server.model", "train.wandb")
 """Settings of a recipe that name servers and accounts."""
-_PATH = re.compile(r"(?<![\w/.~<-])(?:~[\w.-]*)?(?:/[^\s/:;,'\"`<>|(){}\[\]]+){2,}/?")
+PATH_SETTINGS = ("prompts.source", "eval.suite", "head.init", "export.calibration")
+"""Settings of a recipe that may be paths; folders of a relative one name clients and projects."""
+_PART = r"[^\s/\\:;,'\"`<>|(){}\[\]]+"
+_PATH = re.compile(
+    # absolute, also behind an option such as -I; a single part, such as /s, is a unit
+    rf"(?:(?<![\w/.~<-])|(?<=[\s'\"=,]-[A-Za-z])|(?<=\A-[A-Za-z]))(?:~[\w.-]*)?(?:/{_PART}){{2,}}/?"
+    rf"|(?<=[\w-])/(?:home|Users|root)(?:/{_PART})+/?"
+    # relative, from this folder or one above it
+    rf"|(?<![\w/.\\])(?:\.\.?[/\\]+)+{_PART}(?:[/\\]+{_PART})*[/\\]*"
+    # of Windows: a drive's or a server's, whose backslashes may be doubled
+    rf"|(?:(?<![A-Za-z0-9])|(?<=-[A-Za-z]))[A-Za-z]:[/\\]+{_PART}(?:[/\\]+{_PART})*[/\\]*"
+    rf"|(?<![\w\\])\\\\{_PART}(?:\\+{_PART})+\\*"
+)
+_WHOLE_PATH = re.compile(r"(?:/|~/|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\)[^\n]*")
+"""A value that is a path, which may contain spaces."""
 _ADDRESS = re.compile(r"\b[A-Za-z][\w+.-]*://[^\s'\"`<>]+")
 
 
@@ -28,23 +41,39 @@ def without_private_values(value: Any) -> Any:
         return [without_private_values(item) for item in value]
     if not isinstance(value, str):
         return value
-    if value.startswith(("/", "~/")) and "\n" not in value:  # it may contain spaces
-        return Path(value).name
-    return _PATH.sub(lambda match: Path(match[0]).name, _ADDRESS.sub(REMOVED, value))
+    if _WHOLE_PATH.fullmatch(value):
+        return _last_part(value)
+    return _PATH.sub(lambda match: _last_part(match[0]), _ADDRESS.sub(REMOVED, value))
+
+
+def _last_part(path: str) -> str:
+    """Return the last part of a path of any system."""
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
 def without_private_settings(recipe: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return a recipe as it may be published, and the names of the settings that it lacks."""
     recipe, removed = without_private_values(recipe), []
-    for name in PRIVATE_SETTINGS:
+    for name in (*PRIVATE_SETTINGS, *PATH_SETTINGS):
         *sections, key = name.split(".")
         fields = recipe
         for section in sections:
             fields = fields.get(section) or {}
-        if fields.get(key) is not None:
+        if fields.get(key) is None:
+            continue
+        if name in PATH_SETTINGS:
+            fields[key] = _without_folders(fields[key])
+        else:
             fields[key] = REMOVED
             removed.append(name)
     return recipe, removed
+
+
+def _without_folders(value: Any) -> Any:
+    """Return a path, or several of them, without folders; `spec-bench:` before one stays."""
+    if isinstance(value, list):
+        return [_without_folders(one) for one in value]
+    return re.sub(r"[^:]*[/\\]", "", value) if isinstance(value, str) else value
 
 
 def publishable_report(report: Report) -> Report:

@@ -100,13 +100,14 @@ def test_the_folder_contains_no_path_of_this_machine(workshop: Path) -> None:
 def test_private_settings_are_removed_and_named(workshop: Path) -> None:
     path = workshop / "runs" / "small" / "recipe.yaml"
     recipe = yaml.safe_load(path.read_text())
-    secrets = ("https://user:password@server.internal:8000", "internal-name", "secret-project")
+    secrets = ("https://server.internal:8000", "internal-name", "secret-project", "acme")
     recipe["regenerate"]["server"] |= {"url": secrets[0], "model": secrets[1]}
     recipe["train"]["wandb"] = secrets[2]
+    recipe["eval"]["suite"] = "clients/acme/questions.jsonl"
     path.write_text(yaml.safe_dump(recipe))
     head = workshop / "runs" / "small" / "head" / CONFIG
     config = json.loads(head.read_text())
-    config["provenance"]["source"] = f"answers of {secrets[0]}/v1"
+    config["provenance"]["source"] = "answers of https://user:password@server.internal:8000/v1"
     head.write_text(json.dumps(config))
     os.utime(head, (0, 0))
 
@@ -132,6 +133,21 @@ def test_private_settings_are_removed_and_named(workshop: Path) -> None:
         ("at (/srv/a/b): 3 tokens/s, 1/2, org/name", "at (b): 3 tokens/s, 1/2, org/name"),
         ("s3://key:secret@bucket/x", REMOVED),
         ("</think></s>", "</think></s>"),
+        ("../clients/acme/prompts.jsonl", "prompts.jsonl"),
+        (
+            "trained on ../../clients/acme/a.jsonl, then ./acme/b.jsonl",
+            "trained on a.jsonl, then b.jsonl",
+        ),
+        (r"C:\Users\First Last\head", "head"),
+        (r"at C:\Users\me\head and D:/work/me/x", "at head and x"),
+        (r"at C:\\Users\\me\\head", "at head"),
+        (r"in \\server\share\acme\x", "in x"),
+        (r"..\acme\x.jsonl", "x.jsonl"),
+        ("gcc -I/home/me/include -L/srv/acme/lib", "gcc -Iinclude -Llib"),
+        ("-I/home/me/include", "-Iinclude"),
+        (r"cl -IC:\Users\me\include", "cl -Iinclude"),
+        ("--prefix=/srv/acme/x PATH=/a/b:/c/d", "--prefix=x PATH=b:d"),
+        ("step 3... 1/2 tokens/s, a/b at 5:00", "step 3... 1/2 tokens/s, a/b at 5:00"),
         ({"/a/x": 1, "/b/x": [2.0, None]}, {"x": 1, "x (2)": [2.0, None]}),
     ],
 )
