@@ -11,7 +11,7 @@ import pytest
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request
 from draftlab.evaluate.decoding_config import PLAIN_DECODING
-from draftlab.evaluate.load import LoadRun, Stream, busy_seconds, decode_stream
+from draftlab.evaluate.load import LoadRound, LoadRun, Stream, busy_seconds, decode_stream
 from draftlab.evaluate.load_metrics import load_point
 from draftlab.evaluate.speedup_model import Measured
 from draftlab.evaluate.statistics import quantile_intervals
@@ -161,3 +161,26 @@ def test_quantile_intervals_resample_prompts() -> None:
     ragged = quantile_intervals(values[1:], prompts[1:], [0.5, 0.9])
     assert ragged[0] == pytest.approx((low, high), abs=1.5)
     assert quantile_intervals(np.array([2.0]), np.array([7]), [0.99]) == [(2.0, 2.0)]
+
+
+def test_intervals_of_percentiles_are_over_prompts() -> None:
+    """Copies of a prompt, whose requests all take as long, make no interval narrower."""
+    first_token_s = 0.1 + 0.05 * np.arange(8)
+    once = [
+        Generation(f"p{i}", (1,) * 5, "length", Counters(0), (), ((0, 0),) * 4, t, t + 0.1 * t)
+        for i, t in enumerate(first_token_s.tolist())
+    ]
+    points = [
+        load_point(
+            LoadRun([LoadRound(once * copies, 1.0, 1.0)]), None,
+            concurrency=1, distinct=8, **CONDITIONS,
+        )
+        for copies in (1, 32)
+    ]  # fmt: skip
+    for name in ("ttft_ms", "tpot_ms"):
+        few, many = (getattr(point, name) for point in points)
+        for quantile in ("p50_ci", "p90_ci"):
+            low, high = getattr(many, quantile)
+            assert high - low >= 0.7 * np.subtract(*getattr(few, quantile)[::-1])
+    low, high = points[1].ttft_ms.p50_ci
+    assert high - low > 100  # over requests it would be the 50 ms of two neighbours
