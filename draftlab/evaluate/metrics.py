@@ -150,7 +150,7 @@ def speed_fields(
     def interval(values: np.ndarray) -> tuple[float, float] | None:
         return percentile_interval(values, 0.95) if enough else None
 
-    per_step, step_ms = timed.tokens.sum() / timed.steps.sum(), timed.ms.sum() / timed.steps.sum()
+    per_step, step_ms = suite.tokens.sum() / suite.steps.sum(), timed.ms.sum() / timed.steps.sum()
     with np.errstate(invalid="ignore", divide="ignore"):  # a resample may have no second token
         fields = {
             "tpot_ms": step_ms / per_step,
