@@ -264,17 +264,22 @@ def read_text(
     Raises:
         UserError: it is missing, a folder, a device or a pipe, or not readable.
     """
-    found = "no such file"
+    found = other_kind(path)
     try:
-        if path.is_file():
+        if not found:
             return path.read_text(encoding="utf-8")
-        if path.is_symlink() and not path.exists():
-            found = "a link that leads nowhere"
-        elif path.exists():  # reading a pipe might never end
-            found = "a folder" if path.is_dir() else "a device or a pipe"
     except OSError as error:
         found = str(error.strerror)
     raise UserError(f"expected a {kind}, found {found}", where=path, do=do)
+
+
+def other_kind(path: Path) -> str:
+    """Return what is at a path instead of a file, or ""; reading a pipe might never end."""
+    if path.is_file():
+        return ""
+    if path.exists():
+        return "a folder" if path.is_dir() else "a device or a pipe"
+    return "a link that leads nowhere" if path.is_symlink() else "no such file"
 
 
 def read_json(

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, read_json, save_tensors, write_json
+from draftlab.files import atomic_path, other_kind, read_json, save_tensors, write_json
 from draftlab.formatting import parse_size
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -104,6 +104,8 @@ def _files_of_index(folder: Path) -> list[Path]:
 def read_file(file: Path, kind: str) -> dict[str, Tensor]:
     """Return all tensors of a safetensors file; raise a `UserError` if it cannot be read."""
     try:
+        if found := other_kind(file):
+            raise OSError(f"found {found}")
         return load_file(file)
     except Exception as error:  # safetensors raises its own types
         raise UserError(

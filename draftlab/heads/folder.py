@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, read_json, save_tensors, write_json
+from draftlab.files import atomic_path, other_kind, read_json, save_tensors, write_json
 from draftlab.heads.config import HeadConfig, make_head_config
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM, DraftHead
@@ -108,6 +108,8 @@ def load_config(folder: Path) -> HeadConfig:
 def _reading(path: Path) -> Iterator[None]:
     """Raise a `UserError` if the weights at `path` are missing or unreadable."""
     try:
+        if path.exists() and (found := other_kind(path)):
+            raise OSError(f"found {found}")
         yield
     except FileNotFoundError:
         raise UserError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftlab.errors import UserError
-from draftlab.files import read_fields
+from draftlab.files import other_kind, read_fields
 from draftlab.target_model.locate import load_config
 
 _NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "embedding_norm")
@@ -261,6 +261,12 @@ def read_tensor(folder: Path, name: str) -> Tensor:
 
 def _open(file: Path) -> Any:
     """Open a safetensors file."""
+    if file.exists() and (found := other_kind(file)):
+        raise UserError(
+            f"expected a shard of the checkpoint, found {found}",
+            where=file,
+            do="fetch the checkpoint again",
+        )
     try:
         return safe_open(file, "pt")
     except FileNotFoundError:
