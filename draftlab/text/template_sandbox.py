@@ -97,6 +97,11 @@ class _Metering(NodeTransformer):
             return node  # type: ignore[no-any-return]
         return self._operation(node, "_charge", node)
 
+    def _other_file(self, node: nodes.Node) -> nodes.Node:
+        raise LimitError(f"it reads another template in line {node.lineno}")
+
+    visit_Include = visit_Import = visit_FromImport = visit_Extends = _other_file
+
     visit_List = visit_Dict = visit_Tuple = _container
 
 

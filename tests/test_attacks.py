@@ -1,0 +1,352 @@
+"""A table of attacks: a stranger's head, run, store, recipe, template, target or URL.
+
+Each is refused in a full sentence (or does no harm), no code of it runs, nothing outside of its
+folder is read or written, and no secret is in a message.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from draftlab.doctor.diagnose import diagnose
+from draftlab.doctor.settings import DoctorSettings
+from draftlab.doctor.target_session import TargetSession
+from draftlab.errors import UserError
+from draftlab.export.importing import import_head
+from draftlab.heads.folder import CONFIG, WEIGHTS, load_head, stored_shapes
+from draftlab.pipeline.recipe import load_recipe
+from draftlab.pipeline.resolve import find_target, reference_head
+from draftlab.pipeline.stage_records import read_record
+from draftlab.progress import Monitor
+from draftlab.store.manifest import MANIFEST
+from draftlab.store.store import Store
+from draftlab.target_model.fingerprint import fingerprint
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.parts import read_tensor
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import render_text
+from tests.helpers.messages import user
+from tests.helpers.table_target import record_table, samples_of_lengths
+from tests.helpers.toys import toy_target_folder, toy_tokenizer
+
+SECRET = "sk-not-to-be-seen"
+SHARD = "shard-00000.safetensors"
+SAMPLES = samples_of_lengths([12, 9, 25])
+DEEP = "[" * 5000 + "]" * 5000
+
+
+class Scene:
+    """A stranger's folder, and what it must not reach.
+
+    Attributes:
+        own: the stranger's folder.
+        canary: a file that code of the stranger would write.
+        outside: a folder that must not change, with a secret in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.own, self.canary, self.outside = folder / "own", folder / "canary", folder / "outside"
+        self.own.mkdir()
+        self.outside.mkdir()
+        (self.outside / "secret.txt").write_text(SECRET)
+        save_file({"model.norm.weight": torch.ones(3)}, self.outside / "secret.safetensors")
+
+    def pickled(self) -> bytes:
+        return pickle.dumps(_Runs(self.canary))
+
+    def head(self, **fields: Any) -> Path:
+        """Return a copy of the reference head with other fields in draftlab.json."""
+        shutil.copytree(reference_head(), self.own, dirs_exist_ok=True)
+        known = json.loads((self.own / CONFIG).read_text())
+        (self.own / CONFIG).write_text(json.dumps(known | fields))
+        return self.own
+
+    def target(self, **fields: Any) -> TargetSettings:
+        folder = toy_target_folder(self.own / "toy", layers=2)
+        known = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(known | fields))
+        return TargetSettings(path=str(folder), device="cpu")
+
+    def coded_target(self) -> TargetSettings:
+        """Return a target whose classes ship with it; importing them writes the canary."""
+        settings = self.target(
+            model_type="mine", auto_map={"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}
+        )
+        (Path(settings.path) / "mine.py").write_text(
+            f"import pathlib\npathlib.Path({str(self.canary)!r}).touch()\n"
+            "from transformers import PretrainedConfig\n"
+            "class C(PretrainedConfig):\n    model_type = 'mine'\n"
+        )
+        return settings
+
+    def recipe(self, text: str) -> Path:
+        path = self.own / "recipe.yaml"
+        path.write_text(text)
+        return path
+
+    def store(self) -> Path:
+        record_table(self.own / "store", SAMPLES)
+        return self.own / "store"
+
+
+class _Runs:
+    """A pickle that writes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self.path,)
+
+
+def load(folder: Path) -> object:
+    return load_head(folder, dtype=torch.float32, device="cpu")
+
+
+def examined(folder: Path, target: TargetSettings) -> object:
+    return diagnose(folder, TargetSession(target, DoctorSettings(max_prompts=2), Monitor()))
+
+
+# Heads
+
+
+def pickled_weights(scene: Scene) -> object:
+    head = scene.head()
+    (head / WEIGHTS).write_bytes(scene.pickled())
+    return load(head)
+
+
+def pickled_bin(scene: Scene) -> object:
+    head = scene.head()
+    (head / CONFIG).unlink()
+    (head / WEIGHTS).unlink()
+    (head / "pytorch_model.bin").write_bytes(scene.pickled())
+    return import_head(head, scene.own / "new", target="embedded")
+
+
+def index_outside(scene: Scene) -> object:
+    head = scene.head()
+    names = dict.fromkeys(load_file(head / WEIGHTS), "../outside/secret.safetensors")
+    (head / WEIGHTS).unlink()
+    (head / CONFIG).unlink()
+    (head / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": names}))
+    return import_head(head, scene.own / "new", target="embedded")
+
+
+def weights_are_a_pipe(scene: Scene) -> object:
+    head = scene.head()
+    (head / WEIGHTS).unlink()
+    os.mkfifo(head / WEIGHTS)
+    return stored_shapes(head)
+
+
+def weights_claim_terabytes(scene: Scene) -> object:
+    head = scene.head()
+    (head / WEIGHTS).write_bytes((2**40).to_bytes(8, "little") + b"{}")
+    return load(head)
+
+
+def config_is_a_device(scene: Scene) -> object:
+    head = scene.head()
+    (head / CONFIG).unlink()
+    (head / "config.json").unlink()
+    (head / CONFIG).symlink_to("/dev/zero")
+    return load(head)
+
+
+def deep_provenance(scene: Scene) -> object:
+    head = scene.head()
+    text = (head / CONFIG).read_text().rstrip()
+    (head / CONFIG).write_text(text[:-1] + f', "provenance": {{"a": {DEEP}}}}}')
+    return load(head)
+
+
+def giant_shapes(scene: Scene) -> object:
+    return load(scene.head(hidden_size=2**28, intermediate_size=2**28))
+
+
+def run_beside_a_head(scene: Scene) -> object:
+    """A run folder whose recipe asks to trust the code of its target."""
+    target = scene.coded_target()
+    run = scene.own / "run"
+    shutil.copytree(reference_head(), run / "head")
+    (run / "stages").mkdir()
+    (run / "recipe.yaml").write_text(
+        f"name: run\ntarget: {{path: {target.path}, trust_remote_code: true}}\n"
+    )
+    return load_target(find_target(run / "head", None, "cpu"))
+
+
+# Runs, recipes
+
+
+def record_is_deep(scene: Scene) -> object:
+    (scene.own / "head.json").write_text(f'{{"complete": true, "inputs": {DEEP}}}')
+    return read_record(scene.own / "head.json")
+
+
+def template(source: str) -> Callable[[Scene], object]:
+    return lambda _: render_text(toy_tokenizer(source), [user("a")])
+
+
+def recipe(text: str) -> Callable[[Scene], object]:
+    return lambda scene: load_recipe(scene.recipe(text.replace("CANARY", str(scene.canary))))
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+SERVER = f"regenerate: {{backend: openai, server: {{url: 'http://h/v1?api_key={SECRET}'}}}}"
+
+
+# Stores
+
+
+def shard_links_outside(scene: Scene) -> object:
+    store = scene.store()
+    (store / SHARD).unlink()
+    (store / SHARD).symlink_to(scene.outside / "secret.safetensors")
+    return Store.open(store)
+
+
+def temporary_files_link_outside(scene: Scene) -> object:
+    store = scene.store()
+    (store / SHARD).unlink()
+    for name in (SHARD, "shard-00000.json", MANIFEST):
+        (store / f".{name}.tmp").symlink_to(scene.outside / "secret.txt")
+    return record_table(store, SAMPLES)
+
+
+def manifest_is_deep(scene: Scene) -> object:
+    (scene.own / MANIFEST).write_text(f'{{"schema": {DEEP}}}')
+    return Store.open(scene.own)
+
+
+def maker_is_a_command(scene: Scene) -> object:
+    store = scene.store()
+    fields = json.loads((store / MANIFEST).read_text())
+    fields["settings"] |= {"made_by": f"x; cat {SECRET}"}
+    (store / MANIFEST).write_text(json.dumps(fields))
+    data = bytearray((store / SHARD).read_bytes())
+    data[-1] ^= 1
+    (store / SHARD).write_bytes(data)
+    return Store.open(store).verify()
+
+
+# Targets
+
+
+def pickled_target(scene: Scene) -> object:
+    settings = scene.target()
+    (Path(settings.path) / WEIGHTS).unlink()
+    (Path(settings.path) / "pytorch_model.bin").write_bytes(scene.pickled())
+    return load_target(settings)
+
+
+def target_index_outside(scene: Scene) -> object:
+    folder = Path(scene.target().path)
+    index = {"weight_map": {"model.norm.weight": "../../outside/secret.safetensors"}}
+    (folder / f"{WEIGHTS}.index.json").write_text(json.dumps(index))
+    return read_tensor(folder, "model.norm.weight")
+
+
+def target_of_nan(scene: Scene) -> object:
+    rope = {"rope_type": "default", "rope_theta": float("nan")}
+    return load_target(scene.target(rope_parameters=rope))
+
+
+def deep_config(scene: Scene) -> object:
+    settings = scene.target()
+    (Path(settings.path) / "config.json").write_text(f'{{"a": {DEEP}}}')
+    return fingerprint(Path(settings.path))
+
+
+ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
+    ("head: a pickle as model.safetensors", pickled_weights, "unreadable"),
+    ("head: pickled weights to import", pickled_bin, "pickled files can run code"),
+    ("head: an index of files outside", index_outside, "beside the index"),
+    ("head: weights that are a pipe", weights_are_a_pipe, "a device or a pipe"),
+    ("head: a header of a terabyte", weights_claim_terabytes, "unreadable"),
+    ("head: an endless device as config", config_is_a_device, "a device or a pipe"),
+    ("head: provenance of 5,000 brackets", deep_provenance, "brackets"),
+    ("head: shapes that no memory holds", giant_shapes, "do not fit"),
+    ("head: an unknown option", lambda s: load(s.head(scale=2.0)), "scale"),
+    (
+        "head: a base of RoPE of 0",
+        lambda s: load(s.head(rope_parameters={"rope_theta": 0})),
+        "rope",
+    ),
+    ("run: its recipe trusts its target's code", run_beside_a_head, "code"),
+    ("run: a stage record of brackets", record_is_deep, "brackets"),
+    ("run: a URL to overwrite", recipe("name: x\nrun: {url: 's3://b/x'}"), "run.url"),
+    ("recipe: a Python object", recipe("!!python/object/apply:os.system ['touch CANARY']"), "YAML"),
+    ("recipe: a Python name", recipe("seed: !!python/name:os.system"), "expected YAML"),
+    ("recipe: a billion laughs", recipe(LAUGHS), "10,000 values"),
+    ("recipe: an alias of itself", recipe("a: &a [*a]"), "holds it"),
+    ("recipe: 3,000 brackets", recipe("[" * 3000), "levels"),
+    ("recipe: a program", recipe("regenerate: {vllm: {python: CANARY}}"), "regenerate.vllm"),
+    ("recipe: a password in a URL", recipe(f"record: {{url: 'https://u:{SECRET}@h/x'}}"), "url"),
+    ("recipe: a key in a server's URL", recipe(SERVER), "url"),
+    ("recipe: a run outside of runs/", recipe("name: ../../outside"), "expected a name"),
+    ("store: a shard that leads outside", shard_links_outside, "leads out of it"),
+    ("store: temporary files that lead outside", temporary_files_link_outside, ""),
+    ("store: a manifest of brackets", manifest_is_deep, "brackets"),
+    ("store: a command as its maker", maker_is_a_command, "damaged"),
+    ("template: a loop of 10^9", template("{% for i in range(10**9) %}{% endfor %}"), "refused"),
+    ("template: a text of 10^10", template("{{ 'a' * 10**10 }}"), "refused"),
+    ("template: a way out of the sandbox", template("{{ ''.__class__.__mro__ }}"), "unsafe"),
+    ("template: globals", template("{{ cycler.__init__.__globals__.os.name }}"), "unsafe"),
+    ("template: a file", template("{% include '/etc/passwd' %}"), "reads another template"),
+    ("target: pickled weights", pickled_target, "safetensors"),
+    ("target: an index of files outside", target_index_outside, "beside the index"),
+    ("target: its own code, as model", lambda s: load_target(s.coded_target()), "code"),
+    ("target: its own code, as tokenizer", lambda s: load_tokenizer(s.coded_target()), ""),
+    ("target: its own code, to the doctor", lambda s: examined(s.head(), s.coded_target()), "code"),
+    ("target: a base of RoPE that is NaN", target_of_nan, "rope_theta"),
+    ("target: a config of brackets", deep_config, "brackets"),
+]
+HARMLESS = {"store: temporary files that lead outside", "target: its own code, as tokenizer"}
+"""Attacks that may be ignored instead of refused."""
+
+
+@pytest.mark.parametrize(("name", "attack", "words"), ATTACKS, ids=[name for name, *_ in ATTACKS])
+def test_an_attack_does_no_harm(
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    attack: Callable[[Scene], object],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    scene = Scene(tmp_path)
+    before = {p.name: (p.read_bytes(), p.stat().st_nlink) for p in scene.outside.iterdir()}
+    message = ""
+    if name in HARMLESS:
+        with contextlib.suppress(UserError):
+            attack(scene)
+    else:
+        with pytest.raises(UserError) as caught:  # any other exception is an internal error
+            attack(scene)
+        message = str(caught.value)
+        assert words in message
+        assert len(caught.value.what.split()) > 3
+        assert caught.value.do
+    assert not scene.canary.exists()
+    assert {p.name: (p.read_bytes(), p.stat().st_nlink) for p in scene.outside.iterdir()} == before
+    assert {p.name for p in tmp_path.iterdir()} <= {"own", "outside"}
+    assert SECRET not in message + "".join(capfd.readouterr())
