@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 import pytest
 
+from draftlab.cli.console import ConsoleMonitor, PlainConsole
 from draftlab.errors import UserError
 from draftlab.pipeline.recipe import Recipe, load_recipe, to_yaml
 from draftlab.url_secrets import secret_in, without_secrets
@@ -56,6 +58,13 @@ def test_a_secret_is_found_and_hidden(url: str) -> None:
 def test_other_texts_stay(text: str) -> None:
     assert secret_in(text) == ""
     assert without_secrets(text) == text
+
+
+def test_printed_lines_hide_it() -> None:
+    text = io.StringIO()
+    ConsoleMonitor(PlainConsole(file=text, width=200)).say(f"uploading {WITH_SECRET[0]} failed")
+    assert SECRET not in text.getvalue()
+    assert "https://(hidden)@host/path failed" in text.getvalue()
 
 
 SETTINGS = [

@@ -75,6 +75,7 @@ def convert(
         options = ["--target-model-dir", str(target), "--outtype", OUT_TYPES[dtype]]
         result = subprocess.run(
             [converter.python, *wrapper, str(export), *options, "--outfile", str(temporary)],
+            stdin=subprocess.DEVNULL,  # nobody sees a question, such as whether code may run
             capture_output=True,
             text=True,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
