@@ -43,7 +43,7 @@ OPTIONS = SettingsOptions(
         "Prompts and answers": ["suite", "raw", "max_prompts", "max_new_tokens", "seed"],
         "Times": [
             *("batch", "timing_prompts", "timing_tokens", "timing_batches"),
-            *("concurrency", "adaptive"),
+            "concurrency",
         ],
         "Engine": ["engine", "packed"],
     },

@@ -66,7 +66,7 @@ class Drafter(ABC):
     what is kept for it belongs to its cache blocks (`VerifiedFeatures.block_table`).
 
     Attributes:
-        k: most draft tokens a step.
+        k: draft tokens a step.
         boundaries: boundaries of the target whose states are the features; without any F is 0.
         verification: how the drafts are verified.
         draft_vocab: size and dtype of the draft distributions; None: every draft is an argmax.
@@ -75,8 +75,6 @@ class Drafter(ABC):
         pools: what is kept for the cache blocks; the engine copies it with the blocks of equal
             prompts.
         confidence: whether proposals state the confidence of each draft.
-        fresh_noise: whether each step draws from noise of its own. Adaptive verification needs
-            this and `confidence`.
         dtype: of the features, where they are kept.
     """
 
@@ -88,7 +86,6 @@ class Drafter(ABC):
     draft_index: Tensor
     pools: Pools = ()
     confidence: bool = False
-    fresh_noise: bool = False
     dtype: torch.dtype = torch.float32
 
     def start(  # noqa: B027 (a drafter may keep nothing)
@@ -114,13 +111,5 @@ class Drafter(ABC):
         """Keep what later drafts need of verified positions, without drafting."""
 
     @abstractmethod
-    def propose(
-        self, verified: VerifiedFeatures, k: int | None = None, *, confidence: bool = True
-    ) -> Proposal:
-        """Extend the cache like `extend_cache`, and draft after each row's last pair.
-
-        Args:
-            k: draft tokens, 1 to `self.k`; None: `self.k`.
-            confidence: whether to state their confidence, if `self.confidence` is set. A drafter
-                that never does may leave this argument out.
-        """
+    def propose(self, verified: VerifiedFeatures) -> Proposal:
+        """Extend the cache like `extend_cache`, and draft K tokens after each row's last pair."""

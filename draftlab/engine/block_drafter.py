@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.block_pass import EagerBlock, FusedBlock
-from draftlab.engine.draft_sampler import DraftSampler, DraftSettings, Proposal
+from draftlab.engine.draft_sampler import DraftSampler, Proposal
 from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
 from draftlab.heads.block import BlockHead
 from draftlab.kernels.chain_layout import chain_layout, last_rows
@@ -37,14 +37,11 @@ class BlockDrafter(HeadDrafter):
         self._write_context(verified)
 
     @torch.inference_mode()
-    def propose(
-        self, verified: VerifiedFeatures, k: int | None = None, *, confidence: bool = True
-    ) -> Proposal:
+    def propose(self, verified: VerifiedFeatures) -> Proposal:
         if not verified.tokens.is_cuda:  # no static shapes: drop columns of padding
             verified = verified.first_columns(int(verified.counts.max()))
         last = self._write_context(verified)
-        settings = self.settings.with_confidence(confidence)
-        return self._draw(self._run_block(verified, k or self.k), last, verified, settings)
+        return self._draw(self._run_block(verified), last, verified)
 
     def _write_context(self, verified: VerifiedFeatures) -> Tensor:
         """Write context keys and values; return the position of each row's last pair, int64 [B]."""
@@ -54,14 +51,14 @@ class BlockDrafter(HeadDrafter):
         self.runner.write_context(features, positions, slots, self.pools)
         return layout.last
 
-    def _run_block(self, verified: VerifiedFeatures, k: int) -> Tensor:
+    def _run_block(self, verified: VerifiedFeatures) -> Tensor:
         """Return the outputs [B, K, H] of the slots that predict a token.
 
         The block's first slot has the newest token, one position behind the last pair's.
         """
         config, counts, table = self.head.config, verified.counts, verified.block_table
         start = verified.positions[:, 0]
-        num_slots = k + config.first_slot
+        num_slots = self.k + config.first_slot
         columns = parallel_layout(
             verified.tokens,
             counts - 1,
@@ -78,9 +75,7 @@ class BlockDrafter(HeadDrafter):
         )
         return self.runner.run(*block, table, self.pools)[:, config.first_slot :]
 
-    def _draw(
-        self, outputs: Tensor, last: Tensor, verified: VerifiedFeatures, settings: DraftSettings
-    ) -> Proposal:
+    def _draw(self, outputs: Tensor, last: Tensor, verified: VerifiedFeatures) -> Proposal:
         """Draw the drafts of each slot in turn; a Markov head's depend on the one before.
 
         Args:
@@ -89,12 +84,12 @@ class BlockDrafter(HeadDrafter):
         keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
         logits = self.runner.logits(outputs.transpose(0, 1))  # [K, B, W]
         previous = last_rows(verified.tokens, verified.counts)[:, 0]
-        sampler = DraftSampler(settings, len(logits), last, keys, sampling, logits)
+        sampler = DraftSampler(self.settings, len(logits), last, keys, sampling, logits)
         confidence = None
         for slot in range(len(logits)):
             if self.head.markov_head is not None:
                 self.runner.add_markov_bias_(logits[slot], previous)
-            if settings.confidence and self.head.confidence_head is not None:
+            if self.settings.confidence and self.head.confidence_head is not None:
                 confidence = self.runner.confidence(outputs[:, slot], previous)
             previous = sampler.draw(slot, logits[slot], confidence)
         return sampler.proposal()

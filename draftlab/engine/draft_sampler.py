@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ class Proposal:
         tokens: int64 [B, K].
         distribution: what sampled drafts were drawn from; None: every draft is an argmax.
         confidence: float32 [B, K], the logit of each draft's confidence, or None. It depends on
-            the tokens before the draft and not on the draft itself, so that a choice of drafts by
-            it keeps the output's distribution.
+            the tokens before the draft and not on the draft itself.
     """
 
     tokens: Tensor
@@ -36,8 +35,8 @@ class DraftSettings:
     Attributes:
         probabilities: whether rows that sample draw their drafts from q and keep q.
         confidence: whether to state each draft's confidence.
-        fresh_noise: whether each step draws from noise of its own (`BLOCK_STRIDE`), as choices need
-            that look at drafts behind the first rejected one.
+        fresh_noise: whether each step draws from noise of its own (`BLOCK_STRIDE`), as block
+            verification needs, which looks at drafts behind a rejected one.
         ids: int64 [W], target ids of the draft vocabulary; index: int32 [V], its inverse.
     """
 
@@ -46,10 +45,6 @@ class DraftSettings:
     fresh_noise: bool
     ids: Tensor
     index: Tensor
-
-    def with_confidence(self, confidence: bool) -> DraftSettings:
-        """Return settings that state confidence only if these do and `confidence` is true."""
-        return self if confidence else replace(self, confidence=False)
 
 
 class DraftSampler:

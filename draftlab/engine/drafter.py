@@ -22,7 +22,7 @@ class HeadDrafter(Drafter):
 
     Args:
         head: the draft head.
-        k: most draft tokens a step.
+        k: draft tokens a step.
         draft_probs: whether rows with temperature > 0 sample drafts from
             q = softmax(logits / temperature); otherwise every draft is the argmax.
         draft_temperature: temperature of q; None: that of the row.
@@ -30,8 +30,6 @@ class HeadDrafter(Drafter):
         verification: how the drafts will be verified. Block verification looks at drafts behind a
             rejected one, so each step draws its drafts from noise of its own.
         confidence: whether proposals state the confidence of each draft.
-        fresh_noise: whether each step draws from noise of its own in any case, as adaptive
-            verification needs it.
 
     Attributes:
         drafting: "chain": one token a pass; "parallel": all tokens in one pass.
@@ -52,7 +50,6 @@ class HeadDrafter(Drafter):
         greedy_below: float = 0.0,
         verification: Verification = "token",
         confidence: bool = False,
-        fresh_noise: bool = False,
     ) -> None:
         head.check_drafts(k)
         self.head, self.k, self.draft_probs = head, k, draft_probs
@@ -62,9 +59,9 @@ class HeadDrafter(Drafter):
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
         self.draft_index = draft_index(self.draft_ids, len(head.t2d))
         self.confidence = confidence
-        self.fresh_noise = fresh_noise or verification == "block"
+        fresh_noise = verification == "block"
         self.settings = DraftSettings(
-            draft_probs, confidence, self.fresh_noise, self.draft_ids, self.draft_index
+            draft_probs, confidence, fresh_noise, self.draft_ids, self.draft_index
         )
         self.fused_runner: Any = None
         self.runner = self.eager_pass(head)
@@ -179,10 +176,8 @@ class ChainDrafter(HeadDrafter):
     drafting: Literal["chain"] = "chain"
 
     @torch.inference_mode()
-    def propose(
-        self, verified: VerifiedFeatures, k: int | None = None, *, confidence: bool = True
-    ) -> Proposal:
-        k = k or self.k
+    def propose(self, verified: VerifiedFeatures) -> Proposal:
+        k = self.k
         layouts = self._pass_layouts(verified, num_later=k - 1)
         keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
         output = self._run_verified(verified, layouts[0])
@@ -190,8 +185,7 @@ class ChainDrafter(HeadDrafter):
         if self.draft_probs:
             logits = output.new_empty(k, len(output), len(self.draft_ids))
         last = layouts[0].output_positions[:, 0]
-        settings = self.settings.with_confidence(confidence)
-        sampler = DraftSampler(settings, k, last, keys, sampling, logits)
+        sampler = DraftSampler(self.settings, k, last, keys, sampling, logits)
         for depth in range(k):
             if depth:
                 drafted = sampler.tokens[depth - 1][:, None]

@@ -13,7 +13,6 @@ by request and position, so its drafts and tokens do not change.
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
@@ -22,8 +21,6 @@ from itertools import repeat
 import torch
 from torch import Tensor
 
-from draftlab.engine.adaptive import AdaptiveVerification
-from draftlab.engine.adaptive_steps import AdaptiveSteps
 from draftlab.engine.base_drafter import Drafter
 from draftlab.engine.generation_state import Sequence, check_prompts
 from draftlab.engine.in_flight import InFlight, copy_to_host
@@ -33,7 +30,7 @@ from draftlab.engine.prefill import launch_prefill
 from draftlab.engine.sampling import Generation, Request
 from draftlab.engine.scheduler import BlockPool, Scheduler
 from draftlab.engine.small_prefill import SmallPrefill
-from draftlab.engine.step import GraphedStep, Step, StepShape, Verifier
+from draftlab.engine.step import GraphedStep, Step, Verifier
 from draftlab.kernels.cuda_device import out_of_memory_error, use_device
 from draftlab.kernels.step_layout import unpack_results
 from draftlab.kernels.verify import verify
@@ -70,8 +67,6 @@ class Engine:
             (`target_model/prepacked_decoder.py`): faster, and different in the last bits. It has
             no effect on a GPU.
         monitor: told if memory makes the pool smaller.
-        adaptive: choose how many drafts each step proposes and verifies; None: always K. Its
-            drafter needs `confidence` and `fresh_noise`.
 
     Attributes:
         max_in_flight: steps that the device may be ahead of the host.
@@ -93,7 +88,6 @@ class Engine:
         graphs: bool | None = None,
         cpu_prepacked: bool = False,
         monitor: Monitor | None = None,
-        adaptive: AdaptiveVerification | None = None,
     ) -> None:
         self.target, self.drafter, self.max_length = target, drafter, max_length
         self.k = drafter.k if drafter else 0
@@ -140,9 +134,6 @@ class Engine:
         if on_gpu and self.cache.states is None:
             self.small_prefill = SmallPrefill(self.step, self.graphs, prefill_tokens)
         self.max_in_flight = 1 if on_gpu else 0
-        self.adaptive = None
-        if adaptive is not None and drafter is not None:
-            self.adaptive = AdaptiveSteps(self.step, adaptive, self._run_step, self._prefill)
 
     @torch.inference_mode()
     def generate(self, requests: Collection[Request]) -> Iterator[Generation]:
@@ -153,9 +144,6 @@ class Engine:
         """
         check_prompts(requests, self.max_length)
         with out_of_memory_error("decoding", _LESS_MEMORY):
-            if self.adaptive is not None:
-                with use_device(self.target.device):
-                    self.adaptive.measure(requests)
             yield from self._generate(requests)
 
     @torch.inference_mode()
@@ -165,12 +153,9 @@ class Engine:
             return
         device = use_device(self.target.device)
         with out_of_memory_error("capturing prefills", _LESS_MEMORY), device:
-            drafts = {(self.k, self.step.shape.confidence)}
-            if self.adaptive is not None:
-                drafts = self.adaptive.first_drafts(requests)
             lengths = {len(request.prompt_ids) for request in requests}
             for limited in {Sequence(request, self.k).limited for request in requests}:
-                self.small_prefill.capture(lengths, drafts, limited=limited)
+                self.small_prefill.capture(lengths, limited=limited)
 
     def _generate(self, requests: Collection[Request]) -> Iterator[Generation]:
         pool = BlockPool(self.num_blocks, self.block_size)
@@ -182,8 +167,6 @@ class Engine:
                 with use_device(self.target.device):
                     in_flight += self._prefill(admitted)
                 yield from collect(self.max_in_flight)
-            if self.adaptive is not None and (behind := self.adaptive.choose(scheduler.running)):
-                yield from self._catch_up(behind, in_flight, collect)
             while not self._reserve_blocks(scheduler, len(in_flight)):
                 if in_flight:
                     yield from collect(0)  # some sequences may have finished
@@ -202,41 +185,18 @@ class Engine:
             self.input_batch.set_blocks(self._index(extended), blocks)
         return is_enough
 
-    def _catch_up(
-        self, sequences: list[Sequence], in_flight: deque[InFlight], collect: Collect
-    ) -> Iterator[Generation]:
-        """Compute running sequences again, so that the draft KV cache has all their positions."""
-        started = time.perf_counter()
-        yield from collect(0)  # the host knows all their tokens then, and which have finished
-        with use_device(self.target.device):
-            if sequences := [sequence for sequence in sequences if sequence.slot >= 0]:
-                in_flight += self._prefill(sequences)
-        yield from collect(0)
-        self.adaptive.caught_up(1e3 * (time.perf_counter() - started))
-
-    def _prefill(
-        self, sequences: list[Sequence], drafts: StepShape | None = None
-    ) -> list[InFlight]:
-        """Launch the prefill of admitted sequences and propose their first drafts.
-
-        Args:
-            drafts: a shape whose drafts to propose; None: that of the steps.
-        """
-        drafts = drafts or (self.adaptive or self.step).shape
-        if self.adaptive is not None:
-            self.adaptive.admitted(len(sequences))
+    def _prefill(self, sequences: list[Sequence]) -> list[InFlight]:
+        """Launch the prefill of admitted sequences and propose their first drafts."""
         index = self._index(sequences)
         self.input_batch.set_requests(index, [sequence.request for sequence in sequences])
         self.input_batch.set_blocks(index, [sequence.blocks for sequence in sequences])
-        for sequence in sequences:
-            sequence.has_draft_cache = drafts.k > 0
         batches = [(sequences, None)]
         if self.small_prefill is not None:
-            batches = self.small_prefill.batches(sequences, drafts=drafts.k > 0)
+            batches = self.small_prefill.batches(sequences)
         return [
-            launch_prefill(self.step, batch, drafts, self.prefill_tokens)
+            launch_prefill(self.step, batch, self.prefill_tokens)
             if shape is None
-            else self.small_prefill.launch(batch, shape, drafts)
+            else self.small_prefill.launch(batch, shape)
             for batch, shape in batches
         ]
 
@@ -248,19 +208,9 @@ class Engine:
         sequences = sorted(running, key=lambda sequence: sequence.slot)
         limited = any(sequence.limited for sequence in sequences)
         slots = tuple(sequence.slot for sequence in sequences)
-        shape, any_behind = None, False
-        if self.adaptive is not None:
-            shape, any_behind = self.adaptive.shape_of(len(slots)), self.adaptive.any_behind
-        result = self._run_step(slots, shape, limited=limited)
-        return copy_to_host(sequences, result, shape, any_behind=any_behind)
-
-    def _run_step(
-        self, slots: tuple[int, ...], shape: StepShape | None, *, limited: bool = False
-    ) -> Tensor:
-        """Launch a step and return its packed results."""
         if self.graphs is not None:
-            return self.graphs(slots, limited=limited, shape=shape)
-        return self.step(self.input_batch.index(slots), limited=limited, shape=shape)
+            return copy_to_host(sequences, self.graphs(slots, limited=limited))
+        return copy_to_host(sequences, self.step(self.input_batch.index(slots), limited=limited))
 
     def _collect(
         self, scheduler: Scheduler, in_flight: deque[InFlight], max_in_flight: int
@@ -268,17 +218,10 @@ class Engine:
         """Read results until `max_in_flight` are left; yield the sequences that finish."""
         while len(in_flight) > max_in_flight:
             launch = in_flight.popleft()
-            times = launch.wait()
-            if self.adaptive is not None and launch.ready is not None:
-                self.adaptive.waited(*times)
-            chosen = launch.shape
-            packed = chosen.confidence if chosen else self.input_batch.confidence is not None
-            *unpacked, confidences = unpack_results(launch.result, confidence=packed)
+            launch.wait()
+            stated = self.input_batch.confidence is not None
+            *unpacked, confidences = unpack_results(launch.result, confidence=stated)
             results = [x.tolist() for x in unpacked]
-            # With chosen shapes confidence serves the choice alone.
-            stated = packed and self.adaptive is None
-            if chosen is not None and chosen.k:
-                self.adaptive.observe(launch, results, confidences)
             results.append(confidences.tolist() if stated else repeat(None))
             rows = zip(launch.sequences, *results, strict=False)  # a graph's batch may be padded
             for (sequence, epoch), tokens, accepted, num_drafts, probability, confidence in rows:
@@ -294,6 +237,4 @@ class Engine:
                 )
                 if sequence.finish:
                     scheduler.remove(sequence)
-                    if self.adaptive is not None:
-                        self.adaptive.finished(sequence)
                     yield sequence.result()

@@ -104,14 +104,12 @@ class Sequence(GenerationState):
         blocks: numbers of its blocks.
         slot: its slot in the input batch; −1 while it waits.
         epoch: how often it has entered or left the batch; results of an earlier epoch are stale.
-        has_draft_cache: whether the draft KV cache has all its positions.
     """
 
     def __init__(self, request: Request, k: int) -> None:
         super().__init__(request, k)
         self.blocks: list[int] = []
         self.slot, self.epoch = -1, 0
-        self.has_draft_cache = False
 
     @property
     def limited(self) -> bool:

@@ -35,10 +35,8 @@ class ParallelDrafter(HeadDrafter):
         self.mask_state = self.runner.project_features(self.head.mask_hidden)[0]
 
     @torch.inference_mode()
-    def propose(
-        self, verified: VerifiedFeatures, k: int | None = None, *, confidence: bool = True
-    ) -> Proposal:
-        k = k or self.k
+    def propose(self, verified: VerifiedFeatures) -> Proposal:
+        k = self.k
         if not verified.tokens.is_cuda:  # no static shapes: drop columns of padding
             verified = verified.first_columns(int(verified.counts.max()))
         counts, table = verified.counts, verified.block_table
@@ -67,7 +65,6 @@ class ParallelDrafter(HeadDrafter):
         logits = outputs.new_empty(k, len(outputs), len(self.draft_ids))
         self.runner.logits(outputs.transpose(0, 1).flatten(0, 1), out=logits.flatten(0, 1))
         last = layout.output_positions[:, 0].contiguous()
-        settings = self.settings.with_confidence(confidence)
-        sampler = DraftSampler(settings, k, last, keys, sampling, logits)
+        sampler = DraftSampler(self.settings, k, last, keys, sampling, logits)
         sampler.draw_all(logits)
         return sampler.proposal()

@@ -15,7 +15,7 @@ from torch import Tensor
 from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.generation_state import Sequence
 from draftlab.engine.in_flight import InFlight, copy_to_host
-from draftlab.engine.step import Step, StepShape
+from draftlab.engine.step import Step
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.kernels.sampling import sample_token
 from draftlab.kernels.step_layout import pack_results
@@ -24,26 +24,23 @@ from draftlab.target_model.model import HiddenStates
 Tokens = tuple[int, ...]
 
 
-def launch_prefill(
-    step: Step, sequences: list[Sequence], drafts: StepShape, chunk_tokens: int
-) -> InFlight:
+def launch_prefill(step: Step, sequences: list[Sequence], chunk_tokens: int) -> InFlight:
     """Launch the prefill of sequences in chunks, then their first drafts.
 
     Args:
-        drafts: a shape whose drafts to propose.
         chunk_tokens: see `prefill`.
     """
     index = step.input_batch.index([sequence.slot for sequence in sequences])
-    result, verified = prefill(step, sequences, index, chunk_tokens, drafts=drafts.k > 0)
+    result, verified = prefill(step, sequences, index, chunk_tokens)
     launched = copy_to_host(sequences, result)  # first tokens do not wait for drafts
     if verified is not None:
-        step.draft(index, verified, drafts.k, confidence=drafts.confidence)
+        step.draft(index, verified)
     return launched
 
 
 @torch.inference_mode()
 def prefill(
-    step: Step, sequences: list[Sequence], index: Tensor, chunk_tokens: int, *, drafts: bool
+    step: Step, sequences: list[Sequence], index: Tensor, chunk_tokens: int
 ) -> tuple[Tensor, VerifiedFeatures | None]:
     """Run the sequences' tokens and emit their first token.
 
@@ -52,12 +49,11 @@ def prefill(
         sequences: admitted sequences, with slots and blocks.
         index: their slots, int64 [B].
         chunk_tokens: tokens in a forward pass of all rows, including padding.
-        drafts: whether to extend the draft model's cache; if not, it is left as it is.
 
     Returns:
         The first tokens as packed results with num_drafts = −1, and the features to propose from,
-        so that the tokens are copied to the host before drafts are computed (None: without
-        `drafts`).
+        so that the tokens are copied to the host before drafts are computed (None: without a
+        drafter).
     """
     batch = step.input_batch
     # After a preemption the newest token is known; as always, it has no cached key yet.
@@ -73,10 +69,7 @@ def prefill(
     if step.cache.states is not None:
         passes = _whole_prompts(prompts, chunk_tokens)
     states = HiddenStates.join(
-        [
-            _run_prompts(step, prompt_index[rows], prompts[rows], chunk_tokens, drafts=drafts)
-            for rows in passes
-        ]
+        [_run_prompts(step, prompt_index[rows], prompts[rows], chunk_tokens) for rows in passes]
     )
     _copy_blocks(step, sequences, sources, [len(tokens) for tokens in inputs])
 
@@ -87,9 +80,7 @@ def prefill(
     limited = any(s.limited for s in sequences)
     states = HiddenStates(states.features[gather], states.last[gather])
     known = resumed, newest
-    return emit_first_tokens(
-        step, index, lengths, states, limited=limited, drafts=drafts, known=known
-    )
+    return emit_first_tokens(step, index, lengths, states, limited=limited, known=known)
 
 
 def emit_first_tokens(
@@ -99,7 +90,6 @@ def emit_first_tokens(
     states: HiddenStates,
     *,
     limited: bool,
-    drafts: bool,
     known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, VerifiedFeatures | None]:
     """Sample first tokens after prompts and write them to the input batch; see `prefill`.
@@ -108,7 +98,6 @@ def emit_first_tokens(
         index: slots, int64 [B].
         lengths: of the prompts, int64 [B]; 0 for the dummy, which stays empty.
         states: of their last positions, [B, …].
-        drafts: see `prefill`.
         known: rows whose token is known, bool [B], and their tokens, int64 [B].
     """
     batch = step.input_batch
@@ -123,7 +112,7 @@ def emit_first_tokens(
     no_probability = newest.new_empty(len(index), 0)
     no_confidence = None if batch.confidence is None else no_probability
     result = pack_results(newest[:, None], zeros, zeros - 1, no_probability, no_confidence)
-    if not drafts:
+    if step.drafter is None:
         return result, None
     # The last pair has the newest token, which differs between equal prompts.
     return result, VerifiedFeatures(
@@ -152,7 +141,7 @@ def _whole_prompts(prompts: list[Tokens], chunk_tokens: int) -> list[slice]:
 
 
 def _run_prompts(
-    step: Step, index: Tensor, prompts: list[Tokens], chunk_tokens: int, *, drafts: bool
+    step: Step, index: Tensor, prompts: list[Tokens], chunk_tokens: int
 ) -> HiddenStates:
     """Run prompts through the target, and all their pairs but the last through the drafter.
 
@@ -163,7 +152,6 @@ def _run_prompts(
         index: the prompts' slots, int64 [R].
         prompts: R prompts, the longest first.
         chunk_tokens: tokens in a forward pass of all rows, including padding.
-        drafts: whether to run the drafter.
 
     Returns:
         The states [R, …] of their last positions.
@@ -182,7 +170,7 @@ def _run_prompts(
         positions = columns.where(columns < lengths[rows], -1)
         states = step.decoder.states(
             _columns(batch.to_device, prompts, start, end),
-            step.boundaries if drafts else (),
+            step.boundaries,
             positions=positions,
             cache=cache.at(
                 table[rows],
@@ -192,7 +180,7 @@ def _run_prompts(
                 [len(prompt) for prompt in prompts],
             ),
         )
-        if drafts and start < longest - 1:
+        if drafter is not None and start < longest - 1:
             pair_positions = columns.where(columns < lengths[rows] - 1, -1)
             verified = VerifiedFeatures(
                 _columns(batch.to_device, prompts, start + 1, end + 1),

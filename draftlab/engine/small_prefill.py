@@ -20,19 +20,17 @@ from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.generation_state import Sequence
 from draftlab.engine.in_flight import InFlight, copy_to_host
 from draftlab.engine.prefill import emit_first_tokens
-from draftlab.engine.step import GraphedStep, Step, StepShape
+from draftlab.engine.step import GraphedStep, Step
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.model import HiddenStates
 
 
 class PrefillShape(NamedTuple):
-    """Rows and columns of padded prompts, whether one of them samples with top-k or top-p, and
-    whether the draft model's cache is extended."""
+    """Rows and columns of padded prompts, and whether one of them samples with top-k or top-p."""
 
     rows: int
     columns: int
     limited: bool
-    drafts: bool
 
 
 class SmallPrefill:
@@ -50,20 +48,17 @@ class SmallPrefill:
     def __init__(self, step: Step, graphs: GraphedStep | None, max_tokens: int) -> None:
         self.step, self.graphs, self.max_tokens = step, graphs, max_tokens
         self._prefills: dict[PrefillShape, _Call] = {}
-        self._drafts: dict[tuple[int, int, bool], _Call] = {}
+        self._drafts: dict[int, _Call] = {}  # by rows
         self._verified: dict[int, VerifiedFeatures] = {}  # by rows: what first drafts begin from
 
     def batches(
-        self, sequences: list[Sequence], *, drafts: bool
+        self, sequences: list[Sequence]
     ) -> list[tuple[list[Sequence], PrefillShape | None]]:
         """Split newly admitted sequences into batches, each with its shape; None: use `prefill`.
 
         Prompts of similar lengths share a batch, and all too long ones do. `prefill` gets all
         sequences if two prompts are equal, since it computes them once, if one of them was
         preempted, or if they are many, as at the start of a suite alone.
-
-        Args:
-            drafts: whether to extend the draft model's cache.
         """
         prompts = [tuple(sequence.tokens) for sequence in sequences]
         if (
@@ -81,7 +76,7 @@ class SmallPrefill:
             batch, rest = rest[-count:], rest[:-count]
             rows, limited = _smallest(self.ROWS, count), any(one.limited for one in batch)
             fits = columns is not None and rows is not None
-            batches.append((batch, PrefillShape(rows, columns, limited, drafts) if fits else None))
+            batches.append((batch, PrefillShape(rows, columns, limited) if fits else None))
         return batches
 
     def _fitting(self, sequences: list[Sequence]) -> tuple[int, int | None]:
@@ -110,43 +105,26 @@ class SmallPrefill:
         return self._prefill(shape)(self.step.input_batch.to_device(rows, torch.int64))
 
     @torch.inference_mode()
-    def launch(self, sequences: list[Sequence], shape: PrefillShape, drafts: StepShape) -> InFlight:
-        """Launch the prefill of sequences, then their first drafts.
-
-        Args:
-            drafts: a shape whose drafts to propose.
-        """
+    def launch(self, sequences: list[Sequence], shape: PrefillShape) -> InFlight:
+        """Launch the prefill of sequences, then their first drafts."""
         launched = copy_to_host(sequences, self(sequences, shape))
-        if drafts.k:
+        if self.step.drafter is not None:
             slots = [sequence.slot for sequence in sequences]
             index = self.step.input_batch.index(slots, shape.rows)
-            self._first_drafts(shape.rows, drafts.k, drafts.confidence)(index[:, None])
+            self._first_drafts(shape.rows)(index[:, None])
         return launched
 
     @torch.inference_mode()
-    def capture(
-        self,
-        lengths: Collection[int],
-        first_drafts: Collection[tuple[int, bool]],
-        *,
-        limited: bool,
-    ) -> None:
-        """Capture whatever prompts of these lengths need, and these first drafts.
-
-        Args:
-            first_drafts: their numbers, 0 for prompts without drafts, and whether they state
-                confidence.
-        """
+    def capture(self, lengths: Collection[int], *, limited: bool) -> None:
+        """Capture whatever prompts of these lengths and their first drafts need."""
         columns = {_smallest(self.COLUMNS, length) for length in lengths} - {None}
         slots = self.step.input_batch.num_slots
         for rows in (size for size in self.ROWS if size < 2 * slots):
             fitting = [each for each in sorted(columns) if rows * each <= self.max_tokens]
             for each in fitting:
-                for drafts in sorted({k > 0 for k, _ in first_drafts}):
-                    self._prefill(PrefillShape(rows, each, limited, drafts))
-            for k, confidence in sorted(first_drafts) if fitting else ():
-                if k:
-                    self._first_drafts(rows, k, confidence)
+                self._prefill(PrefillShape(rows, each, limited))
+            if fitting and self.step.drafter is not None:
+                self._first_drafts(rows)
 
     def _prefill(self, shape: PrefillShape) -> _Call:
         if shape not in self._prefills:
@@ -156,16 +134,15 @@ class SmallPrefill:
             )
         return self._prefills[shape]
 
-    def _first_drafts(self, rows: int, k: int, confidence: bool) -> _Call:
+    def _first_drafts(self, rows: int) -> _Call:
         def run(inputs: Tensor) -> Tensor:
-            self.step.draft(inputs[:, 0], self._verified[rows], k, confidence=confidence)
+            self.step.draft(inputs[:, 0], self._verified[rows])
             return inputs
 
-        key = rows, k, confidence
-        if key not in self._drafts:
+        if rows not in self._drafts:
             dummy = self.step.input_batch.dummy
-            self._drafts[key] = self._capture(run, [dummy], rows)
-        return self._drafts[key]
+            self._drafts[rows] = self._capture(run, [dummy], rows)
+        return self._drafts[rows]
 
     def _empty_row(self, shape: PrefillShape) -> list[int]:
         return [self.step.input_batch.dummy] + [0] * (1 + shape.columns)
@@ -180,11 +157,11 @@ class SmallPrefill:
         slots = slot_mapping(table, positions, step.cache.block_size)
         states = step.decoder.states(
             tokens,
-            step.boundaries if shape.drafts else (),
+            step.boundaries,
             positions=positions,
             cache=step.cache.at(table, positions, slots, index),
         )
-        if shape.drafts:
+        if drafter is not None:
             pair_positions = columns.where(columns < lengths[:, None] - 1, -1)
             pairs = VerifiedFeatures(
                 tokens.roll(-1, 1),
@@ -197,9 +174,7 @@ class SmallPrefill:
             drafter.extend_cache(pairs.first_columns(tokens.shape[1] - 1))
         last = torch.arange(len(tokens), device=tokens.device), (lengths - 1).clamp(min=0)
         ends = HiddenStates(states.features[last], states.last[last])
-        result, verified = emit_first_tokens(
-            step, index, lengths, ends, limited=shape.limited, drafts=shape.drafts
-        )
+        result, verified = emit_first_tokens(step, index, lengths, ends, limited=shape.limited)
         if verified is not None:
             _copy(verified, self._verified.setdefault(len(tokens), verified))
         return result

@@ -1,7 +1,7 @@
 """One decode step on the device: gather the batch, verify, commit, extend the draft cache, propose.
 
-Nothing here waits for the host: shapes depend only on the number of rows and on `StepShape`, so on
-CUDA the step is captured once for each of these and replayed (`GraphedStep`).
+Nothing here waits for the host: shapes depend only on the number of rows, so on CUDA the step is
+captured once for each number and replayed (`GraphedStep`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.base_drafter import Drafter, VerifiedFeatures
-from draftlab.engine.draft_sampler import Proposal
 from draftlab.engine.input_batch import InputBatch
-from draftlab.kernels.draft_allocation import allocate_drafts, compact_tokens, row_index
 from draftlab.kernels.sampling_types import DraftDistribution, VerifyResult
 from draftlab.kernels.step_layout import commit, gather_batch, store_drafts
 from draftlab.kernels.step_types import StepLayout
@@ -28,32 +26,10 @@ from draftlab.target_model.prepacked_decoder import prepacked_decoder
 Verifier = Callable[..., VerifyResult]
 
 
-@dataclass(frozen=True)
-class StepShape:
-    """The numbers of drafts that a step verifies and proposes.
-
-    Attributes:
-        k: most drafts that it verifies a row, and the number that it proposes; 0: the step of
-            plain decoding, after which the draft KV cache lacks positions.
-        budget: drafts that it verifies in the whole batch, those of the largest survival; None:
-            all that are stored.
-        confidence: whether its results have the confidence of the stored drafts, and the drafts
-            that it proposes have one.
-    """
-
-    k: int
-    budget: int | None = None
-    confidence: bool = False
-
-
 class Step:
     """The decode step of an `Engine` (see there for the arguments).
 
     It reads and writes `input_batch`, and the target's KV cache `cache`.
-
-    Attributes:
-        scale, bias: float32 [K], the calibration of the drafts' confidence by depth, which a budget
-            is allocated by; written in place while graphs hold them.
     """
 
     def __init__(
@@ -76,143 +52,76 @@ class Step:
         self.block = drafter is not None and drafter.verification == "block"
         self.k = drafter.k if drafter else 0
         self.boundaries = drafter.boundaries if drafter else ()
-        self.scale = torch.ones(self.k, device=target.device)
-        self.bias = torch.zeros(self.k, device=target.device)
-        states_confidence = drafter is not None and drafter.confidence
-        self.shape = StepShape(self.k, confidence=states_confidence)
 
     @torch.inference_mode()
-    def __call__(self, index: Tensor, *, limited: bool, shape: StepShape | None = None) -> Tensor:
+    def __call__(self, index: Tensor, *, limited: bool) -> Tensor:
         """Decode one step of the slots `index` [B]; return its packed results (`pack_results`).
 
         Args:
             index: slot numbers; results of the dummy are not read.
             limited: whether any of them samples with top-k or top-p.
-            shape: None: all drafts, with their confidence if the drafter states it.
         """
-        shape = shape or self.shape
         # Gather the batch: each row's newest token and its drafts.
         layout = gather_batch(
             self.input_batch,
             index,
             max_length=self.max_length,
             block_size=self.cache.block_size,
-            k=shape.k,
-            num_drafts=self._allocate(index, shape),
         )
-        features, logits, query_start = self._run_target(layout, shape)
+        table, positions = layout.block_table, layout.positions
+        states = self.decoder.states(
+            layout.tokens,
+            self.boundaries,
+            positions=positions,
+            cache=self.cache.at(table, positions, layout.slots, layout.index),
+        )
         # Verify the drafts by rejection sampling.
         verified = self.verifier(
-            logits,
+            self.decoder.logits(states.last),
             layout.tokens[:, 1:],
             layout.num_drafts,
-            self._draft_distribution(layout, shape.k),
+            self._draft_distribution(layout),
             layout.length,
             layout.keys,
             limited=limited,
             expect=self.expect,
             block=self.block,
-            **({} if query_start is None else {"query_start": query_start}),
         )
         # Commit the accepted drafts and the token after them.
-        output = commit(self.input_batch, layout, verified, confidence=shape.confidence)
+        output = commit(self.input_batch, layout, verified)
         if self.cache.states is not None:
             self.cache.states.keep(output.counts)
-        if shape.k == 0:
+        if self.drafter is None:
             return output.packed_results
         # Extend the draft model's cache by the verified features, and propose new drafts.
         pairs = VerifiedFeatures(
             output.tokens,
-            features,
+            states.features,
             output.positions,
             output.counts,
-            layout.block_table,
+            table,
             layout.keys,
             layout.sampling,
         )
-        self.draft(index, pairs, shape.k, confidence=shape.confidence)
+        self.draft(index, pairs)
         return output.packed_results
 
-    def _allocate(self, index: Tensor, shape: StepShape) -> Tensor | None:
-        """Return how many drafts of each row are verified, int64 [B]; None: all."""
-        if shape.budget is None:
-            return None
-        return allocate_drafts(
-            self.input_batch,
-            index,
-            self.scale,
-            self.bias,
-            budget=shape.budget,
-            max_length=self.max_length,
-            k=shape.k,
-        )
-
-    @property
-    def compacts(self) -> bool:
-        """True if a draft that is not verified costs the target nothing."""
-        return getattr(self.decoder, "takes_compact_tokens", False) and self.cache.states is None
-
-    def _run_target(
-        self, layout: StepLayout, shape: StepShape
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return features [B, K + 1, F] and logits [B, K + 1, V].
-
-        With a budget, and a decoder that takes compact tokens, the logits are [N, V], and the third
-        result says where each row's begin, int64 [B].
-        """
-        table, positions = layout.block_table, layout.positions
-        boundaries = self.boundaries if shape.k else ()
-        if shape.budget is None or not self.compacts:
-            states = self.decoder.states(
-                layout.tokens,
-                boundaries,
-                positions=positions,
-                cache=self.cache.at(table, positions, layout.slots, layout.index),
-            )
-            return states.features, self.decoder.logits(states.last), None
-        num_tokens = len(layout.index) + shape.budget
-        compact = compact_tokens(layout, num_tokens)
-        states = self.decoder.states(
-            compact.tokens[None],
-            boundaries,
-            positions=compact.positions[None],
-            cache=self.cache.at(
-                table, positions, compact.slots, layout.index, query_start=compact.query_start
-            ),
-        )
-        rows = row_index(compact.query_start, shape.k + 1, num_tokens)
-        return states.features[0, rows], self.decoder.logits(states.last[0]), compact.query_start
-
-    def draft(
-        self, index: Tensor, verified: VerifiedFeatures, k: int, *, confidence: bool = True
-    ) -> None:
-        """Propose k drafts for the next step of the slots `index`, and store them.
-
-        Args:
-            confidence: whether to state their confidence, if the drafter does.
-        """
-        options = {}  # own drafters may take none
-        if k != self.k:
-            options["k"] = k
-        if not confidence and self.drafter.confidence:
-            options["confidence"] = False
-        self.store_drafts(index, self.drafter.propose(verified, **options))
-
-    def store_drafts(self, index: Tensor, proposal: Proposal) -> None:
-        """Store the drafts of the slots `index` for their next step."""
+    def draft(self, index: Tensor, verified: VerifiedFeatures) -> None:
+        """Propose drafts for the next step of the slots `index`, and store them."""
+        proposal = self.drafter.propose(verified)
         q = proposal.distribution
         distribution = (None, None) if q is None else (q.logits, q.log_sum)
         store_drafts(self.input_batch, index, proposal.tokens, *distribution, proposal.confidence)
 
-    def _draft_distribution(self, layout: StepLayout, k: int) -> DraftDistribution | None:
-        """Return what the first k drafts were drawn from; None: all are argmaxes."""
+    def _draft_distribution(self, layout: StepLayout) -> DraftDistribution | None:
+        """Return what the drafts were drawn from; None: all are argmaxes."""
         logits, log_sum = self.input_batch.draft_logits, self.input_batch.draft_log_sum
-        if k == 0 or layout.sampling is None or logits is None or log_sum is None:
+        if layout.sampling is None or logits is None or log_sum is None:
             return None
         drafter = self.drafter
         return DraftDistribution(
-            logits[:, :k],
-            log_sum[:, :k],
+            logits,
+            log_sum,
             *layout.sampling,
             drafter.draft_ids,
             drafter.draft_index,
@@ -233,8 +142,7 @@ class _Graph:
 class GraphedStep:
     """Replays the step from CUDA graphs, one for each batch size, all in one memory pool.
 
-    A batch is padded with the dummy slot to `padded_size`. Graphs are captured on first use, one
-    for each shape of a step.
+    A batch is padded with the dummy slot to `padded_size`. Graphs are captured on first use.
     """
 
     SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -248,15 +156,13 @@ class GraphedStep:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self._graphs: dict[tuple[int, bool, StepShape | None], _Graph] = {}
+        self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(
-        self, slots: tuple[int, ...], *, limited: bool, shape: StepShape | None = None
-    ) -> Tensor:
-        """Decode one step of `slots`; the next one of this size and shape overwrites the result."""
+    def __call__(self, slots: tuple[int, ...], *, limited: bool) -> Tensor:
+        """Decode one step of `slots`; the next one of this size overwrites the result."""
         size = self.padded_size(len(slots))
-        key = (size, limited, shape)
+        key = (size, limited)
         if key not in self._graphs:
             self._graphs[key] = self._capture(*key)
         graph = self._graphs[key]
@@ -266,10 +172,10 @@ class GraphedStep:
         graph.graph.replay()
         return graph.result
 
-    def _capture(self, size: int, limited: bool, shape: StepShape | None) -> _Graph:
+    def _capture(self, size: int, limited: bool) -> _Graph:
         """Capture a step of `size` dummies, so that no request's state changes."""
         index = self.step.input_batch.index([], size)
-        graph, result = self.capture(lambda: self.step(index, limited=limited, shape=shape))
+        graph, result = self.capture(lambda: self.step(index, limited=limited))
         return _Graph(graph, index, result)
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:

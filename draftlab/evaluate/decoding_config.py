@@ -53,27 +53,19 @@ class DecodingConfig:
     """A head with its K and drafter setting; without a head, plain decoding.
 
     Attributes:
-        k: drafts of a step; the largest number of them with `adaptive`.
-        adaptive: whether the engine chooses how many drafts each step has.
+        k: drafts of a step.
     """
 
     head: NamedHead | None = None
     k: int = 0
     draft_probs: bool = False
-    adaptive: bool = False
 
     def name_at(self, temperature: float) -> str:
         """Return the name in progress lines and tables; at temperature 0 all drafts are argmax."""
         if self.head is None:
             return "no drafting"
-        k = f"adaptive K≤{self.k}" if self.adaptive else f"K={self.k}"
         drafts = "sampled" if self.draft_probs and temperature > 0 else "argmax"
-        return f"{self.head.name}, {k}, {drafts} drafts"
-
-    @property
-    def fixed_k(self) -> bool:
-        """Whether every step has K drafts, but for those at a length limit."""
-        return not self.adaptive
+        return f"{self.head.name}, K={self.k}, {drafts} drafts"
 
 
 PLAIN_DECODING = DecodingConfig()
@@ -117,13 +109,3 @@ def more_ks(ks: Collection[int]) -> set[int]:
     if len({*ks} | more) < 3:
         more |= {(max(ks) + 1) // 2} - {*ks}
     return more
-
-
-def adaptive_configs(configs: Sequence[DecodingConfig]) -> list[DecodingConfig]:
-    """Return an adaptive configuration for each head and drafter setting, up to its largest K."""
-    largest: dict[tuple[NamedHead, bool], int] = {}
-    for config in configs:
-        if config.head is not None:
-            key = config.head, config.draft_probs
-            largest[key] = max(largest.get(key, 0), config.k)
-    return [DecodingConfig(head, k, probs, adaptive=True) for (head, probs), k in largest.items()]

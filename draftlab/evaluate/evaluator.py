@@ -183,16 +183,13 @@ class Evaluator:
                 head.head,
                 workload.suite.prompts,
                 workload.stop_ids,
-                CertifySettings(
-                    seed=settings.seed, num_rows=max(len(workload.certified_configs), 1)
-                ),
+                CertifySettings(seed=settings.seed, num_rows=max(len(workload.sampled_configs), 1)),
                 k=max(head.ks(settings)),
                 rows=[
                     self._sampled(t, config)
-                    for t, config in workload.certified_configs
+                    for t, config in workload.sampled_configs
                     if config.head is head
                 ],
-                adaptive=settings.adaptive,
                 monitor=workload.monitor,
                 engine=ReferenceEngine
                 if settings.engine == "reference"
@@ -214,7 +211,6 @@ class Evaluator:
             settings.top_k,
             settings.top_p,
             settings.verification if config.draft_probs else "token",
-            config.adaptive,
         )
 
     def _target(self) -> dict[str, Any]:
@@ -258,7 +254,6 @@ def _with_certificate(row: Row, certificates: dict[str, dict[str, Any]]) -> Row:
             Lossless(**{name: arm[name] for name in ("level", "test", "p_value", "n")})
             for arm in certificate["arms"]
             if (arm["temperature"], arm["k"], arm["draft_probs"]) == conditions
-            and not arm["adaptive"]
         ),
         None,
     )

@@ -146,9 +146,6 @@ def decode_under_load(
 ) -> dict[DecodingConfig, LoadRun]:
     """Decode the same streams with every engine in turn.
 
-    An engine that chooses K decodes unmeasured streams before, for as long as it is measured: a
-    server has learned what to choose long ago.
-
     Args:
         suite: the requests that the streams repeat.
         progress: called with the number of finished rounds and of all rounds, as far as known.
@@ -161,11 +158,6 @@ def decode_under_load(
         for engine in engines.values():
             _warm_up(engine, suite, first)
     with collected_garbage():
-        for engine in engines.values():
-            if isinstance(engine, Engine) and engine.adaptive is not None:
-                learned = LoadRun()
-                while not learned.rounds or learned.seconds < least_s:
-                    decode_stream(engine, next(streams), learned)
         order, expected = list(engines), rounds
         for before, stream in enumerate(chain([first], streams)):
             for done, config in enumerate(order, before * len(order) + 1):

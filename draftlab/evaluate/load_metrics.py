@@ -67,7 +67,6 @@ def load_point(
         configuration=config.name_at(temperature),
         head=config.head.name if config.head else None,
         k=config.k,
-        fixed_k=config.fixed_k,
         draft_probs=config.draft_probs,
         temperature=temperature,
         concurrency=concurrency,

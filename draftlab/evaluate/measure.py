@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from draftlab.engine.adaptive import AdaptiveVerification
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
@@ -41,8 +40,7 @@ def new_engine(
             draft_temperature=settings.draft_temperature,
             greedy_below=settings.greedy_below,
             verification=settings.verification,
-            confidence=config.adaptive or (settings.calibrate and expect),
-            fresh_noise=config.adaptive,
+            confidence=settings.calibrate and expect,
         )
     size = {"batch": batch, "max_length": workload.max_length}
     if settings.engine == "reference":
@@ -54,7 +52,6 @@ def new_engine(
         cache=pool,
         expect=expect,
         cpu_prepacked=settings.packed,
-        adaptive=AdaptiveVerification() if config.adaptive else None,
     )
 
 
@@ -68,9 +65,8 @@ def shared_pool(workload: Workload) -> PagedCache | None:
     if settings.engine == "reference":
         return None
     timed = settings.timing_batches if settings.timing_prompts else ()
-    loaded = [c for t in settings.temperatures for c in workload.load_configs_at(t)]
     extra = _extra_configs(workload, settings.temperatures[0])
-    alive = dict.fromkeys(workload.configs + extra + loaded)
+    alive = dict.fromkeys(workload.configs + extra)
     return new_kv_pool(
         workload.target,
         batch=max((workload.batch, *timed, *settings.concurrency)),
@@ -100,10 +96,12 @@ def measure_load(
 ) -> None:
     """Measure every configuration while `concurrency` requests always run."""
     ts, name = workload.settings.temperatures, results.engine
-    configs = dict.fromkeys(config for t in ts for config in workload.load_configs_at(t))
-    engines = {c: new_engine(workload, c, concurrency, pool, expect=False) for c in configs}
+    engines = {
+        config: new_engine(workload, config, concurrency, pool, expect=False)
+        for config in workload.configs
+    }
     for t in ts:
-        here = {config: engines[config] for config in workload.load_configs_at(t)}
+        here = {config: engines[config] for config in workload.configs_at(t)}
         runs = workload.load_runs(here, t, concurrency, name)
         warnings = pool_warnings(workload, pool, concurrency)
         results.load += [

@@ -118,8 +118,7 @@ class Percentiles(BaseModel):
 class LoadPoint(BaseModel):
     """One configuration under load: `concurrency` requests in a closed loop (methods §6.2).
 
-    `configuration` names it; `k` is its largest number of drafts, and with `fixed_k` that of every
-    step, but for those at a length limit. `mean_running` requests ran at
+    `configuration` names it; `k` is its number of drafts a step. `mean_running` requests ran at
     once while measured ones were admitted. `goodput_tok_s` is output tokens per second of all
     requests, `user_tok_s` those of one request after its first token. TTFT counts from a request's
     admission. `step_ms` is the time between two steps of a request, prefills of others included.
@@ -133,7 +132,6 @@ class LoadPoint(BaseModel):
     configuration: str
     head: str | None
     k: int
-    fixed_k: bool = True
     draft_probs: bool
     temperature: float
     concurrency: int

@@ -92,9 +92,6 @@ class EvalSettings(Settings):
     """Numbers of requests that are kept running, one or several values: a request that finishes is
     replaced by the next. Each gives goodput, TPOT and TTFT of answers of at most timing_tokens
     tokens. Empty: nothing is measured under load."""
-    adaptive: bool = False
-    """Under load, also let the engine choose before each step how many drafts it proposes and
-    verifies, up to the largest K: none on a busy machine. Needs concurrency."""
     certify: bool = False
     """Also test that drafting changes no output: equal tokens at temperature 0, an equal
     distribution above."""
@@ -116,15 +113,6 @@ class EvalSettings(Settings):
         if calibrate and info.data.get("engine") == "reference":
             raise ValueError("expected the engine paged or vllm: reference states no confidence")
         return calibrate
-
-    @field_validator("adaptive")
-    @classmethod
-    def _adaptive_needs_load(cls, adaptive: bool, info: ValidationInfo) -> bool:
-        if adaptive and info.data.get("engine") == "reference":
-            raise ValueError("expected the engine paged or vllm: reference has a fixed K")
-        if adaptive and info.data.get("concurrency") == ():
-            raise ValueError("expected concurrency too, such as 1,8: it is measured under load")
-        return adaptive
 
     @model_validator(mode="after")
     def _one_suite(self) -> EvalSettings:

@@ -268,7 +268,7 @@ def goodput_tables(
     for point in points:
         base = plain.get((point.engine, point.temperature, point.concurrency))
         one = Measured.from_load(point)
-        if point.k and point.fixed_k and one and base:
+        if point.k and one and base:
             table = measured.setdefault(conditions(point), {})
             table[point.concurrency, point.k] = one
             table[point.concurrency, 0] = base

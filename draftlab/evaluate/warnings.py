@@ -97,9 +97,7 @@ def with_load_cliff_warnings(points: Sequence[LoadPoint]) -> list[LoadPoint]:
     The steps hold prefills of other requests: without them their times are only estimates.
     """
     steps = [
-        (point, (point.concurrency, point.k), point.step_ms)
-        for point in points
-        if point.fixed_k and point.step_ms
+        (point, (point.concurrency, point.k), point.step_ms) for point in points if point.step_ms
     ]
     texts = _cliff_texts(steps)
     return [

@@ -6,8 +6,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.engine.threads import decoding_threads, one_thread
@@ -16,7 +14,6 @@ from draftlab.evaluate.decoding_config import (
     PLAIN_DECODING,
     DecodingConfig,
     NamedHead,
-    adaptive_configs,
     configs_at,
 )
 from draftlab.evaluate.load import LoadRun, decode_under_load, load_streams
@@ -89,28 +86,11 @@ class Workload:
         """Return the configurations of a temperature, plain decoding first."""
         return configs_at(self.heads, self.settings, temperature)
 
-    def load_configs_at(self, temperature: float) -> list[DecodingConfig]:
-        """Return the configurations that are measured under load, plain decoding first."""
-        configs = self.configs_at(temperature)
-        return configs + (adaptive_configs(configs) if self.settings.adaptive else [])
-
     @property
     def sampled_configs(self) -> list[tuple[float, DecodingConfig]]:
         """The drafting configurations at T > 0, with their temperatures."""
         ts = filter(None, self.settings.temperatures)
         return [(t, config) for t in ts for config in self.configs_at(t) if config.head]
-
-    @property
-    def certified_configs(self) -> list[tuple[float, DecodingConfig]]:
-        """The drafting configurations at T > 0 whose losslessness a certificate tests.
-
-        In 16 bits it tests sampler and verifier, which adaptive decoding shares with the others.
-        """
-        configs = self.sampled_configs
-        if not self.settings.adaptive or self.target.dtype != torch.float32:
-            return configs
-        ts = filter(None, self.settings.temperatures)
-        return configs + [(t, c) for t in ts for c in self.load_configs_at(t) if c.adaptive]
 
     @property
     def batch(self) -> int:

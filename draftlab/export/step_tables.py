@@ -75,7 +75,7 @@ def measured_steps(
         under_load[source] += [
             MeasuredSteps(point.concurrency, point.k, point.step_ms, point.speedup)
             for point in report.load
-            if wanted(point) and point.fixed_k and (point.engine, point.k) == (row.engine, row.k)
+            if wanted(point) and (point.engine, point.k) == (row.engine, row.k)
         ]
     candidates = [*under_load.items(), *timed.items()]
     several = [(source, steps) for source, steps in candidates if len(_by_batch(steps)) > 1]

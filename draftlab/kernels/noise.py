@@ -27,7 +27,7 @@ class Purpose(IntEnum):
 
 
 BLOCK_STRIDE = 256
-"""Block and adaptive verification key the noise of draft d of a step from position s by
+"""Block verification keys the noise of draft d of a step from position s by
 s · BLOCK_STRIDE + d, so that no step reads a number that another one has looked at; larger than
 any number of drafts."""
 

@@ -11,9 +11,6 @@ On a CPU the usual cache has one block a row: its keys are then read in place, a
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from draftlab.kernels.dispatch import triton_operator
@@ -67,7 +64,6 @@ def attend_paged(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     last_seen: Tensor | None = None,
-    query_start: Tensor | None = None,
     prefetch_weight: Tensor | None = None,
 ) -> Tensor:
     """Return attention of new tokens over their rows' cached keys, their own included.
@@ -79,7 +75,7 @@ def attend_paged(
 
     Args:
         query: [B, M, heads, head_dim], any strides with a last one of 1. Query head h reads kv head
-            h // (heads / kv heads). With `query_start` [1, N, heads, head_dim].
+            h // (heads / kv heads).
         key_pool, value_pool: [P, S, kv heads, head_dim].
         block_table: int32 [B, N].
         positions: int64 [B, M]; the real ones of a row come first and are consecutive, the rest are
@@ -91,23 +87,16 @@ def attend_paged(
         sinks: [heads]; a logit per head that joins the softmax and gives no value (gpt-oss).
         last_seen: int64 [B, M], the last key that each token sees, at or beyond its position, for
             tokens that see each other; −1 where the position is.
-        query_start: int64 [B], where each row's queries begin in a query without gaps between rows
-            (`CompactTokens`); `positions` says how many it has. None: row b's queries are query[b].
         prefetch_weight: 16-bit weights that the next kernel reads. The GPU prefetches them to L2,
             since attention of few tokens leaves the memory idle. It changes no result.
 
     Returns:
-        The query's shape and dtype, contiguous; undefined for queries that no row has.
+        The query's shape and dtype, contiguous.
 
     Raises:
         ValueError: if the heads are no multiple of the kv heads.
     """
     check_heads(query, key_pool)
-    if query_start is not None:
-        return _attend_compact(
-            query, positions, query_start, key_pool, value_pool, block_table,
-            scale=scale, window=window, chunk=chunk, softcap=softcap, sinks=sinks,
-        )  # fmt: skip
     group, block_size = query.shape[2] // key_pool.shape[2], key_pool.shape[1]
     # One row at a time, so that each reads only what it sees, and in place.
     reads = plan_reads(
@@ -123,17 +112,3 @@ def attend_paged(
     return attend_reads(
         query, key_pool, value_pool, reads, scale=scale, softcap=softcap, sinks=sinks
     )
-
-
-def _attend_compact(
-    query: Tensor, positions: Tensor, query_start: Tensor, *pools: Tensor, **options: Any
-) -> Tensor:
-    """Attend for queries without gaps between rows: give each row its gaps, and take them away."""
-    real = positions >= 0
-    at = (query_start[:, None] + torch.arange(positions.shape[1], device=query.device))[real]
-    padded = query.new_zeros(*positions.shape, *query.shape[2:])
-    padded[real] = query[0, at]
-    attended = attend_paged.reference(padded, *pools, positions, **options)
-    output = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    output[0, at] = attended[real]
-    return output

@@ -100,7 +100,7 @@ def write_paged(key, value, key_pool, value_pool, slots) -> None:
 
 def attend_paged(
     query, key_pool, value_pool, block_table, positions, *, scale, window=None, chunk=None,
-    softcap=None, sinks=None, last_seen=None, query_start=None, prefetch_weight=None,
+    softcap=None, sinks=None, last_seen=None, prefetch_weight=None,
     plan: Plan | None = None,
 ) -> Tensor:  # fmt: skip
     """Launch `paged_attention.attend_paged`; `plan` replaces the tiling chosen by shape."""
@@ -145,7 +145,6 @@ def attend_paged(
             block_table,
             positions,
             last_keys,
-            query_start,
             sinks,
             output,
             partial,
@@ -171,7 +170,6 @@ def attend_paged(
             combine_kernel[num_heads, num_tokens, num_rows](
                 positions,
                 last_keys,
-                query_start,
                 sinks,
                 output,
                 partial,

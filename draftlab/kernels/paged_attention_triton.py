@@ -103,8 +103,8 @@ def _key_tiles(
 
 @triton.jit
 def attend_kernel(
-    query, key_pool, value_pool, block_table, positions, last_keys, query_start, sinks, output,
-    partial, statistics,
+    query, key_pool, value_pool, block_table, positions, last_keys, sinks, output, partial,
+    statistics,
     scale, softcap, prefetch_weight, prefetch_chunks, num_tokens, table_width,
     query_row, query_token, query_head,
     key_block, key_offset, key_head, value_block, value_offset, value_head,
@@ -116,8 +116,7 @@ def attend_kernel(
 ):  # fmt: skip
     """Attend for one tile of rows and one split; grid (kv heads, tiles · splits, B).
 
-    PREFETCH: chunks of `prefetch_weight` that each program prefetches to L2, or 0. query_start:
-    where a row's queries begin; None: query_row apart.
+    PREFETCH: chunks of `prefetch_weight` that each program prefetches to L2, or 0.
     """
     if PREFETCH:
         axis = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
@@ -150,11 +149,7 @@ def attend_kernel(
     head = kv_head * GROUP + row % GROUP
     dim = tl.arange(0, HEAD_DIM_PADDED)
     in_dim = dim < HEAD_DIM
-    first_query, first_output = batch * query_row, batch * num_tokens
-    if query_start is not None:
-        first_output = tl.load(query_start + batch)
-        first_query = first_output * query_token
-    query_at = first_query + token.to(tl.int64) * query_token + head * query_head
+    query_at = batch * query_row + token.to(tl.int64) * query_token + head * query_head
     q = tl.load(
         query + query_at[:, None] + dim[None, :], real[:, None] & in_dim[None, :], other=0.0
     )
@@ -200,8 +195,6 @@ def attend_kernel(
         top = new_top
 
     in_tile = (row < ROWS // GROUP * GROUP) & (token < num_tokens)
-    if query_start is not None:
-        in_tile = in_tile & real
     at_output = (batch * num_tokens + token) * HEADS + head
     store = in_tile[:, None] & in_dim[None, :]
     if SPLITS > 1:
@@ -217,7 +210,6 @@ def attend_kernel(
             accumulator *= tl.exp2(top - new_top)[:, None]
         # Padding has seen nothing: accumulator is 0.
         result = accumulator / tl.where(total > 0, total, 1.0)[:, None]
-        at_output = (first_output + token) * HEADS + head
         tl.store(
             output + at_output[:, None] * HEAD_DIM + dim[None, :],
             result.to(output.dtype.element_ty),
@@ -227,7 +219,7 @@ def attend_kernel(
 
 @triton.jit
 def combine_kernel(
-    positions, last_keys, query_start, sinks, output, partial, statistics, num_tokens,
+    positions, last_keys, sinks, output, partial, statistics, num_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
     WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
     KEYS: tl.constexpr, SPLITS: tl.constexpr, OWN_LAST: tl.constexpr, GDC: tl.constexpr,
@@ -251,9 +243,6 @@ def combine_kernel(
     at_output = (batch * num_tokens + token) * HEADS + head
     if GDC:
         tl.extra.cuda.gdc_wait()
-    if query_start is not None:  # noqa: SIM102 (constant at compile time; the next is not)
-        if tl.load(positions + at_row + token) < 0:
-            return
     top = tl.load(statistics + (at_output * SPLITS + split) * 2, used, other=float("-inf"))
     total = tl.load(statistics + (at_output * SPLITS + split) * 2 + 1, used, other=0.0)
     accumulator = tl.load(
@@ -271,6 +260,4 @@ def combine_kernel(
     if SINKS:
         denom += tl.exp2(sink - base)
     result = tl.sum(accumulator * weight[:, None], 0) / tl.where(denom > 0, denom, 1.0)
-    if query_start is not None:
-        at_output = (tl.load(query_start + batch) + token) * HEADS + head
     tl.store(output + at_output * HEAD_DIM + dim, result.to(output.dtype.element_ty), in_dim)

@@ -32,15 +32,6 @@ def load_logits(pointers, mask):
 
 
 @triton.jit
-def row_logits(logits, query_start, row, row_stride, depth_stride):
-    """Return the pointer to a row's first logits; query_start: None if rows lie evenly."""
-    start = row * row_stride
-    if query_start is not None:
-        start = tl.load(query_start + row) * depth_stride
-    return logits + start
-
-
-@triton.jit
 def exp_scaled(x, top, temperature):
     """Return exp((x − top) / temperature) for logits x ≤ top; greedy rows are divided by 1."""
     inverse = 1.0 / tl.where(temperature > 0, temperature, 1.0)

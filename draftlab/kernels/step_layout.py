@@ -34,8 +34,6 @@ def gather_batch(
     *,
     max_length: int,
     block_size: int,
-    k: int | None = None,
-    num_drafts: Tensor | None = None,
 ) -> StepLayout:
     """Return the input batch of a step.
 
@@ -47,15 +45,13 @@ def gather_batch(
         index: int64 [B], slot numbers.
         max_length: positions a row may take.
         block_size: positions in a block of the pool.
-        k: most drafts a row; None: as many as a slot holds.
-        num_drafts: int64 [B], drafts to verify, no more than `available_drafts`; None: these.
     """
-    k = slots.drafts.shape[1] if k is None else k
-    length, drafts = slots.length[index], slots.drafts[index, :k]
+    length, drafts = slots.length[index], slots.drafts[index]
+    k = drafts.shape[1]
     depth = torch.arange(k + 1, device=index.device)
     active = length > 0
-    if num_drafts is None:
-        num_drafts = available_drafts(slots, index, max_length=max_length, k=k)
+    room = torch.minimum(max_length - 1 - length, slots.stored[index])
+    num_drafts = room.clamp(0, k).where(active, 0)
     is_real = (depth <= num_drafts[:, None]) & active[:, None]
     positions = (length[:, None] - 1 + depth).where(is_real, -1)
     table = slots.block_table[index]
@@ -73,24 +69,12 @@ def gather_batch(
     )
 
 
-def available_drafts(slots: SlotBuffers, index: Tensor, *, max_length: int, k: int) -> Tensor:
-    """Return how many of the first k drafts are stored and fit, int64 [B]."""
-    length = slots.length[index]
-    room = torch.minimum(max_length - 1 - length, slots.stored[index])
-    return room.clamp(0, k).where(length > 0, 0)
-
-
 @triton_operator("step_layout_triton", when=_on_cuda)
-def commit(
-    slots: SlotBuffers, layout: StepLayout, result: VerifyResult, *, confidence: bool = True
-) -> StepOutput:
+def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> StepOutput:
     """Write a verification's result to `slots.length` and `slots.newest` of the layout's rows.
 
-    No drafts are stored afterwards.
-
-    Args:
-        confidence: whether the results have the confidence of the drafts that were stored, if the
-            slots do; NaN behind them, and in rows without a request.
+    No drafts are stored afterwards. If the slots have the confidence of drafts, so have the
+    results: NaN behind the drafts that were stored, and in rows without a request.
     """
     length, accepted, drafts = layout.length, result.accepted, layout.tokens[:, 1:]
     active = length > 0
@@ -102,7 +86,7 @@ def commit(
     slots.length[layout.index] = (length + accepted + 1).where(active, 0)
     slots.newest[layout.index] = result.emitted
     stated = None
-    if confidence and slots.confidence is not None:
+    if slots.confidence is not None:
         # Dummies share a slot, which the first of them empties.
         stored = (depth[:-1] < slots.stored[layout.index, None]) & active[:, None]
         stated = slots.confidence[layout.index, : drafts.shape[1]].where(stored, torch.nan)

@@ -30,17 +30,14 @@ def _copy(source, slot, target, row):
 
 @triton.jit
 def gather_batch_kernel(
-    index, length, newest, stored, drafts, draft_stride, counts, block_table, temperature, top_k,
-    top_p, seed, prompt, draft_temperature, sampled,
+    index, length, newest, stored, drafts, draft_stride, block_table, temperature, top_k, top_p,
+    seed, prompt, draft_temperature, sampled,
     length_out, tokens_out, positions_out, slots_out, num_drafts_out, table_out, temperature_out,
     top_k_out, top_p_out, seed_out, prompt_out, draft_temperature_out, sampled_out,
     table_width, block_size, max_length,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, TILE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
-    """Gather one row; grid (B,), WIDTH = k + 1.
-
-    counts: drafts to verify, or None.
-    """
+    """Gather one row; grid (B,), WIDTH = K + 1."""
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -48,12 +45,9 @@ def gather_batch_kernel(
     slot = tl.load(index + row)
     known_length = tl.load(length + slot)
     active = known_length > 0
-    if counts is not None:
-        count = tl.load(counts + row)
-    else:
-        room = tl.minimum(max_length - 1 - known_length, tl.load(stored + slot))
-        count = tl.minimum(tl.maximum(room, 0), WIDTH - 1)
-        count = tl.where(active, count, 0)
+    room = tl.minimum(max_length - 1 - known_length, tl.load(stored + slot))
+    count = tl.minimum(tl.maximum(room, 0), WIDTH - 1)
+    count = tl.where(active, count, 0)
     depth = tl.arange(0, DEPTHS)
     inside = depth < WIDTH
     draft = drafts + slot * draft_stride + depth - 1
@@ -161,9 +155,9 @@ def store_drafts_kernel(
         tl.store(slot_logits + (slot * slot_stride + depth) * vocab + at, x, mask=at < vocab)
 
 
-def gather_batch(slots, index, *, max_length, block_size, k=None, num_drafts=None) -> StepLayout:
+def gather_batch(slots, index, *, max_length, block_size) -> StepLayout:
     """Launch `step_layout.gather_batch`."""
-    rows, width = len(index), (slots.drafts.shape[1] if k is None else k) + 1
+    rows, width = len(index), slots.drafts.shape[1] + 1
     keys, sampling = slots.keys, slots.sampling
     sources = (keys.temperature, keys.top_k, keys.top_p, keys.seed, keys.prompt, *(sampling or ()))
     gathered = [x.new_empty(rows) for x in sources]
@@ -185,7 +179,6 @@ def gather_batch(slots, index, *, max_length, block_size, k=None, num_drafts=Non
             slots.stored,
             slots.drafts,
             slots.drafts.stride(0),
-            num_drafts,
             slots.block_table,
             *sources,
             *none,
@@ -209,11 +202,11 @@ def gather_batch(slots, index, *, max_length, block_size, k=None, num_drafts=Non
     return layout
 
 
-def commit(slots, layout, result, *, confidence=True) -> StepOutput:
+def commit(slots, layout, result) -> StepOutput:
     """Launch `step_layout.commit`."""
     tokens = layout.tokens
     rows, width = tokens.shape
-    stated = slots.confidence if confidence else None
+    stated = slots.confidence
     results = 2 * width + 1 + (0 if stated is None else width - 1)
     packed = tokens.new_empty(rows, results, dtype=torch.int32)
     outputs = *tokens.new_empty(2, rows, width), tokens.new_empty(rows), packed

@@ -70,22 +70,6 @@ class StepLayout:
 
 
 @dataclass(frozen=True)
-class CompactTokens:
-    """The tokens of a step without the gaps between its rows, for work that is done token by token.
-
-    Attributes:
-        tokens: int64 [N], each row's newest token and verified drafts, row by row; 0 behind them.
-        positions, slots: int64 [N]; −1 behind them.
-        query_start: int64 [B], the index of each row's first token.
-    """
-
-    tokens: Tensor
-    positions: Tensor
-    slots: Tensor
-    query_start: Tensor
-
-
-@dataclass(frozen=True)
 class StepOutput:
     """The result of a decode step.
 

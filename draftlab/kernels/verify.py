@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.dispatch import triton_operator
-from draftlab.kernels.draft_allocation import row_index
 from draftlab.kernels.noise import (
     BLOCK_STRIDE,
     Purpose,
@@ -45,13 +44,12 @@ def verify(
     limited: bool | None = None,
     expect: bool = True,
     block: bool = False,
-    query_start: Tensor | None = None,
 ) -> VerifyResult:
     """Accept the longest valid prefix of each row's drafts and emit one more token.
 
     Args:
         logits: [B, K + 1, V], bfloat16, float16 or float32; entry i is the target's prediction for
-            draft i. With `query_start` [N, V].
+            draft i.
         drafts: int64 [B, K] target ids.
         num_drafts: int64 [B], how many of a row's K drafts are real.
         distribution: q of sampled drafts; None when every draft is an argmax, whose q is one-hot.
@@ -64,10 +62,7 @@ def verify(
             have been drawn with noise of their own for every step (`engine/draft_sampler.py`).
             Rows of argmax drafts are the same in both: with a one-hot q the accepted length has
             one distribution, and the residual is p without the draft.
-        query_start: int64 [B], where each row's logits begin; row b has num_drafts[b] + 1 of them.
     """
-    if query_start is not None:
-        logits = logits[row_index(query_start, drafts.shape[1] + 1, len(logits))]
     if not bool((rows.temperature > 0).any()):
         return _verify_greedy(logits, drafts, num_drafts)
     if logits.shape[1] == 1:

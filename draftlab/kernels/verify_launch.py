@@ -7,7 +7,6 @@ import triton
 from torch import Tensor
 
 from draftlab.kernels.dependent_launch import launch_options
-from draftlab.kernels.draft_allocation import row_index
 from draftlab.kernels.sampling_types import VerifyResult, draft_index
 from draftlab.kernels.top_k_top_p import apply_top_k_top_p, uses_top_k_top_p
 from draftlab.kernels.verify_triton import (
@@ -34,7 +33,6 @@ def verify(
     limited=None,
     expect=True,
     block=False,
-    query_start=None,
 ) -> VerifyResult:
     """Launch `verify.verify`.
 
@@ -43,12 +41,8 @@ def verify(
     """
     (num_rows, width), vocab = (len(drafts), drafts.shape[1] + 1), logits.shape[-1]
     if uses_top_k_top_p(rows, limited):
-        if query_start is not None:  # limits are the rows'
-            logits = logits[row_index(query_start, width, len(logits))]
-            query_start = None
         logits = apply_top_k_top_p(logits, rows)
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    strides = logits.stride()[:2] if query_start is None else (0, logits.stride(0))
     num_blocks, num_races = triton.cdiv(vocab, REDUCE_BLOCK), triton.cdiv(vocab, RACE_BLOCK)
     q, num_overlaps = distribution if width > 1 else None, 0
     sampled, of_logits, of_rows, of_ids = None, (None, None, 0, 0), (None, None), (None, None, 0)
@@ -72,7 +66,7 @@ def verify(
     accepted, emitted = scratch(num_rows, dtype=torch.int64), scratch(num_rows, dtype=torch.int64)
     probability = scratch(num_rows, width - 1)
     # The arguments that several kernels take, in their order.
-    target = logits, query_start, *strides, vocab
+    target = logits, *logits.stride()[:2], vocab
     blocks = *scratch(2, num_rows, width, num_blocks), block_argmax, num_blocks
     races = scratch(num_rows, 2, num_races), race_tokens, num_races, overlaps, num_overlaps
     temperatures, num_drafts = rows.temperature.contiguous(), num_drafts.contiguous()

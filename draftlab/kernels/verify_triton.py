@@ -14,7 +14,7 @@ import triton.language as tl
 
 from draftlab.kernels.noise import BLOCK_STRIDE
 from draftlab.kernels.noise_triton import ACCEPT, EMIT, exponential, keyed_bits, keyed_uniform
-from draftlab.kernels.sampling_triton import element, exp_scaled, load_logits, max_index, row_logits
+from draftlab.kernels.sampling_triton import element, exp_scaled, load_logits, max_index
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
 _STRIDE = tl.constexpr(BLOCK_STRIDE)
@@ -23,8 +23,8 @@ TOKEN, OVERLAPS, BLOCK = (tl.constexpr(i) for i in range(3))  # what `reject_and
 
 @triton.jit
 def reduce_logits(
-    logits, query_start, row_stride, depth_stride, vocab, temperatures, num_drafts, block_max,
-    block_sum, block_argmax, num_blocks,
+    logits, row_stride, depth_stride, vocab, temperatures, num_drafts, block_max, block_sum,
+    block_argmax, num_blocks,
     WIDTH: tl.constexpr, SIZE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Reduce one block; grid (B · WIDTH, blocks), WIDTH = K + 1, results [B, WIDTH, blocks].
@@ -40,7 +40,7 @@ def reduce_logits(
     depth = logits_row - row * WIDTH
     if depth > tl.load(num_drafts + row):
         return
-    base = row_logits(logits, query_start, row, row_stride, depth_stride) + depth * depth_stride
+    base = logits + row * row_stride + depth * depth_stride
     x = load_logits(base + at, at < vocab)
     top, best = max_index(x)
     out = logits_row * num_blocks + block
@@ -162,7 +162,7 @@ def _overlap(
 
 @triton.jit
 def reject_and_resample(
-    logits, query_start, row_stride, depth_stride, vocab, drafts, draft_stride, num_drafts,
+    logits, row_stride, depth_stride, vocab, drafts, draft_stride, num_drafts,
     positions, seeds, prompts, temperatures, q_rows, q_logits, q_row_stride, q_depth_stride,
     q_log_sum, q_temperatures, sampled, ids, index, num_ids, block_max, block_sum, block_argmax,
     num_blocks,
@@ -183,7 +183,7 @@ def reject_and_resample(
         tl.extra.cuda.gdc_wait()
     row, program = tl.program_id(0).to(tl.int64), tl.program_id(1)
     drafts += row * draft_stride
-    logits = row_logits(logits, query_start, row, row_stride, depth_stride)
+    logits += row * row_stride
     temperature = tl.load(temperatures + row)
     q_sampled = temperature < 0
     q_temperature = temperature

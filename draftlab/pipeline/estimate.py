@@ -245,10 +245,7 @@ def _evaluation(recipe: Recipe, target: TargetSize, gpu: Gpu | None) -> Estimate
             settings.answers_under_load(c) * target.step_seconds(gpu, c, PROMPT_TOKENS)
             for c in settings.concurrency
         )
-        # Each adaptive configuration stands for all K's of a head.
-        adaptive = (rows - len(configs)) // len(settings.k or "k") * settings.adaptive
-        answers = rows * timed * batch_1 + (rows + adaptive) * loaded
-        seconds += settings.timing_tokens * answers
+        seconds += settings.timing_tokens * rows * (timed * batch_1 + loaded)
     number = f"{prompts:,}" if prompts is not None else "all"
     return Estimate("eval", f"{rows} rows of {number} prompts", seconds=seconds)
 

@@ -178,6 +178,7 @@ _VLLM_PYTHON = "set the environment variable DRAFTLAB_VLLM_PYTHON; a recipe name
 REMOVED_SETTINGS = {
     "train.replay": "a head trains on recorded answers alone",
     "target.compile": "layers without a fast path of draftlab run as transformers writes them",
+    "eval.adaptive": "servers choose how many drafts they verify; every row here has a fixed K",
     **{f"{s}.vllm.python": _VLLM_PYTHON for s in ("regenerate", "record", "eval")},
     "run.url": "sync the run folder with a tool of your own, such as `rclone` or `aws s3 sync`",
 }

@@ -82,14 +82,13 @@ class FusedLayer:
         block_table: Tensor,
         positions: Tensor,
         last_seen: Tensor | None = None,
-        query_start: Tensor | None = None,
     ) -> tuple[Tensor, DeferredNorm | None]:
         """Return the output [T, H], and its norm if one follows.
 
         Args:
             query: [B, M, heads, head_dim], T = B · M.
             residual: [T, H].
-            positions, last_seen, query_start: of the tokens, as in `attend_paged`.
+            positions, last_seen: of the tokens, as in `attend_paged`.
         """
         w = self.weights
         attended = attend_paged(
@@ -100,7 +99,6 @@ class FusedLayer:
             scale=self.scale,
             window=self.window,
             last_seen=last_seen,
-            query_start=query_start,
             prefetch_weight=w.out,
         )
         y, normed = linear_then_norm(
@@ -119,8 +117,6 @@ class FusedLayer:
 
 class KnownDecoder(ABC):
     """The decoder of a target with known layers (see `has_known_layers`); a `DecodePath`."""
-
-    takes_compact_tokens = False
 
     def __init__(self, target: Target) -> None:
         self.embeddings, rope = target.parts.embeddings, target.decoder.rotary_emb
@@ -166,8 +162,6 @@ class FusedDecoder(KnownDecoder):
     modules keep views, so neither memory nor the state dict changes.
     """
 
-    takes_compact_tokens = True
-
     @torch.no_grad()
     def __init__(self, target: Target) -> None:
         super().__init__(target)
@@ -195,7 +189,7 @@ class FusedDecoder(KnownDecoder):
             pool = cached.keys, cached.values
             query = layer.write_cache(normed, angles, pool, slots, norm_weight=norm_weight)
             query = query.view(*shape, *query.shape[1:])
-            output = layer.output(query, x, pool, *tables, query_start=cache.query_start)
+            output = layer.output(query, x, pool, *tables)
             (x, normed), norm_weight = output, None
         yield x
 

@@ -52,9 +52,6 @@ class HiddenStates:
 class DecodePath(Protocol):
     """A way to run the target's decoder over a paged cache: `Target` itself or a faster path."""
 
-    takes_compact_tokens: bool
-    """Whether a pass can take the tokens of all rows without gaps (`PagedCache.at`)."""
-
     def states(
         self,
         token_ids: Tensor,
@@ -84,8 +81,6 @@ class Target:
         decode_paths: checked fast paths by name; None: the path does not support this target.
         recurrent: whether layers keep a recurrent state.
     """
-
-    takes_compact_tokens = False
 
     def __init__(self, model: Any, folder: Path, name: str, notes: Sequence[str] = ()) -> None:
         self.model, self.folder, self.name, self.notes = model, folder, name, tuple(notes)

@@ -77,7 +77,6 @@ class PagedCache(Cache):
         block_table: int32 [B, N] of the next forward pass.
         positions: int64 [B, M] of its tokens, −1 for padding.
         slot_mapping: int64 [B, M], the slots that their keys are written to; −1: none.
-        query_start: see `at`.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class PagedCache(Cache):
         self.states = RecurrentStates(num_rows) if num_rows else None
         self.block_table = torch.empty(0, 0, dtype=torch.int32)
         self.positions = self.slot_mapping = torch.empty(0, 0, dtype=torch.int64)
-        self.query_start: Tensor | None = None
         self._reads: dict[tuple[Any, ...], Reads] = {}
         self._writes: Writes | None = None
         super().__init__(layers=[_PagedLayer(self) for _ in range(num_layers)])
@@ -99,19 +97,16 @@ class PagedCache(Cache):
         slot_mapping: Tensor,
         rows: Tensor | None = None,
         lengths: Sequence[int] | None = None,
-        query_start: Tensor | None = None,
     ) -> PagedCache:
         """Set the tables of the next forward pass.
 
         Args:
             rows, lengths: see `RecurrentStates.at`.
-            query_start: for a decoder that `takes_compact_tokens`: int64 [B], where each row's
-                tokens begin in a pass of tokens [1, N]; `positions` is [B, M] all the same.
         """
         if self.states is not None:
             self.states.at(rows, lengths)
         self.block_table, self.positions = block_table, positions
-        self.slot_mapping, self.query_start = slot_mapping, query_start
+        self.slot_mapping = slot_mapping
         self._reads.clear()
         self._writes = None
         return self

@@ -11,9 +11,8 @@ those of `draftlab eval --concurrency` (docs/methods.md §6.2), by the same code
 take turns in every round, of which there are `--rounds` or more: each configuration is measured for
 `--seconds` at least. Graphs are captured before.
 
-It prints a table of goodput in tokens/s with the best of each concurrency, what a configuration
-without a fixed K has of the best fixed K (plain decoding included) and of plain decoding, each with
-a 95 % interval over rounds, and how well each K is predicted from the others.
+It prints a table of goodput in tokens/s with the best of each concurrency, and how well each K is
+predicted from the others.
 """
 
 from __future__ import annotations
@@ -21,27 +20,21 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from argparse import BooleanOptionalAction
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from adaptive_choices import choices
 from random_models import HEADS, SMALL_HEAD, random_head, random_target
 from synthetic_workload import synthetic_engine, synthetic_workload
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from draftlab.engine.engine import Engine
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.decoding_config import PLAIN_DECODING
-from draftlab.evaluate.load import LoadRun
 from draftlab.evaluate.measure import new_engine, pool_warnings, shared_pool
 from draftlab.evaluate.results import LoadPoint
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.evaluate.statistics import percentile_interval, resample_sums
 from draftlab.evaluate.warnings import with_load_cliff_warnings
 from draftlab.evaluate.workload import Workload
 from draftlab.progress import Monitor
@@ -88,11 +81,6 @@ def with_pool(
     return loaded
 
 
-Rounds = dict[str, list[list[float]]]
-"""By configuration, the tokens and summed seconds of the measured requests of each round, and the
-seconds of all requests and of the time in its window."""
-
-
 def measure(
     new_workload: Callable[[], Workload],
     concurrency: Sequence[int],
@@ -101,10 +89,10 @@ def measure(
     synthetic: bool,
     rounds: int,
     seconds: float,
-) -> tuple[list[LoadPoint], dict[int, Rounds]]:
+) -> list[LoadPoint]:
     """Measure every configuration at every concurrency; print the seconds that each took."""
     make = synthetic_engine if synthetic else new_engine
-    loaded, points, all_rounds = with_pool(new_workload), [], {}
+    loaded, points = with_pool(new_workload), []
     for number in concurrency:
 
         def part(number: int = number) -> dict[str, Any]:
@@ -112,7 +100,7 @@ def measure(
             (t,) = workload.settings.temperatures
             engines = {
                 config: make(workload, config, number, pool, expect=False)
-                for config in workload.load_configs_at(t)
+                for config in workload.configs_at(t)
             }
             options = {"rounds": rounds, "least_s": seconds}
             runs = workload.load_runs(engines, t, number, "draftlab", **options)
@@ -122,17 +110,13 @@ def measure(
                 f"them measured in {len(runs[PLAIN_DECODING].rounds)} rounds",
                 flush=True,
             )
-            for config, engine in engines.items():
-                for text in choices(engine, runs[config]) if isinstance(engine, Engine) else ():
-                    print(f"    {text}", flush=True)
             measured = workload.load_points(runs, t, number, "draftlab")
             warnings = pool_warnings(workload, pool, number)
             return {
                 "points": [
                     p.model_copy(update={"warnings": p.warnings + warnings}).model_dump(mode="json")
                     for p in measured
-                ],
-                "rounds": {config.name_at(t): round_sums(run) for config, run in runs.items()},
+                ]
             }
 
         results = parts.measure(f"{number} at once", part)
@@ -145,25 +129,12 @@ def measure(
             for p in measured
         )
         print(f"{number} at once: {'; '.join(texts)}", flush=True)
-        points, all_rounds[number] = points + measured, results["rounds"]
-    return with_load_cliff_warnings(points), all_rounds
+        points += measured
+    return with_load_cliff_warnings(points)
 
 
-def round_sums(run: LoadRun) -> list[list[float]]:
-    """Return the sums of each round that goodput is computed from, as in `Rounds`."""
-    return [
-        [
-            sum(len(g.token_ids) for g in one.measured),
-            sum(g.total_s for g in one.measured),
-            one.busy_s,
-            one.window_s,
-        ]
-        for one in run.rounds
-    ]
-
-
-def show(points: Sequence[LoadPoint], rounds: Mapping[int, Rounds]) -> None:
-    """Print the table of goodput, the ratios of adaptive configurations, and the warnings."""
+def show(points: Sequence[LoadPoint]) -> None:
+    """Print the table of goodput and the warnings."""
     columns = sorted({point.concurrency for point in points})
     best = {
         max((p.goodput_tok_s, p.concurrency) for p in points if p.concurrency == c) for c in columns
@@ -177,55 +148,9 @@ def show(points: Sequence[LoadPoint], rounds: Mapping[int, Rounds]) -> None:
             text += f" ({at[c].speedup:.3f})" if at[c].speedup else ""
             rows[-1].append(text + " *" * ((at[c].goodput_tok_s, c) in best))
     print_table(["tokens/s", *map(str, columns)], rows)
-    for name in dict.fromkeys(p.configuration for p in points if not p.fixed_k):
-        rows = [[text, *texts] for text, texts in ratios(points, rounds, name).items()]
-        print_table([name, *map(str, columns)], rows)
     for point in points:
         for text in point.warnings:
             print(f"warning: {point.configuration}: {text}")
-
-
-def ratios(
-    points: Sequence[LoadPoint], rounds: Mapping[int, Rounds], name: str
-) -> dict[str, list[str]]:
-    """Return a configuration's goodput over the best fixed K's and over plain decoding's.
-
-    The best of several measured goodputs is too high by chance more often than too low, so the
-    first ratio is rather too small.
-    """
-    lines: dict[str, list[str]] = {
-        "of the best fixed K": [],
-        "95 % interval": [],
-        "the best fixed K": [],
-        "of plain decoding": [],
-        "95 % interval ": [],
-    }
-    for concurrency in sorted({point.concurrency for point in points}):
-        here = [point for point in points if point.concurrency == concurrency]
-        fixed = max((p for p in here if p.fixed_k), key=lambda p: p.goodput_tok_s)
-        plain = next(p for p in here if not p.k)
-        own = next(p for p in here if p.configuration == name)
-        texts = []
-        for base in (fixed, plain):
-            texts.append(f"{own.goodput_tok_s / base.goodput_tok_s:.3f}")
-            of, to = (rounds[concurrency][p.configuration] for p in (own, base))
-            low, high = goodput_ratio_interval(of, to)
-            texts.append(f"{low:.3f}-{high:.3f}")
-        texts.insert(2, str(fixed.k))
-        for line, text in zip(lines.values(), texts, strict=True):
-            line.append(text)
-    return lines
-
-
-def goodput_ratio_interval(
-    one: Sequence[Sequence[float]], other: Sequence[Sequence[float]]
-) -> tuple[float, float]:
-    """Return the bootstrap interval over rounds of a ratio of goodputs, round by round in pairs."""
-    columns = np.concatenate([np.array(one), np.array(other)], axis=1).T
-    sums = np.array(resample_sums(*columns)).reshape(2, 4, -1)
-    tokens, seconds, busy, window = sums.swapaxes(0, 1)
-    goodput = busy / window * tokens / seconds
-    return percentile_interval(goodput[0] / goodput[1], 0.95)
 
 
 def main() -> None:
@@ -239,7 +164,6 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=16, help="measured ones, at least")
     parser.add_argument("--rounds", type=int, default=4, help="of all configurations, at least")
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measured, at least")
-    parser.add_argument("--adaptive", action=BooleanOptionalAction, default=True)
     parser.add_argument("--device", default="cuda")
     add_options(parser)
     arguments = parser.parse_args()
@@ -258,14 +182,13 @@ def main() -> None:
             device,
             k=arguments.k,
             concurrency=arguments.concurrency,
-            adaptive=arguments.adaptive,
             timing_prompts=arguments.requests,
             timing_tokens=arguments.tokens,
             max_new_tokens=arguments.tokens,
             prompt_tokens=arguments.prompt_tokens,
         )
 
-    points, rounds = measure(
+    points = measure(
         new_workload,
         concurrency,
         parts,
@@ -274,7 +197,7 @@ def main() -> None:
         seconds=arguments.seconds,
     )
     if points:
-        show(points, rounds)
+        show(points)
         adviser = advise([], load=points) or {}
         print(adviser.get("check", {}).get("text", "no advice"))
     print(f"{time.perf_counter() - started:.0f} s in all")

@@ -109,8 +109,6 @@ REFUSED = [
     Case("eval --run small --max-prompts 0", "--max-prompts"),
     Case("eval --run small --top-p 2", "--top-p"),
     Case("eval --run small --engine fast", "engine"),
-    Case("eval --run small --adaptive", "--adaptive: expected concurrency too"),
-    Case("eval --run small --adaptive --concurrency 1 --engine reference", "fixed K"),
     Case("export --run small --to vlm", "did you mean"),
     Case("export --run small --to vllm --k 0", "k"),
     Case("export --run small --to vllm --out small.yaml", "found a file"),

@@ -16,7 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftlab.engine.adaptive import AdaptiveVerification
 from draftlab.engine.drafter import HeadDrafter, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.reference import ReferenceEngine
@@ -126,25 +125,6 @@ def test_the_embedded_target(
     engine = Engine(target, drafter, max_length=400, **options)
     for _ in range(2):  # the second time with graphs that the first one captured
         assert outcomes(run(engine, requests)) == expected_outcomes(device, kind, sampling)
-
-
-@on_gpu
-@pytest.mark.parametrize("graphs", [True, False])
-@pytest.mark.parametrize("kind", ["chain", "parallel", "block"])
-def test_adaptive_steps_of_every_shape(kind: str, graphs: bool, device: str) -> None:
-    """Greedy tokens are plain decoding's, with budgets, without the head, and with evictions."""
-    target, heads, prompts = embedded(device)
-    requests = [Request(i, ids, 64) for i, ids in prompts]
-    plain = {g.id: g.token_ids for g in Engine(target, batch=8, max_length=400).generate(requests)}
-    for options in ({"batch": 8}, {"batch": 48}, {"batch": 8, "num_blocks": 45}):
-        drafter = new_drafter(heads[kind], K, confidence=True, fresh_noise=True)
-        adaptive = AdaptiveVerification(cycle=True)
-        engine = Engine(
-            target, drafter, max_length=400, graphs=graphs, adaptive=adaptive, **options
-        )
-        assert engine.step.compacts
-        answers = {g.id: g.token_ids for g in engine.generate(requests)}
-        assert {name for name in plain if answers[name] != plain[name]} == set()
 
 
 def load(folder: Path, device: str, dtype: str, **options: Any) -> Target:

@@ -11,7 +11,6 @@ from typing import Any, cast
 import pytest
 from pydantic import ValidationError
 
-from draftlab.engine.adaptive import AdaptiveVerification
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
@@ -120,27 +119,6 @@ def test_streams_follow_until_every_configuration_was_measured_for_long_enough()
     assert calls[-1] == (2 * len(runs[fast].rounds),) * 2
 
 
-def test_an_engine_that_chooses_k_learns_before_it_is_measured(
-    target: Target, head: Eagle3Head
-) -> None:
-    drafter = new_drafter(head, 2, confidence=True, fresh_noise=True)
-    engine = Engine(target, drafter, batch=2, max_length=160, adaptive=AdaptiveVerification())
-    suite = requests(4)
-    decoded: list[int] = []
-    generate = engine.generate
-
-    def recorded(requests: Sequence[Request]) -> Iterator[Generation]:
-        decoded.append(len(requests))
-        return generate(requests)
-
-    engine.generate = recorded
-    streams = load_streams(suite, 4, 2)
-    runs = decode_under_load({PLAIN_DECODING: engine}, suite, streams, lambda *_: None, rounds=3)
-    assert len(runs[PLAIN_DECODING].rounds) == 3
-    warm_up, stream = [6, 1], 2 + 4 + 8  # starting, measured and following requests
-    assert decoded == [*warm_up, stream, *[stream] * 3]
-
-
 # -- the engine, the evaluation and the report
 
 
@@ -157,13 +135,9 @@ def test_tokens_do_not_depend_on_the_load(target: Target) -> None:
         assert min(g.started_s for g in run.measured) > 0
 
 
-@pytest.mark.parametrize("adaptive", [None, AdaptiveVerification()])
-def test_nothing_is_captured_in_a_window(
-    adaptive: AdaptiveVerification | None, target: Target, head: Eagle3Head
-) -> None:
+def test_nothing_is_captured_in_a_window(target: Target, head: Eagle3Head) -> None:
     """Prompts of the second stream are longer than all those of the first one."""
-    drafter = new_drafter(head, 2, confidence=True, fresh_noise=True)
-    engine = Engine(target, drafter, batch=2, max_length=160, adaptive=adaptive)
+    engine = Engine(target, new_drafter(head, 2, confidence=True), batch=2, max_length=160)
     prefill = engine.small_prefill = SmallPrefill(engine.step, None, max_tokens=2048)
 
     def stream(length: int) -> Stream:
@@ -184,7 +158,7 @@ def test_nothing_is_captured_in_a_window(
         return capture(*arguments)
 
     prefill._capture, engine.generate = recorded, counted
-    streams = [stream(3), stream(3), stream(60)] if adaptive else [stream(3), stream(60)]
+    streams = [stream(3), stream(60)]
     suite = [request for each in streams for request in each.requests]
     decode_under_load({PLAIN_DECODING: engine}, suite, iter(streams), lambda *_: None)
     assert measured == len(streams)
@@ -254,9 +228,7 @@ def test_concurrencies_are_a_list_without_repetitions() -> None:
 
 def test_at_temperature_zero_a_configuration_is_named_by_its_argmax_drafts() -> None:
     head = cast(NamedHead, SimpleNamespace(name="head"))
-    fixed = DecodingConfig(head, 3, draft_probs=True)
-    adaptive = DecodingConfig(head, 3, draft_probs=True, adaptive=True)
-    assert fixed.name_at(0.8) == "head, K=3, sampled drafts"
-    assert fixed.name_at(0) == "head, K=3, argmax drafts"
-    assert adaptive.name_at(0) == "head, adaptive K≤3, argmax drafts"
+    config = DecodingConfig(head, 3, draft_probs=True)
+    assert config.name_at(0.8) == "head, K=3, sampled drafts"
+    assert config.name_at(0) == "head, K=3, argmax drafts"
     assert DecodingConfig().name_at(0.8) == "no drafting"

@@ -22,10 +22,10 @@ class BigramDrafter(Drafter):
         for text in texts:
             self.follower[text[:-1]] = torch.tensor(text[1:], device=device)
 
-    def propose(self, verified: VerifiedFeatures, k: int | None = None) -> Proposal:
+    def propose(self, verified: VerifiedFeatures) -> Proposal:
         tokens, last = verified.last()
         drafts = []
-        for step in range(k or self.k):
+        for step in range(self.k):
             tokens = self.follower[tokens]
             wrong = (last + 2 + step) % 5 == 0
             drafts.append((tokens + wrong) % VOCABULARY)

@@ -10,13 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.engine.adaptive import AdaptiveVerification, CyclePolicy, Decision
 from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling, sampling_metadata
 from draftlab.engine.step import Verifier
-from draftlab.engine.step_costs import ShapeFamily
 from draftlab.evaluate.certificate.gtest import g_test
 from draftlab.kernels.sampling import target_probabilities
 from draftlab.kernels.sampling_types import SamplingMetadata
@@ -51,26 +49,19 @@ def joint_p_value(
     target: Target,
     drafter: HeadDrafter | None,
     verifier: Verifier = verify,
-    policy: Any = None,
     decoder: Any = None,
 ) -> float:
     """Return the G-test's p value of the engine's answers against the exact distribution.
 
     Args:
         target: a target with a vocabulary of `JOINT_VOCAB`.
-        policy: chooses the shapes of steps (`AdaptivePolicy`).
         decoder: the target's decode path; None: the engine's.
     """
 
     def request(name: str) -> Request:
         return Request(name, JOINT_PROMPT, JOINT_TOKENS, JOINT_SAMPLING)
 
-    adaptive = None if policy is None else AdaptiveVerification()
-    engine = Engine(
-        target, drafter, batch=1500, max_length=16, verifier=verifier, adaptive=adaptive
-    )
-    if policy is not None:
-        engine.adaptive.policy = policy
+    engine = Engine(target, drafter, batch=1500, max_length=16, verifier=verifier)
     engine.step.decoder = decoder or engine.step.decoder
     counts = Counter(
         generation.token_ids
@@ -93,25 +84,6 @@ def sampled_metadata(rows: int) -> SamplingMetadata:
     """Return the sampling metadata of rows at temperature 1."""
     hot = Sampling(temperature=1.0)
     return sampling_metadata([Request(str(i), (1,), 1, hot) for i in range(rows)], CPU)
-
-
-class ScriptedPolicy(CyclePolicy):
-    """Chooses the shapes of a list in turn, over and over.
-
-    Args:
-        script: K and share of each step's shape.
-        k: most drafts.
-    """
-
-    steps_each = 1
-
-    def __init__(self, script: list[tuple[int, float]], k: int) -> None:
-        super().__init__([ShapeFamily(*entry) for entry in script], k)
-        self.steps = 0
-
-    def decide(self, rows: int) -> Decision:
-        self.steps += 1
-        return super().decide(rows)
 
 
 class RaggedPairs:

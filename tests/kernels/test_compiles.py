@@ -147,7 +147,7 @@ def test_verification(kernels: dict[str, list[Any]], dtype: torch.dtype, drawn: 
 
 
 @pytest.mark.parametrize("draft_probs", [False, True])
-@pytest.mark.parametrize("kind", ["chain", "parallel", "adaptive chain"])
+@pytest.mark.parametrize("kind", ["chain", "parallel", "chain with confidence"])
 def test_a_whole_step(
     kernels: dict[str, list[Any]],
     kind: str,
@@ -162,18 +162,16 @@ def test_a_whole_step(
     from draftlab.engine.drafter import new_drafter
     from draftlab.engine.fused_head import FusedHead
     from draftlab.engine.input_batch import InputBatch
-    from draftlab.engine.step import Step, StepShape
+    from draftlab.engine.step import Step
     from draftlab.target_model.fused_decoder import FusedDecoder
 
     folder = toy_target_folder(tmp_path, layers=4)
     target = load_target(TargetSettings(path=str(folder), device="cpu", dtype="bfloat16"))
-    adaptive = kind == "adaptive chain"  # with a budget of drafts
+    stated = kind == "chain with confidence"
     family = PARALLEL | {"qk_norm": True} if kind == "parallel" else {}
     head = untrained_head(target, 3, 200, **family).to(torch.bfloat16).eval()
-    drafter = new_drafter(
-        head, 3, draft_probs=draft_probs, confidence=adaptive, fresh_noise=adaptive
-    )
-    slots = InputBatch(2, 3, 4, target.device, draft_vocab=drafter.draft_vocab, confidence=adaptive)
+    drafter = new_drafter(head, 3, draft_probs=draft_probs, confidence=stated)
+    slots = InputBatch(2, 3, 4, target.device, draft_vocab=drafter.draft_vocab, confidence=stated)
     step = Step(target, target.new_paged_cache(9, 16), slots, drafter, max_length=64)
     step.decoder = FusedDecoder(target)
     drafter.start(9, 16)
@@ -182,8 +180,7 @@ def test_a_whole_step(
         pretend(owner)
     # Tokens are not computed, so they are none that have an embedding.
     monkeypatch.setattr(F, "embedding", lambda ids, table: on_gpu(*ids.shape, table.shape[1]))
-    step.scale, step.bias = (on_gpu(3, dtype=torch.float32) for _ in range(2))
-    step(on_gpu(2, **INT), limited=False, shape=StepShape(3, 4 if adaptive else None))
+    step(on_gpu(2, **INT), limited=False)
     launched = {name: len(variants) for name, variants in kernels.items()}
     # Target layers, and the head's: three passes over one, or one pass over two.
     passes, layers, rows = (1, 2, 3) if kind == "parallel" else (3, 3, 1)
@@ -198,7 +195,6 @@ def test_a_whole_step(
         == (3 if draft_probs or kind != "parallel" else 1)
     )
     lay_out = "layout_kernel" if kind == "parallel" else "chain_layout_kernel"
-    assert ({"allocate_kernel", "compact_kernel"} <= launched.keys()) == adaptive
     once = {"gather_batch_kernel", "angles_kernel", "reduce_logits", "reject_and_resample"}
     assert once | {"finalize", "commit_kernel", lay_out, "store_drafts_kernel"} <= launched.keys()
 

@@ -57,8 +57,6 @@ def test_measurements_under_load_take_time(llama_8b: Path) -> None:
     assert one == pytest.approx(2 * 2 * (2 + 1.5) * 64 * step, rel=0.2)
     assert one < many < 3 * one
     assert seconds(concurrency=[1, 64]) == pytest.approx(base + one + many)
-    with_adaptive = seconds(concurrency=1, adaptive=True) - base  # a third configuration
-    assert with_adaptive == pytest.approx(1.5 * one)
 
 
 def test_conversations_are_truncated_in_the_store_and_not_when_answered(

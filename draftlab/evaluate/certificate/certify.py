@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from draftlab.engine.adaptive import AdaptiveVerification
 from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
@@ -37,7 +36,6 @@ from draftlab.evaluate.certificate.result import (
     Level,
     Sampled,
     SamplingTest,
-    k_text,
     sampling_test_lines,
 )
 from draftlab.evaluate.certificate.sampler import TableSampler
@@ -67,7 +65,6 @@ def certify(
     *,
     k: int,
     rows: Sequence[Sampled],
-    adaptive: bool = False,
     monitor: Monitor,
     engine: EngineFactory = Engine,
 ) -> Certificate:
@@ -78,7 +75,6 @@ def certify(
         stop_ids: tokens that end an answer at T = 0; ignored at T > 0.
         k: drafts a step at T = 0.
         rows: how the rows at T > 0 are sampled; each is tested.
-        adaptive: whether adaptive decoding is compared at T = 0, too; it takes every shape in turn.
         engine: constructor of the engine to test.
 
     Raises:
@@ -90,7 +86,7 @@ def certify(
             do="raise eval.max_prompts, or name another eval.suite",
         )
     certification = _Certification(target, head, engine, stop_ids, settings, monitor)
-    return certification.run(prompts[: settings.equal_prompts], k, rows, adaptive)
+    return certification.run(prompts[: settings.equal_prompts], k, rows)
 
 
 @dataclass(frozen=True)
@@ -108,7 +104,7 @@ class _Certification:
         """Whether the engine's tokens have an exact distribution."""
         return self.target.dtype == torch.float32
 
-    def run(self, prompts: Prompts, k: int, rows: Sequence[Sampled], adaptive: bool) -> Certificate:
+    def run(self, prompts: Prompts, k: int, rows: Sequence[Sampled]) -> Certificate:
         """Run all tests and return the certificate."""
         settings, dtype = self.settings, str(self.target.dtype).removeprefix("torch.")
         each = f"{settings.samples:,}" if settings.samples else f"up to {settings.max_samples:,}"
@@ -117,20 +113,14 @@ class _Certification:
             "takes minutes"
         )
         self.monitor.say(f"certify: {len(prompts)} prompts at T = 0{then * bool(rows)}")
-        texts, shares = self._compare_greedy(prompts, k, adaptive=adaptive)
-        lines, rounding = [], "" if self.exact else " (in this dtype rounding can change tokens)"
-        for name, equal in shares.items():
-            lines.append(
-                f"T = 0, {name}, {dtype}: tokens of {equal:.1%} of {len(texts)} prompts equal "
-                f"plain decoding's{rounding}"
-            )
-            if self.exact and equal < 1:
-                self.faults.append(f"T = 0, {name}: tokens differ from plain decoding's in float32")
-        if rows and adaptive and not self.exact:
-            lines.append(
-                f"T > 0, {k_text(k, True)}: not tested by itself in {dtype}; sampler and verifier "
-                "are those of a fixed K"
-            )
+        texts, equal = self._compare_greedy(prompts, k)
+        rounding = "" if self.exact else " (in this dtype rounding can change tokens)"
+        lines = [
+            f"T = 0, K = {k}, {dtype}: tokens of {equal:.1%} of {len(texts)} prompts equal plain "
+            f"decoding's{rounding}"
+        ]
+        if self.exact and equal < 1:
+            self.faults.append(f"T = 0, K = {k}: tokens differ from plain decoding's in float32")
         tests: list[SamplingTest] = []
         for row in rows:
             try:
@@ -153,7 +143,7 @@ class _Certification:
         )
         return Certificate(
             level=level if passed else "L3",
-            prompts_equal=min(shares.values()),
+            prompts_equal=equal,
             passed=passed,
             faults=self.faults,
             arms=tests,
@@ -166,10 +156,8 @@ class _Certification:
             return "L1" if has_power else "L2"
         return "LS" if has_power else "L3"
 
-    def _compare_greedy(
-        self, prompts: Prompts, k: int, *, adaptive: bool
-    ) -> tuple[list[tuple[int, ...]], dict[str, float]]:
-        """Return prompts with their plain greedy answers, and shares of equal answers by K."""
+    def _compare_greedy(self, prompts: Prompts, k: int) -> tuple[list[tuple[int, ...]], float]:
+        """Return prompts with their plain greedy answers, and the share of equal answers."""
         settings = self.settings
         requests = [
             Request(id_, ids, settings.equal_tokens, Sampling(), self.stop_ids)
@@ -183,15 +171,11 @@ class _Certification:
         plain = self._decode(
             self.engine(self.target, None, **size), requests, "certify T = 0, no drafting"
         )
-        shares = {}
-        for chosen in (False, True) if adaptive else (False,):
-            name = k_text(k, chosen)
-            drafter = new_drafter(self.head, k, confidence=chosen, fresh_noise=chosen)
-            engine = self.engine(self.target, drafter, **size, **_adaptive(chosen))
-            drafted = self._decode(engine, requests, f"certify T = 0, {name}")
-            equal = [plain[r.id].token_ids == drafted[r.id].token_ids for r in requests]
-            shares[name] = float(np.mean(equal))
-        return [(*r.prompt_ids, *plain[r.id].token_ids) for r in requests], shares
+        engine = self.engine(self.target, new_drafter(self.head, k), **size)
+        drafted = self._decode(engine, requests, f"certify T = 0, K = {k}")
+        equal = [plain[r.id].token_ids == drafted[r.id].token_ids for r in requests]
+        texts = [(*r.prompt_ids, *plain[r.id].token_ids) for r in requests]
+        return texts, float(np.mean(equal))
 
     def _decode(
         self, engine: Decoder, requests: Sequence[Request], stage: str
@@ -283,17 +267,10 @@ class _Certification:
             draft_probs=row.draft_probs,
             draft_temperature=row.draft_temperature,
             verification=row.verification,
-            confidence=row.adaptive,
-            fresh_noise=row.adaptive,
         )
         # Long enough for the length limit not to cut drafts off.
         longest = len(requests[0].prompt_ids) + requests[0].max_new_tokens + 2 * row.k + 1
         batch = min(self.settings.batch, len(requests))
         size = {"batch": batch, "max_length": longest}
-        engine = self.engine(self.target, drafter, **size, **_adaptive(row.adaptive))
+        engine = self.engine(self.target, drafter, **size)
         return list(self._decode(engine, requests, f"certify {row.name}").values())
-
-
-def _adaptive(adaptive: bool) -> dict[str, AdaptiveVerification]:
-    """Return the engine's option for adaptive decoding that takes every shape in turn."""
-    return {"adaptive": AdaptiveVerification(cycle=True)} if adaptive else {}

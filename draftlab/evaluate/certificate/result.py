@@ -22,11 +22,6 @@ LEVELS: tuple[Level, ...] = ("L3", "L2", "LS", "L1")
 """All levels, the weakest first."""
 
 
-def k_text(k: int, adaptive: bool) -> str:
-    """Return "K = 4", or "adaptive K ≤ 4" where the engine chooses the drafts of each step."""
-    return f"adaptive K ≤ {k}" if adaptive else f"K = {k}"
-
-
 @dataclass(frozen=True)
 class Sampled:
     """How a row at T > 0 is sampled."""
@@ -38,8 +33,6 @@ class Sampled:
     top_k: int | None = None
     top_p: float | None = None
     verification: Verification = "token"
-    adaptive: bool = False
-    """Whether the engine chooses the drafts of each step. The test takes every shape in turn."""
 
     @property
     def tree(self) -> TreeSettings:
@@ -66,8 +59,7 @@ class Sampled:
         if self.draft_temperature:
             probs += f" (drafts at T = {self.draft_temperature:g})"
         block = ["block verification"] if self.verification == "block" else []
-        k = k_text(self.k, self.adaptive)
-        return ", ".join([f"T = {self.temperature:g}", *limits, k, probs, *block])
+        return ", ".join([f"T = {self.temperature:g}", *limits, f"K = {self.k}", probs, *block])
 
 
 class CertifySettings(Settings):
@@ -117,7 +109,6 @@ class SamplingTest(BaseModel):
     top_k: int | None
     top_p: float | None
     verification: Verification = "token"
-    adaptive: bool = False
     level: Level
     test: str
     """What was tested."""
@@ -146,12 +137,8 @@ class SamplingTest(BaseModel):
 
     @property
     def has_power(self) -> bool:
-        """True if the test detects every fault with 99 % probability.
-
-        `needed` supposes that every step verifies K drafts, which adaptive verification does not.
-        """
-        enough = self.n_for_99_power is not None and self.n >= self.n_for_99_power
-        return enough and not self.adaptive
+        """True if the test detects every fault with 99 % probability."""
+        return self.n_for_99_power is not None and self.n >= self.n_for_99_power
 
 
 class Certificate(BaseModel):
@@ -167,7 +154,7 @@ class Certificate(BaseModel):
 
     level: Level
     prompts_equal: float
-    """Share of prompts with plain decoding's tokens at T = 0: the least, with adaptive decoding."""
+    """Share of prompts with plain decoding's tokens at T = 0."""
     passed: bool
     faults: list[str]
     """One sentence per failed test."""
@@ -184,14 +171,11 @@ def sampling_test_lines(test: SamplingTest) -> list[str]:
         f"{fault} {'too many' if n is None else f'{n:,}'}" for fault, n in test.needed.items()
     )
     acceptance = test.acceptance_p_value
-    lacking = "some fault needs more"
-    if test.adaptive:
-        lacking = "they suppose that every step verifies K drafts"
     return [
         f"{test.test}: G = {statistic} on {test.freedom} degrees of freedom, p = "
         f"{test.p_value:.2g}, {test.n:,} samples"
         + ("" if acceptance is None else f"; accepted against expected: p = {acceptance:.2g}")
         + f": {'passed' if test.passed else 'FAILED'}, {test.level}",
         f"  samples for 99 % power: {needed}"
-        + ("" if test.has_power else f"; L1 and LS are not shown, since {lacking}"),
+        + ("" if test.has_power else "; L1 and LS are not shown, since some fault needs more"),
     ]

@@ -58,7 +58,6 @@ def run_certify(small: Target, poor_head: Eagle3Head) -> RunCertify:
     def run(
         verifier: Callable[..., VerifyResult] = verify,
         rows: Sequence[Sampled] = (ON, OFF),
-        adaptive: bool = False,
         **changes: Any,
     ) -> Certificate:
         def engine(target: Target, drafter: ChainDrafter | None, **options: Any) -> Engine:
@@ -66,7 +65,7 @@ def run_certify(small: Target, poor_head: Eagle3Head) -> RunCertify:
 
         return certify(
             small, poor_head, PROMPTS, frozenset(), SETTINGS.model_copy(update=changes),
-            k=2, rows=rows, adaptive=adaptive, monitor=Monitor(), engine=engine,
+            k=2, rows=rows, monitor=Monitor(), engine=engine,
         )  # fmt: skip
 
     return run

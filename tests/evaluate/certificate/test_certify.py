@@ -62,15 +62,6 @@ def test_the_correct_engine_is_certified(run_certify: RunCertify) -> None:
         assert words in text
 
 
-def test_adaptive_decoding_is_certified_at_every_temperature(run_certify: RunCertify) -> None:
-    certificate = run_certify(rows=(replace(ON, adaptive=True),), adaptive=True, samples=1000)
-    assert (certificate.passed, certificate.prompts_equal) == (True, 1.0), certificate.faults
-    plain, adaptive, sampled = certificate.lines[:3]
-    assert plain.startswith("T = 0, K = 2, float32: tokens of 100.0%")
-    assert adaptive.startswith("T = 0, adaptive K ≤ 2, float32: tokens of 100.0%")
-    assert "T = 1, top-k 4, adaptive K ≤ 2, draft probabilities on" in sampled
-
-
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_few_samples_pass_without_level_l1(run_certify: RunCertify, seed: int) -> None:
     certificate = run_certify(seed=seed, samples=1000)
@@ -103,22 +94,6 @@ def test_the_reference_engine_is_certified(small: Target, poor_head: Eagle3Head)
         engine=ReferenceEngine,
     )  # fmt: skip
     assert (certificate.passed, certificate.prompts_equal) == (True, 1.0)
-
-
-def test_the_name_of_an_adaptive_row_is_its_own() -> None:
-    """Its answers' noise, and the lines of the certificate, are named by it."""
-    adaptive = replace(ON, adaptive=True)
-    assert adaptive.name != ON.name
-    assert f"K ≤ {ON.k}" in adaptive.name
-
-
-def test_an_adaptive_row_is_tested_without_a_claim_of_power(run_certify: RunCertify) -> None:
-    """With 5,000 samples the fixed row notices tests that pass 5 % too often; this one does not."""
-    certificate = run_certify(rows=[replace(ON, adaptive=True)])
-    (test,) = certificate.arms
-    assert test.n >= test.n_for_99_power
-    assert (certificate.passed, test.level, certificate.level) == (True, "L2", "L2")
-    assert any("L1 and LS are not shown" in line for line in certificate.lines)
 
 
 def test_block_verification_is_certified(run_certify: RunCertify) -> None:
