@@ -14,7 +14,7 @@ from jinja2.exceptions import SecurityError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, read_json, sha256_text
+from draftlab.files import canonical_json, read_fields, sha256_text
 from draftlab.text.template_meter import LimitError
 from draftlab.text.template_sandbox import render_template
 
@@ -212,11 +212,12 @@ def stop_ids(
     if isinstance(source, Path):
         names = ("generation_config.json", "config.json")
         file = next((source / name for name in names if (source / name).is_file()), None)
-        eos = read_json(file, kind="target's configuration").get("eos_token_id") if file else None
+        kind = "target's configuration"
+        eos = read_fields(file, {}, kind=kind).get("eos_token_id") if file else None
     else:
         eos = source.eos_token_id if source is not None else None
     eos_ids = eos if isinstance(eos, list) else [eos]
-    stops = frozenset(int(i) for i in (*eos_ids, tokenizer.eos_token_id) if i is not None)
+    stops = frozenset(i for i in (*eos_ids, tokenizer.eos_token_id) if type(i) is int)
     if not stops:
         raise UserError(
             "expected an eos_token_id in the target's generation config or tokenizer, found none",
