@@ -42,6 +42,7 @@ class Peagle(Eagle3):
     def objective(self) -> Objective:
         from draftlab.train.batch.loss_rows import DEPTH_SAMPLING
         from draftlab.train.fast.parallel import FastParallel
+        from draftlab.train.flops import parallel_flops
         from draftlab.train.objectives.objective import Objective
         from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
 
@@ -50,6 +51,7 @@ class Peagle(Eagle3):
             parallel_weights,
             fast_forward=FastParallel,
             sampling=DEPTH_SAMPLING,
+            flops=parallel_flops,
         )
 
     def layouts(self) -> dict[str, Layout | str]:

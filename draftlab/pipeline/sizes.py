@@ -215,4 +215,4 @@ class HeadSize:
         # In 32 bits: weights, gradients, two moments; frozen weights and the target's lm_head.
         memory = 16 * trained + 4 * (frozen + target_lm_head)
         memory += positions * (kept + 2 * config.feature_size)
-        return cls(trained, objective.flops(config, steps, settings.row_tokens / 2), memory)
+        return cls(trained, objective.dense_flops(head, settings, settings.row_tokens / 2), memory)

@@ -4,62 +4,115 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from draftlab.formatting import rounded_text
 from draftlab.heads.config import HeadConfig
+from draftlab.heads.head import DecoderLayer, DraftHead
 
 SIDE = {"cuda": 8192, "cpu": 1024}
 """Rows of the square matrices whose product is timed."""
 TRIES = 7
 
 
-def dense_flops(config: HeadConfig, num_steps: float, context: float) -> float:
-    """Return the floating-point operations of a token if every position runs every step.
+@dataclass(frozen=True)
+class StepWork:
+    """What training computes operations for.
 
-    As usual a product counts twice its multiplications, and once more for each of its two gradients
-    (fc has one: its input needs none); the teacher's logits are over the whole vocabulary, once a
-    position. With Llama-3.1-8B's shapes (draft vocabulary 32,000, 7 steps, rows of
-    2,048) this is 17.3e9. What compaction and a stored logsumexp save is not
-    subtracted: the number depends on the shapes alone.
-
-    Args:
-        num_steps: unrolled steps, or depths.
+    Attributes:
+        positions: positions that are not padding.
+        rows: rows of each step or depth (N_k).
+        teachers: positions at which the target's logits are computed.
         context: keys that a position sees on average.
     """
-    heads, size = config.num_attention_heads * config.head_dim, config.hidden_size
-    qkv = heads + 2 * config.num_key_value_heads * config.head_dim
-    inputs = (config.num_layers + 1) * size  # the first layer also reads the embedding
-    others = heads * size + 3 * size * config.intermediate_size
-    layers = inputs * qkv + config.num_layers * others
-    attention = 2 * config.num_layers * heads * context
-    step = layers + attention + size * config.draft_vocab_size
-    fused = config.feature_size * size
-    teacher = config.target_hidden_size * config.vocab_size
-    return 2.0 * (3 * num_steps * step + 2 * fused + teacher)
+
+    positions: float
+    rows: Sequence[float]
+    teachers: float
+    context: float
 
 
-def block_flops(config: HeadConfig, num_steps: float, context: float) -> float:
-    """Return the floating-point operations of a token of a block head (see `dense_flops`).
+def chain_flops(head: DraftHead, work: StepWork) -> float:
+    """Return the floating-point operations of training a chain.
 
-    Keys and values of the context are computed once a position, all else once a slot. The weights
-    of lm_head are frozen, so it has a gradient for its input alone.
-
-    Args:
-        num_steps: slots of a position on average.
+    A product counts twice its multiplications, and once more for each of its two gradients, if they
+    are needed: the features need none, and frozen weights have none. Only rows that run are
+    counted: step 0 at every position, its queries in the last layer and later steps at rows with
+    loss. What is computed a second time (for acceptance weighting, lk, D-PACE, recomputed
+    activations) is not.
     """
-    heads, size = config.num_attention_heads * config.head_dim, config.hidden_size
-    keys_values = 2 * config.num_key_value_heads * config.head_dim
-    layer = size * (2 * heads + keys_values + 3 * config.intermediate_size)
-    layers = config.num_layers * (layer + 2 * heads * context)
-    position = config.feature_size * size + config.num_layers * size * keys_values
-    rank = config.options().get("markov_rank", 0)
-    logits = config.draft_vocab_size * (2 * size + 3 * rank)
-    teacher = config.target_hidden_size * config.vocab_size
-    return 2.0 * (num_steps * (3 * layers + logits) + 3 * position + teacher)
+    first, later = work.rows[0], sum(work.rows[1:])
+    total = 2.0 * _fc(head) * work.positions
+    if head.fc_in_every_pass:
+        total += 3.0 * _fc(head) * later
+    for layer in head.layers:
+        queried = later + (first if layer is head.layers[-1] else work.positions)
+        total += 3 * _key_value(layer) * (work.positions + later)
+        total += 3 * (_layer(layer) - _key_value(layer) + _attention(layer, work)) * queried
+    return 2 * (total + _logits(head, work))
+
+
+def parallel_flops(head: DraftHead, work: StepWork) -> float:
+    """Return the floating-point operations of training a parallel head (see `chain_flops`).
+
+    All masked slots enter the first layer as one vector, whose products are computed once.
+    """
+    first, masked = work.rows[0], sum(work.rows[1:])
+    total = 2.0 * _fc(head) * work.positions
+    for number, layer in enumerate(head.layers):
+        queried = first if layer is head.layers[-1] else work.positions
+        attention = layer.self_attn
+        inputs = _key_value(layer) + attention.q_proj.weight.numel()
+        total += 3 * _key_value(layer) * work.positions
+        total += 3 * (_layer(layer) - _key_value(layer)) * queried
+        total += 3 * (_layer(layer) - (0 if number else inputs)) * masked
+        total += 3 * _attention(layer, work) * (queried + masked)
+    return 2 * (total + _logits(head, work))
+
+
+def block_flops(head: DraftHead, work: StepWork) -> float:
+    """Return the floating-point operations of training a block head (see `chain_flops`).
+
+    Keys and values of the context are computed at every position, all else at every slot of the
+    anchors, which are the rows of the first step.
+    """
+    slots = work.rows[0] * head.config.block_size
+    total = 2.0 * _fc(head) * work.positions
+    for layer in head.layers:
+        total += 3 * _key_value(layer) * work.positions
+        total += 3 * (_layer(layer) + _attention(layer, work)) * slots
+    return 2 * (total + _logits(head, work))
+
+
+def _fc(head: DraftHead) -> int:
+    return head.fc.weight.numel()
+
+
+def _layer(layer: DecoderLayer) -> int:
+    """Return the multiplications of all products of a layer for a row."""
+    return sum(weight.numel() for weight in layer.parameters() if weight.ndim > 1)
+
+
+def _key_value(layer: DecoderLayer) -> int:
+    return sum(p.weight.numel() for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
+
+
+def _attention(layer: DecoderLayer, work: StepWork) -> float:
+    """Return the multiplications of a row's scores and of its sum of values."""
+    return 2 * layer.self_attn.q_proj.out_features * work.context
+
+
+def _logits(head: DraftHead, work: StepWork) -> float:
+    """Return the multiplications of the logits of all rows, and of the target's."""
+    tables = sum(
+        (3 if module.weight.requires_grad else 2) * module.weight.numel()
+        for module in head.draft_tables()
+    )
+    teacher = head.config.target_hidden_size * head.config.draft_vocab_size  # Z is stored
+    return sum(work.rows) * tables + work.teachers * teacher
 
 
 def kept_bytes(config: HeadConfig, dtype: torch.dtype) -> int:
@@ -93,21 +146,15 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * side**3 / min(seconds)
 
 
-def measure_mfu(
-    flops: float, device: torch.device, dtype: torch.dtype, num_gpus: int
-) -> tuple[float, str]:
-    """Return the MFU at one token a second on all GPUs that have work, and a line about it.
+def product_rate(precision: str, device: torch.device, dtype: torch.dtype) -> float:
+    """Return the floating-point operations a second that MFU refers to, on one GPU.
 
     Args:
-        flops: of a token, by the objective's formula.
-        num_gpus: GPUs that have work.
+        precision: `train.precision`; GPUs that have products in 8 bits compute them at twice the
+            rate of 16 bits.
+        dtype: of the products that are not in 8 bits.
     """
-    rate = matrix_rate(device, dtype)
-    return flops / (rate * num_gpus), (
-        f"MFU: {rounded_text(flops / 1e9)} GFLOP a token, as if every step ran every position (the "
-        f"rows that are skipped may raise it above 100 %), over {rounded_text(rate / 1e12)} "
-        f"TFLOP/s of a large product on each of the GPUs that have work ({num_gpus})"
-    )
+    return matrix_rate(device, dtype) * (2 if precision == "fp8" else 1)
 
 
 def _now(device: torch.device) -> float:

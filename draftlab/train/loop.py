@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from draftlab.errors import UserError
+from draftlab.formatting import rounded_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
+from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
 from draftlab.heads.initial import start_from
 from draftlab.kernels.cpu_float32_products import onednn_products
@@ -37,8 +39,8 @@ from draftlab.train.distillation_module import DistillationModule, product_dtype
 from draftlab.train.distributed.ending import EndingSignal
 from draftlab.train.distributed.ranks import Ranks, idle_note
 from draftlab.train.distributed.wrap import wrap
-from draftlab.train.flops import mean_context, measure_mfu
-from draftlab.train.metrics import MetricsLog, Window, speed_line
+from draftlab.train.flops import StepWork, mean_context, product_rate
+from draftlab.train.metrics import MetricsLog, Window, reset_peak_memory, speed_line
 from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
@@ -121,12 +123,17 @@ class Trainer:
         self.working = min(self.ranks.size, self.settings.batch_rows)
         if note := idle_note(self.settings.batch_rows, self.ranks.size):
             say(note)
-        self.token_mfu: float | None = None
+        self.context = mean_context(np.asarray(self.store.lengths)[self.training])
+        with torch.device("meta"):  # a sharded head does not show its sizes
+            self.shapes = new_head(self.head.config)
+        self.rate: float | None = None
         if self.device.type == "cuda":
-            context = mean_context(np.asarray(self.store.lengths)[self.training])
-            flops = self.objective.token_flops(self.head.config, self.settings, context)
-            self.token_mfu, line = measure_mfu(flops, self.device, self.dtype, self.working)
-            say(line)
+            one = product_rate(self.settings.precision, self.device, self.dtype)
+            self.rate = one * self.working
+            say(
+                f"MFU: of the {rounded_text(one / 1e12)} TFLOP/s of a large product, on each of "
+                f"the GPUs that have work ({self.working}); skipped rows are not counted"
+            )
 
     def _resume(self) -> None:
         """Continue after the last checkpoint, if there is one."""
@@ -171,6 +178,7 @@ class Trainer:
         settings = self.settings
         every = (self.held_out and settings.validate_every) or settings.steps + 1
         self.window = Window.empty(settings.ttt_steps, self.device)
+        reset_peak_memory(self.device)
         self.timer.start()
         if self.step and self.step % every == 0 and not self.validated:  # a signal came before it
             self.validate()
@@ -205,11 +213,12 @@ class Trainer:
 
     def _start_step(self, micro: MicroBatch) -> None:
         """Sum an optimizer step's counts over all ranks; processes wait for each other here."""
-        *counts, tokens = self.ending.sum([*micro.counts, micro.tokens])
+        sums = self.ending.sum([*micro.counts, micro.tokens, micro.teachers])
+        *counts, tokens, teachers = sums
         self.loader.begin_step(self.step)
         self.anchors = counts[0]
         self.weights = self.objective.weights_of_steps(self.settings, counts)
-        self.window.add_step(counts, tokens)
+        self.window.add_step(counts, tokens, teachers)
         self.tokens_seen += tokens
         if self.ranks.size > 1:
             self.timer.mark("ranks")
@@ -239,7 +248,11 @@ class Trainer:
         """Write a line of metrics.jsonl about the steps since the last one, and report progress."""
         sums = torch.stack(self.window.sums.tensors()).cpu()
         self.window.sums = Sums(*self.ranks.all_reduce(sums))
-        metrics = self.window.compute(self.timer, token_mfu=self.token_mfu) | self.loader.metrics()
+        window = self.window
+        work = StepWork(window.tokens, window.counts, window.teachers, self.context)
+        flops = self.objective.flops(self.shapes, work)
+        share = None if self.rate is None else flops / self.rate
+        metrics = window.compute(self.timer, mfu_seconds=share) | self.loader.metrics()
         largest = float(self.window.largest_norm)
         self.window = Window.empty(self.settings.ttt_steps, self.device)
         if not all(map(math.isfinite, (largest, *metrics["loss"]))):

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.settings import TrainSettings
 from draftlab.train.trackers import Log, open_trackers
 
+_STATUS = Path("/proc/self/status")
+
 
 @dataclass
 class Window:
@@ -31,6 +34,7 @@ class Window:
     grad_norm: Tensor
     largest_norm: Tensor
     tokens: int = 0
+    teachers: int = 0
     counts: list[int] = field(default_factory=list)
 
     @classmethod
@@ -39,9 +43,10 @@ class Window:
         sums, zero = Sums.zeros(num_steps, device), torch.zeros((), device=device)
         return cls(sums, zero, zero, counts=[0] * num_steps)
 
-    def add_step(self, counts: Sequence[int], tokens: int) -> None:
+    def add_step(self, counts: Sequence[int], tokens: int, teachers: int) -> None:
         """Add the counts of an optimizer step on all ranks."""
         self.tokens += tokens
+        self.teachers += teachers
         self.counts = [a + b for a, b in zip(self.counts, counts, strict=True)]
 
     def add_gradient_norm(self, grad_norm: Tensor) -> None:
@@ -49,12 +54,12 @@ class Window:
         self.grad_norm = grad_norm
         self.largest_norm = torch.maximum(self.largest_norm, grad_norm)
 
-    def compute(self, timer: PhaseTimer, *, token_mfu: float | None) -> dict[str, Any]:
+    def compute(self, timer: PhaseTimer, *, mfu_seconds: float | None) -> dict[str, Any]:
         """Return the numbers of a line; the host waits for the device once.
 
         Args:
             timer: has run since the window was opened; it restarts.
-            token_mfu: the MFU at one token a second; None: it is left out, as on a CPU.
+            mfu_seconds: seconds of the window at an MFU of 1; None: MFU is left out, as on a CPU.
         """
         loss, alpha, hits = (
             (x / self.sums.count.clamp(min=1)).tolist() for x in self.sums.tensors()[:3]
@@ -71,16 +76,30 @@ class Window:
             "tokens_per_s": tokens_per_s,
             "loss_tokens_per_s": self.counts[0] / seconds,
             "predictions_per_s": sum(self.counts) / seconds,
-            **({} if token_mfu is None else {"mfu": tokens_per_s * token_mfu}),
+            **({} if mfu_seconds is None else {"mfu": mfu_seconds / seconds}),
             "phases": {name: part / seconds for name, part in phases.items()},
             "peak_memory_gib": peak_memory(self.grad_norm.device) / 2**30,
         }
 
 
+def reset_peak_memory(device: torch.device) -> None:
+    """Have `peak_memory` leave out what this process needed before, where the system can do so."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif _STATUS.exists():
+        with suppress(OSError):  # a container may forbid it
+            Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: of tensors on a GPU, of the process elsewhere."""
+    """Return the peak memory in bytes: of tensors on a GPU, of the process elsewhere.
+
+    It is that since the last `reset_peak_memory`, or since the process began.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    if _STATUS.exists() and (found := re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())):
+        return int(found[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -138,7 +138,7 @@ class TrainSettings(Settings):
     """Training: training-time test of chains, (anchor, depth) pairs of parallel heads (methods §2,
     §4)."""
 
-    steps: int = Field(default=1000, ge=1)
+    steps: int = Field(default=1000, ge=1, le=100_000_000)
     """Number of optimizer steps."""
     row_tokens: int = Field(default=2048, ge=8)
     """Positions of a packed row; the longest record must fit."""
@@ -147,7 +147,7 @@ class TrainSettings(Settings):
     micro_rows: int | None = Field(default=None, ge=1)
     """Most rows of one forward pass; None: all. With fewer, gradients accumulate to the same
     result. Several processes take fewer if more of them then have work."""
-    ttt_steps: int = Field(default=7, ge=1)
+    ttt_steps: int = Field(default=7, ge=1, le=64)
     """Draft length that the head is trained for: unrolled steps, or depths of a parallel head."""
     loss: Literal["soft_ce", "lk"] = "soft_ce"
     """soft_ce: cross-entropy to the target's distribution. lk: a mix with the acceptance rate,
@@ -180,9 +180,9 @@ class TrainSettings(Settings):
     optimizer: Literal["adamw", "muon"] = "adamw"
     """adamw, or muon: Muon for the matrices of fc and of the layers, AdamW for the rest. Muon needs
     fewer steps. It takes whole matrices, so that `parallel` must be ddp or fsdp2."""
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: float = Field(default=1e-3, gt=0, le=10)
     """Peak learning rate of the schedule."""
-    adamw_learning_rate: float | None = Field(default=None, gt=0)
+    adamw_learning_rate: float | None = Field(default=None, gt=0, le=10)
     """muon: peak learning rate of what AdamW steps; None: learning_rate."""
     warmup: float = Field(default=0.04, ge=0, lt=1)
     """Share of the steps in which the learning rate rises."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from heapq import nsmallest
 from typing import Any
 
@@ -36,6 +36,7 @@ from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import pack
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.predicted_al import Walked, al_text
 from draftlab.train.settings import TrainSettings
 from draftlab.train.token_scores import TokenScores, score
 
@@ -61,6 +62,7 @@ class Validation:
         sampled_al: predicted AL at temperature 1 over sampled answers; None without any.
         by_position: α by position in the conversation; heads get worse at positions beyond those
             they were trained on.
+        greedy, sampled: the records that `walk` and `sampled_al` are of.
     """
 
     alpha: list[float]
@@ -69,6 +71,8 @@ class Validation:
     walk: Counters
     sampled_al: float | None
     by_position: list[PositionBin]
+    greedy: list[Walked] = field(default_factory=list)
+    sampled: list[Walked] = field(default_factory=list)
 
     def predicted_al(self) -> float:
         """Return AL by the walk over greedy answers; without any, by sampled ones or by α."""
@@ -81,11 +85,12 @@ class Validation:
         parts = [f"α {' '.join(f'{a:.3f}' for a in self.alpha)}"]
         parts.append(f"accuracy {' '.join(f'{a:.3f}' for a in self.accuracy)}")
         if walk is not None:
+            found = al_text(walk, self.greedy)
             parts.append(
-                f"predicted AL {walk:.3f} (K = {self.walk.k}, greedy, {self.walk.drafts} steps)"
+                f"predicted AL {found} (K = {self.walk.k}, greedy, {self.walk.drafts} steps)"
             )
         if self.sampled_al is not None:
-            parts.append(f"expected AL {self.sampled_al:.3f} (T = 1)")
+            parts.append(f"expected AL {al_text(self.sampled_al, self.sampled)} (T = 1)")
         return " · ".join(parts)
 
     def position_line(self) -> str | None:
@@ -259,7 +264,8 @@ def validate(
     by_position = _ByPosition(max(lengths), num_steps, device)
     sums = torch.zeros(4, num_steps, dtype=torch.float64, device=device)  # loss, α, best, rows
     counters = Counters(num_steps)
-    expected, anchors = 0.0, 0
+    greedy: list[Walked] = []
+    sampled: list[Walked] = []
     training = head.training
     head.eval()
     groups = cut_batches(lengths, MAX_TOKENS_PER_PASS, padded=True)
@@ -277,16 +283,21 @@ def validate(
             if record.temperature is None:
                 continue  # the target may not have written these answers
             if record.temperature == 0:
-                counters += walk(hits[b, : len(record.tokens)], record.spans, num_steps)[0]
+                found = walk(hits[b, : len(record.tokens)], record.spans, num_steps)[0]
+                counters += found
+                greedy.append(Walked(record.id, found.accepted, found.drafts))
             else:
                 complete = loss_reach(record.spans) >= num_steps
                 runs = ratios[b, : len(record.tokens)][complete].cumprod(-1).sum(-1)
-                expected, anchors = expected + float(runs.sum()), anchors + len(runs)
+                sampled.append(Walked(record.id, float(runs.sum()), len(runs)))
     head.train(training)
     by_position.sums, sums = (ranks.all_reduce(x.cpu()) for x in (by_position.sums, sums))
-    gathered = ranks.all_gather((counters, expected, anchors))
-    rank_counters, expected, anchors = zip(*gathered, strict=True)
-    expected, anchors = sum(expected), sum(anchors)
+    gathered = ranks.all_gather((counters, greedy, sampled))
+    rank_counters, *of_ranks = zip(*gathered, strict=True)
+    greedy, sampled = (
+        [record for records in ranked for record in records if record.steps] for ranked in of_ranks
+    )
+    expected, anchors = (sum(getattr(r, n) for r in sampled) for n in ("accepted", "steps"))
     *totals, rows = sums.tolist()
     loss, alpha, accuracy = (
         [value / max(1, n) for value, n in zip(values, rows, strict=True)] for values in totals
@@ -298,4 +309,6 @@ def validate(
         sum(rank_counters, Counters(num_steps)),
         1 + expected / anchors if anchors else None,
         by_position.bins(),
+        greedy,
+        sampled,
     )

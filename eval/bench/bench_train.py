@@ -49,7 +49,6 @@ from train_work import (
     TOGETHER,
     Work,
     all_positions,
-    head_config,
     in_family,
     new_work,
     reference_loss,
@@ -63,7 +62,7 @@ from draftlab.train.checkpoint import trainable
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.backends import TrainBackend
 from draftlab.train.distributed.ranks import Ranks
-from draftlab.train.flops import matrix_rate, mean_context
+from draftlab.train.flops import StepWork, matrix_rate, mean_context
 from draftlab.train.metrics import peak_memory
 from draftlab.train.profiler import PhaseTimer
 from eval.measurements import Measurements, add_options, option_values, require
@@ -141,8 +140,8 @@ def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict
     whole_step = median(sum(each.values()) for each in timings)
     shape, ceiling = work.shape, matrix_rate(device, DTYPES[options.precision])
     context = mean_context([shape.row_tokens])
-    config, objective = head_config(shape), whole.head.family.objective()
-    flops = objective.token_flops(config, train_settings(shape), context)
+    counted = StepWork(shape.tokens, batch.counts, batch.num_teachers, context)
+    flops = whole.head.family.objective().flops(whole.head, counted) / shape.tokens
     return {
         "engine": "draftlab",
         "shape": asdict(shape),

@@ -62,11 +62,11 @@ def test_scout_and_maverick(tmp_path: Path) -> None:
 
 
 def test_training_an_8b_head(llama_8b: Path) -> None:
-    """methods §2: 425 M parameters trained, 17.3 GFLOP a position, TTT 7."""
+    """methods §2: 425 M parameters trained, 16.5 GFLOP a position, TTT 7."""
     train = {"ttt_steps": 7, "batch_rows": 4, "row_tokens": 2048}
     size = head_size(recipe(llama_8b, draft_vocab={"size": 32000}, train=train))
     assert size.trained == pytest.approx(425e6, rel=0.01)
-    assert size.flops == pytest.approx(17.3e9, rel=0.01)
+    assert size.flops == pytest.approx(16.5e9, rel=0.01)
     assert 15e9 < size.memory < 36e9  # measured on GPUs
     smaller = head_size(
         recipe(llama_8b, draft_vocab={"size": 32000}, train=train | {"micro_rows": 1})

@@ -8,7 +8,10 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
+from draftlab.engine.counters import Counters
+from draftlab.train.predicted_al import Walked, al_text
 from draftlab.train.settings import TrainSettings
+from draftlab.train.validation import Validation
 from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.toy_training import orthogonal_parts, toy_answer, trained
@@ -40,3 +43,27 @@ def test_given_answers_predict_no_acceptance_length(
     validation = trained(tmp_path, ListStore(records), target, **SETTINGS).validate()
     assert (validation.walk.drafts > 0, validation.sampled_al is not None) == (walked, sampled)
     assert validation.predicted_al() > 1  # without either, by α
+
+
+@pytest.mark.parametrize(
+    ("prompts", "line"),
+    [
+        (1, "predicted AL not known: 1 prompt of 6 at least (K = 3, greedy, 8 steps)"),
+        (5, "predicted AL not known: 5 prompts of 6 at least (K = 3, greedy, 40 steps)"),
+        (6, "predicted AL 2.000 [2.000, 2.000] of 6 prompts (K = 3, greedy, 48 steps)"),
+    ],
+)
+def test_a_prediction_says_how_many_prompts_it_is_of(prompts: int, line: str) -> None:
+    """Two answers to one prompt are one prompt."""
+    names = [name for i in range(prompts) for name in (f"p{i}", f"p{i}~1")]
+    walked = [Walked(name, 4, 4) for name in names]
+    steps = 4 * len(walked)
+    counters = Counters(3, drafts=steps, accepted=steps)
+    assert line in Validation([1.0], [1.0], [0.1], counters, None, [], walked).line()
+
+
+def test_an_interval_resamples_prompts() -> None:
+    records = [Walked(f"p{i}", 8 * (i % 2), 4) for i in range(10)]
+    low, high = map(float, al_text(2.0, records)[7:19].split(", "))
+    assert 1 <= low < 1.8 < 2.2 < high <= 3
+    assert al_text(3.0, [record for record in records if record.accepted][:1]).startswith("not")

@@ -44,13 +44,15 @@ class MicroBatch:
     """A micro-batch of an optimizer step, on the device.
 
     Attributes:
-        counts, tokens: N_k and the positions without padding of this rank's part of the step.
+        counts, tokens, teachers: N_k, the positions without padding, and those of the target's
+            logits, of this rank's part of the step.
         first, last: whether it is the first or last one of the step on this rank.
     """
 
     batch: Batch
     counts: tuple[int, ...]
     tokens: int
+    teachers: int
     first: bool
     last: bool
 
@@ -151,8 +153,10 @@ def _micro_batches(packed: Generator[list[Batch], None, None]) -> Generator[Micr
         for batches in packed:
             counts = tuple(map(sum, zip(*(batch.counts for batch in batches), strict=True)))
             tokens = sum(batch.num_tokens for batch in batches)
+            teachers = sum(0 if batch.idle else batch.num_teachers for batch in batches)
+            of_step = counts, tokens, teachers
             for number, batch in enumerate(batches, 1):
-                yield MicroBatch(batch, counts, tokens, number == 1, number == len(batches))
+                yield MicroBatch(batch, *of_step, number == 1, number == len(batches))
 
 
 def map_in_threads(

@@ -58,11 +58,11 @@ class StepSampling:
     Attributes:
         sample: (record, `TrainSettings`, seed, optimizer step) → most steps of each position, int64
             [T]. It is a function of a module, so that it can be pickled.
-        mean: `TrainSettings` → the mean number of steps of a position.
+        shares: `TrainSettings` → the share of the positions that have each step.
     """
 
     sample: Callable[[Record, Any, int, int], Tensor]
-    mean: Callable[[Any], float]
+    shares: Callable[[Any], list[float]]
 
 
 def sample_depths(record: Record, settings: Any, seed: int, step: int) -> Tensor:
@@ -96,18 +96,18 @@ def sample_anchors(record: Record, settings: Any, seed: int, step: int) -> Tenso
     return torch.from_numpy(np.where(chosen, settings.ttt_steps, 0))
 
 
-def mean_depths(settings: Any) -> float:
-    """Return the mean number of depths of an anchor under `sample_depths`."""
-    return float(_depth_probabilities(settings).sum())
+def depth_shares(settings: Any) -> list[float]:
+    """Return the share of the anchors that keep each depth under `sample_depths`."""
+    return _depth_probabilities(settings).tolist()
 
 
-def mean_anchored(settings: Any) -> float:
-    """Return the mean number of steps of a position under `sample_anchors`."""
-    return settings.anchor_share * settings.ttt_steps
+def anchor_shares(settings: Any) -> list[float]:
+    """Return the share of the positions that have each step under `sample_anchors`."""
+    return [settings.anchor_share] * settings.ttt_steps
 
 
-DEPTH_SAMPLING = StepSampling(sample_depths, mean_depths)
-BLOCK_SAMPLING = StepSampling(sample_anchors, mean_anchored)
+DEPTH_SAMPLING = StepSampling(sample_depths, depth_shares)
+BLOCK_SAMPLING = StepSampling(sample_anchors, anchor_shares)
 
 
 def _uniform(record: Record, seed: int, step: int) -> np.ndarray:

@@ -65,6 +65,11 @@ class Batch:
         return plan
 
     @property
+    def num_teachers(self) -> int:
+        """The positions at which the target's logits are computed, over all passes."""
+        return sum(len(plan.positions) for plan in self.plans)
+
+    @property
     def counts(self) -> list[int]:
         """N_k: the number of positions with loss at each step, over all passes."""
         counts = [sum(len(rows.valid_rows) for rows in s) for s in zip(*self.passes, strict=True)]

@@ -8,11 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-from draftlab.heads.config import HeadConfig
 from draftlab.heads.head import DraftHead
 from draftlab.train.batch.loss_rows import StepSampling
 from draftlab.train.batch.packing import Batch
-from draftlab.train.flops import dense_flops
+from draftlab.train.flops import StepWork, chain_flops
 from draftlab.train.objectives.loss import LossTerms, StepOutput
 from draftlab.train.settings import TrainSettings
 
@@ -51,7 +50,7 @@ class Objective:
             all that carry loss.
         imitates_states: whether outputs imitate the target's states (`train.regression`), from
             features with noise on them (`train.noise`).
-        flops: (config, steps of a position, mean context) → operations of a token.
+        flops: (head, `StepWork`) → floating-point operations.
         own_terms: terms of a row's loss, in place of `train.loss`.
     """
 
@@ -60,23 +59,29 @@ class Objective:
     fast_forward: type[FastForward] | None = None
     sampling: StepSampling | None = None
     imitates_states: bool = False
-    flops: Callable[[HeadConfig, float, float], float] = dense_flops
+    flops: Callable[[DraftHead, StepWork], float] = chain_flops
     own_terms: LossTerms | None = None
 
     def mean_steps(self, settings: TrainSettings) -> float:
         """Return the mean number of steps that a position is trained with."""
-        return self.sampling.mean(settings) if self.sampling else float(settings.ttt_steps)
+        return sum(self.step_shares(settings))
+
+    def step_shares(self, settings: TrainSettings) -> list[float]:
+        """Return the share of the positions that each step is trained at, if all carry loss."""
+        return self.sampling.shares(settings) if self.sampling else [1.0] * settings.ttt_steps
 
     def weights_of_steps(self, settings: TrainSettings, counts: Sequence[int]) -> list[float]:
         """Return `step_weights`; D-PACE gives each row a weight of its own instead of γ^k."""
         gamma = settings.gamma if settings.dpace is None else 1.0
         return self.step_weights(gamma, counts)
 
-    def token_flops(self, config: HeadConfig, settings: TrainSettings, context: float) -> float:
-        """Return the operations of a token that MFU refers to; only blocks count chosen steps."""
-        chosen = self.flops is not dense_flops
-        steps = self.mean_steps(settings) if chosen else float(settings.ttt_steps)
-        return self.flops(config, steps, context)
+    def dense_flops(self, head: DraftHead, settings: TrainSettings, context: float) -> float:
+        """Return the operations of a position if every position carries loss at all its steps.
+
+        Args:
+            context: keys that a position sees on average.
+        """
+        return self.flops(head, StepWork(1, self.step_shares(settings), 1, context))
 
     def loss_terms(self, settings: TrainSettings) -> LossTerms:
         """Return the terms of a row's loss."""

@@ -1,0 +1,35 @@
+"""The text of an acceptance length that a validation predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from draftlab.evaluate.statistics import MIN_INTERVAL_PROMPTS, percentile_interval, resample_sums
+from draftlab.formatting import count_text
+from draftlab.store.prompt_split import group_by_prompt
+
+
+class Walked(NamedTuple):
+    """What a record adds to an AL: accepted drafts, or their expected number, and steps."""
+
+    id: str
+    accepted: float
+    steps: int
+
+
+def al_text(al: float, records: Sequence[Walked]) -> str:
+    """Return an AL with its interval over prompts; of too few prompts, that it is not known."""
+    prompts = group_by_prompt([record.id for record in records]) if records else np.array([], int)
+    count = int(prompts.max(initial=-1)) + 1
+    if count < MIN_INTERVAL_PROMPTS:
+        return f"not known: {count_text(count, 'prompt')} of {MIN_INTERVAL_PROMPTS} at least"
+    accepted, steps = (
+        np.bincount(prompts, [getattr(record, name) for record in records])
+        for name in ("accepted", "steps")
+    )
+    sums = resample_sums(accepted, steps)
+    low, high = percentile_interval(1 + sums[0] / sums[1], 0.95)
+    return f"{al:.3f} [{low:.3f}, {high:.3f}] of {count:,} prompts"

@@ -1,0 +1,74 @@
+"""Operations that training counts are those that torch counts in the reference pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from draftlab.train import flops
+from draftlab.train.batch.packing import pack
+from draftlab.train.flops import StepWork, product_rate
+from draftlab.train.settings import TrainSettings
+from tests.helpers import synthetic
+
+LAST = {"boundaries": (4,), "draft_vocab_size": synthetic.VOCAB}
+KINDS: dict[str, dict[str, object]] = {
+    "eagle3": {},
+    "eagle3, wide": {"intermediate_size": 200, "num_attention_heads": 12},
+    "peagle": {"family": "peagle", "num_layers": 1},
+    "peagle, two layers": {"family": "peagle", "num_layers": 2},
+    "dspark": {"family": "dspark", "num_layers": 2},
+    "dspark, whole vocabulary": {"family": "dspark", "draft_vocab_size": synthetic.VOCAB},
+    "dflash": {"family": "dflash", "intermediate_size": 120},
+    "eagle": {"family": "eagle", "num_layers": 2, **LAST},
+}
+TURNS = {"answer": [(2, 40)], "prompt": [(40, 9)], "two": [(3, 8), (20, 12)]}
+
+
+def added_product(total: Any, left: Any, right: Any, **_: Any) -> int:
+    """Return the operations of a product into a given tensor, which torch's counter passes over."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+COUNTED = {torch.ops.aten.addmm_: added_product}
+
+
+@pytest.mark.parametrize(("turns", "passes"), [("answer", 1), ("prompt", 1), ("two", 2)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_are_counted_as_torch_counts_them(kind: str, turns: str, passes: int) -> None:
+    """Without attention, whose reference also multiplies what it masks."""
+    target = synthetic.parts()
+    head = synthetic.head(target, **KINDS[kind])
+    record = synthetic.record(synthetic.spans_of(TURNS[turns]), target)
+    batch = pack([[record], [record]], 64, 3, num_passes=passes)
+    objective = head.family.objective()
+    terms = objective.loss_terms(TrainSettings())
+    expected = own = 0.0
+    for part in batch.split():
+        counter: Any = FlopCounterMode(display=False, custom_mapping=COUNTED)
+        with counter:
+            loss, _ = synthetic.family_loss(head, target, part, gamma=0.8, terms=terms)
+            loss.backward()
+        by_op = counter.get_flop_counts()["Global"]
+        expected += sum(n for op, n in by_op.items() if op is not torch.ops.aten.bmm)
+        own += objective.flops(
+            head, StepWork(part.num_tokens, part.counts, part.num_teachers, context=0)
+        )
+    assert own == pytest.approx(expected, rel=0.03)
+
+
+def test_attention_counts_two_products_of_each_key_and_their_gradients() -> None:
+    head = synthetic.head(synthetic.parts())
+    none, some = (flops.chain_flops(head, StepWork(10, [6, 4], 6, c)) for c in (0, 5))
+    assert some - none == 2 * 3 * 2 * 4 * 8 * 5 * (6 + 4)  # 4 heads of 8
+
+
+def test_the_rate_of_products_in_8_bits_is_twice_that_of_16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flops, "matrix_rate", lambda device, dtype: 5.0)
+    rates = [product_rate(p, torch.device("cuda"), torch.bfloat16) for p in ("bfloat16", "fp8")]
+    assert rates == [5.0, 10.0]
