@@ -31,3 +31,12 @@ def launched_number(name: str, default: int) -> int:
             do="unset it, or let torchrun or `accelerate launch` start the processes",
         )
     return int(text)
+
+
+def name_accelerator(*, has_gpu: bool) -> None:
+    """Tell DeepSpeed that there is no GPU, if there is none, or it warns that it found none.
+
+    Accelerate imports an installed DeepSpeed when transformers saves a model.
+    """
+    if not has_gpu:
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")

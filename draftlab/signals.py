@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
@@ -58,8 +58,10 @@ def deliver_ending_signal(number: int) -> bool:
 
 
 @contextmanager
-def on_ending_signal(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle` with the number of each ending signal that arrives in the block.
+def on_ending_signal(
+    handle: Callable[[int], None], signals: Collection[int] = ENDING_SIGNALS
+) -> Iterator[None]:
+    """Call `handle` with the number of each of some signals that arrives in the block.
 
     A signal that the process ignores stays ignored, as under nohup. Only the main thread of a
     process receives signals; a block in another thread gets those of `deliver_ending_signal`.
@@ -71,7 +73,7 @@ def on_ending_signal(handle: Callable[[int], None]) -> Iterator[None]:
         finally:
             _handlers_of_threads.remove(handle)
         return
-    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in signals}
     former = {number: old for number, old in handlers.items() if old != signal.SIG_IGN}
     for number in former:
         signal.signal(number, lambda number, _: handle(number))

@@ -40,15 +40,17 @@ from draftlab.cli.stages import (
     make,
 )
 from draftlab.cli.store import store_app
+from draftlab.cli.streams import prepare_streams
 from draftlab.errors import UserError
+from draftlab.formatting import visible
 from draftlab.process_environment import PROCESS_ENVIRONMENT, launched_number
+from draftlab.signals import end_with_parent
 
 for _variable, _value in PROCESS_ENVIRONMENT.items():
     os.environ.setdefault(_variable, _value)  # what the user has set is kept
 
 app = typer.Typer(
     name="draftlab",
-    help="Train, evaluate and export draft heads for speculative decoding.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -56,6 +58,26 @@ app = typer.Typer(
 recipe_app = typer.Typer(help="Print recipes and their settings.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
 app.add_typer(store_app, name="store")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from draftlab.version import package_version
+
+        echo(package_version())
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", is_eager=True, callback=_print_version, help="Print draftlab's version."
+        ),
+    ] = False,
+) -> None:
+    """Train, evaluate and export draft heads for speculative decoding."""
 
 
 @app.command()
@@ -221,18 +243,19 @@ def recipe_show(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = F
     with guard(debug):
         from draftlab.pipeline.recipe import load_recipe, to_yaml
 
-        echo(to_yaml(load_recipe(recipe, overrides or [])).rstrip("\n"))
+        text = visible(to_yaml(load_recipe(recipe, overrides or [])))
+        typer.echo(text.encode(), nl=False)  # UTF-8, as recipes are read
 
 
 @app.command()
 def version() -> None:
     """Print draftlab's version."""
-    from draftlab.version import package_version
-
-    echo(package_version())
+    _print_version(True)
 
 
 def main() -> None:
     """Run the `draftlab` command."""
+    end_with_parent()
+    prepare_streams()
     clean_library_messages()
-    app()
+    app(prog_name="draftlab")

@@ -28,7 +28,7 @@ from rich.text import Text
 from draftlab.errors import UserError
 from draftlab.formatting import visible, visible_json
 from draftlab.progress import Monitor
-from draftlab.signals import on_ending_signal
+from draftlab.signals import ENDING_SIGNALS, on_ending_signal
 from draftlab.url_secrets import without_secrets
 
 if TYPE_CHECKING:
@@ -83,8 +83,8 @@ def echo(line: str) -> None:
 
 
 def echo_json(text: str) -> None:
-    """Print JSON on stdout."""
-    typer.echo(visible_json(text.rstrip("\n")))
+    """Print JSON on stdout, in UTF-8 whatever the encoding of stdout is."""
+    typer.echo(visible_json(text.rstrip("\n")).encode())
 
 
 def clean_library_messages() -> None:
@@ -202,7 +202,9 @@ def print_block(console: Console, title: str, text: Text) -> None:
 
 errors = PlainConsole(stderr=True)
 # In a file or a pipe rich assumes 80 columns, too few for the tables of reports.
-output = PlainConsole(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 110)
+output = PlainConsole(
+    width=None if (sys.stdout and sys.stdout.isatty()) or "COLUMNS" in os.environ else 110
+)
 monitor = ConsoleMonitor(errors)
 
 
@@ -213,26 +215,48 @@ RESUMES = "the same command continues where it stopped"
 STARTS_OVER = "nothing was written, and the same command starts over"
 
 
+def _is_importing() -> bool:
+    """Return whether the main thread imports a module."""
+    frame = sys._getframe()
+    while frame := frame.f_back:  # type: ignore[assignment]
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+    return False
+
+
 @contextmanager
 def _ended_by_signals(monitor: ConsoleMonitor, interrupted: str) -> Iterator[None]:
-    """End the block at SIGTERM and SIGHUP with a line and `SystemExit`, 128 + their number."""
+    """End the block at SIGINT with `KeyboardInterrupt`, at SIGTERM and SIGHUP with a line and
+    `SystemExit`, 128 + their number.
+
+    Libraries replace or ignore an exception that comes while they are imported, and go on for
+    seconds. No work needs an end then, so that the process exits at once.
+    """
     codes: list[int] = []
 
     def end(number: int) -> None:
         codes.append(128 + number)
+        importing = _is_importing()
+        if number == signal.SIGINT and not importing:
+            raise KeyboardInterrupt
         monitor.close()
-        monitor.console.print(f"{signal.Signals(number).name}; {interrupted}")
+        name = "interrupted" if number == signal.SIGINT else signal.Signals(number).name
+        monitor.console.print(f"{name}; {interrupted}")
+        if importing:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(codes[0])
         raise SystemExit(codes[0])
 
     try:
-        with on_ending_signal(end):
+        with on_ending_signal(end, (signal.SIGINT, *ENDING_SIGNALS)):
             yield
     except Exception:
         # Libraries in C replace an exception of a handler by one of their own.
         if not codes:
             raise
     if codes:
-        raise SystemExit(codes[0])
+        raise KeyboardInterrupt if codes[0] == 128 + signal.SIGINT else SystemExit(codes[0])
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from draftlab.formatting import exit_text
 from draftlab.progress import Monitor
 from draftlab.signals import ENDING_SIGNALS, on_ending_signal, worker_environment
 
-DRAFTLAB = (sys.executable, "-m", "draftlab.cli")
+DRAFTLAB = (sys.executable, "-m", "draftlab")
 POLL_S = 0.2
 NO_FAILURE = (0, 130, *(128 + number for number in ENDING_SIGNALS))
 """Exit codes of processes that succeeded or were interrupted."""

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from draftlab.errors import UserError
+from draftlab.process_environment import name_accelerator
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.locate import (
     load_config,
@@ -142,7 +143,11 @@ def load_model(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bar and its table of tensors, which `load_model` reads."""
+    """Silence transformers' progress bar and its table of tensors, which `load_model` reads.
+
+    An installed DeepSpeed, which is imported when a model is saved, is silent, too.
+    """
+    name_accelerator(has_gpu=torch.cuda.is_available())
     verbosity = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()

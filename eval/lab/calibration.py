@@ -70,7 +70,7 @@ def command(family: str, options: argparse.Namespace) -> list[str]:
     }
     words = [f"{key}={value}" for key, value in settings.items()]
     recipe = ROOT / "recipes" / RECIPES[family]
-    program = [sys.executable, "-m", "draftlab.cli", "run", str(recipe)]
+    program = [sys.executable, "-m", "draftlab", "run", str(recipe)]
     return [*program, *words, *options.settings]
 
 

@@ -88,7 +88,7 @@ def write_prompts(path: Path, tokens: int, tokenizer: Any, longest: int) -> None
 def train(name: str, settings: list[str], options: list[str]) -> float:
     """Train in a process of its own; return its seconds."""
     overrides = [f"name={name}", *settings]
-    command = [sys.executable, "-m", "draftlab.cli", "train", "window.yaml", *overrides, *options]
+    command = [sys.executable, "-m", "draftlab", "train", "window.yaml", *overrides, *options]
     started = time.perf_counter()
     subprocess.run(command, check=True, stdout=sys.stderr, env=child_environment())
     return time.perf_counter() - started

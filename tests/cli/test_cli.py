@@ -199,7 +199,7 @@ def test_mistakes_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
 
 def test_stdout_of_a_process_has_only_json() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "draftlab.cli", "run", "small.yaml", "--json"],
+        [sys.executable, "-m", "draftlab", "run", "small.yaml", "--json"],
         cwd=finished(),
         capture_output=True,
         text=True,

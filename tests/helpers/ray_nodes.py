@@ -43,7 +43,7 @@ def start_driver(
     """Start the command line in a process of its own, in a working directory."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, "-m", "draftlab.cli", *arguments],
+        [sys.executable, "-m", "draftlab", *arguments],
         cwd=folder,
         env=environment,
         stdout=output,

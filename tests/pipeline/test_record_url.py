@@ -258,7 +258,7 @@ def test_a_changed_object_is_never_trained_on(server: FaultyServer, workshop: Pa
 def test_killed_at_any_moment_it_ends_with_the_same_bytes(
     server: FaultyServer, workshop: Path
 ) -> None:
-    command = [sys.executable, "-m", "draftlab.cli", "train", "small.yaml", AT_URL]
+    command = [sys.executable, "-m", "draftlab", "train", "small.yaml", AT_URL]
     # As many threads as the run that it is compared with: others give sums other last bits.
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     generator = random.Random(2)

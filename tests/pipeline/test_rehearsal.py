@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +78,24 @@ def test_a_stand_in_of_falcon_h1_keeps_the_width_of_its_states(config: FalconH1C
     small = stand_in_config(config)
     width = small.mamba_d_ssm or small.mamba_expand * small.hidden_size
     assert width == small.mamba_n_heads * small.mamba_d_head < 512
+
+
+def test_an_installed_deepspeed_says_nothing_when_a_stand_in_is_saved(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    if find_spec("deepspeed") is None:
+        pytest.skip("DeepSpeed is not installed")
+    code = (
+        "from pathlib import Path; from draftlab import load_recipe\n"
+        "from draftlab.pipeline.rehearsal import make_stand_in\n"
+        "make_stand_in(load_recipe(Path('r.yaml')), Path('target'))\n"
+    )
+    (tmp_path / "r.yaml").write_text("target: embedded\n")
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
+        env={k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert "accelerator" not in done.stderr
 
 
 def test_missing_tokenizer_files_are_named(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ is 1.
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.process_environment import name_accelerator
 from draftlab.train.checkpoint import trainable
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.backends import ShardedBackend, Tensors, steps_on_device
@@ -148,8 +148,7 @@ def _create_moments(optimizer: torch.optim.Optimizer) -> None:
 
 def _import_deepspeed() -> Any:
     on_cpu = not torch.cuda.is_available()
-    if on_cpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it warns that it found no GPU
+    name_accelerator(has_gpu=not on_cpu)
     try:
         import deepspeed
     except ImportError as error:
