@@ -93,3 +93,21 @@ def plain_values(fields: dict[str, Any]) -> list[tuple[str, str]]:
         for name, value in fields.items()
         if type(value) in form
     ]
+
+
+EXTRAS = {
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "deepspeed": "deepspeed>=0.19.8",
+    "ray": "ray[train]>=2.60",
+    "s3": "s3fs>=2024.12",
+    "gcs": "gcsfs>=2024.12",
+    "suites": "datasets>=2.19",
+}
+"""What the extras of pyproject.toml install."""
+
+
+def pip_install(extra: str) -> str:
+    """Return the command that installs an extra's package, whether draftlab is installed or not."""
+    package = EXTRAS[extra]
+    return f"pip install {package}" if package.isalpha() else f"pip install '{package}'"

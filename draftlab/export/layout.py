@@ -20,6 +20,11 @@ from draftlab.export.settings import check_program
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 
+VLLM = "0.33.0"
+"""The version of vLLM whose targets `WITHOUT_EAGLE3` lists."""
+WITHOUT_EAGLE3 = {"gemma3": "Gemma 3", "gemma3_text": "Gemma 3"}
+"""Targets (model_type → name) whose class in vLLM has no `SupportsEagle3`, so that vLLM cannot give
+their hidden states to a head that reads them at boundaries (servers §1.3)."""
 CONFIG, LAUNCH, README = "config.json", "launch.md", "README.md"
 
 
@@ -118,3 +123,18 @@ def layout_for(program: str, family: str) -> Layout:
         f"{program} cannot hold {get_family(family).title} heads: {layout}",
         do="name another layout; docs/guide/exporting.md says which program loads which head",
     )
+
+
+def serving_warnings(program: str, export: Export) -> list[str]:
+    """Return warnings about a target that a program cannot serve with such a head."""
+    text = export.target.get("text_config") or export.target
+    kinds = [WITHOUT_EAGLE3.get(part.get("model_type", "")) for part in (export.target, text)]
+    name = next(filter(None, kinds), None)
+    if program not in ("vllm", "speculators") or name is None:
+        return []
+    if get_family(export.head.family).reads_last_state:
+        return []
+    return [
+        f"warning: export: vLLM {VLLM} cannot serve this head: its class of {name} targets has no "
+        "SupportsEagle3, and cannot give the head their hidden states"
+    ]

@@ -12,7 +12,15 @@ from draftlab.errors import UserError
 from draftlab.export.compare import compare_tensors, first_difference
 from draftlab.export.destination import atomic_folder, check_destination
 from draftlab.export.launch_text import is_hub_id, readme_text
-from draftlab.export.layout import CONFIG, LAUNCH, README, Export, Layout, layout_for
+from draftlab.export.layout import (
+    CONFIG,
+    LAUNCH,
+    README,
+    Export,
+    Layout,
+    layout_for,
+    serving_warnings,
+)
 from draftlab.export.served_k import served_k
 from draftlab.export.serving_tables import read_serving_tables
 from draftlab.export.settings import MAX_SHARD, check_program
@@ -108,6 +116,8 @@ def write_export(
             do="lower export.k",
         )
     layout.check(export)
+    for warning in serving_warnings(program, export):
+        log(warning)
     tensors = _export_tensors(layout, export, head_folder, target_folder, trust_remote_code)
     with atomic_folder(destination) as folder:
         write_weights(tensors, folder, max_shard)

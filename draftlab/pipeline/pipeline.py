@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 from draftlab.files import check_folder, known_sha256
 from draftlab.heads.folder import WEIGHTS
 from draftlab.kernels.cpu_memory import reuse_freed_memory
-from draftlab.pipeline.check_recipe import check_before_run, missing_input
 from draftlab.pipeline.estimate_table import estimate_table
 from draftlab.pipeline.evaluate_and_export import evaluate_run, export_run
 from draftlab.pipeline.family_defaults import with_family_defaults
 from draftlab.pipeline.head_workspace import export_files, input_files
 from draftlab.pipeline.local_pool import LocalPool, worker_devices
+from draftlab.pipeline.preflight import check_before_run, missing_input
 from draftlab.pipeline.provenance import write_provenance
 from draftlab.pipeline.recipe import Recipe, flatten, to_yaml
 from draftlab.pipeline.recording import Recording
@@ -143,6 +143,8 @@ class Pipeline:
         here = self.cluster is None and not self.on_cluster
         for warning in check_before_run(self.recipe, names, plan=plan, here=here):
             self.monitor.say(warning)
+        if "answers" in names:
+            _ = self.recording.prompts  # a broken file must not leave a run folder
 
     def make(self, *last: str, force: bool = False) -> Path:
         """Run what is missing up to each stage of `last`; return the artefact of the final one.
@@ -187,8 +189,6 @@ class Pipeline:
         run = self.run
         statuses = run.plan(*last)  # reads whole files, to compare their hashes
         self.check(statuses, plan=False)
-        if any(s.stage.name == "answers" and s.state != "done" for s in statuses):
-            _ = self.recording.prompts  # a broken file must not leave a run folder
         pool = self._new_pool()
         with lock(run.folder), pool or nullcontext():
             statuses = run.plan(*last)
@@ -199,7 +199,7 @@ class Pipeline:
                     run.check_store(status)
             if note := run.write_recipe(to_yaml(self.recipe)):
                 self.monitor.say(note)
-            for status in statuses:
+            for number, status in enumerate(statuses, 1):
                 stage = status.stage
                 for line in status.lines(run.folder):
                     self.monitor.say(line)
@@ -209,6 +209,7 @@ class Pipeline:
                     run.remove(stage)
                 if pool is not None and stage.name not in ("answers", "store"):
                     pool.close()  # the next stages need the memory
+                self.monitor.say(f"stage {number} of {len(statuses)}: {stage.name}")
                 self._run_stage(stage, pool)
 
     def _run_stage(self, stage: Stage, pool: WorkerPool | None) -> None:

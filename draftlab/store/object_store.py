@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, create_file, sha256_file
+from draftlab.formatting import pip_install
 from draftlab.store.transfer_errors import (
     DamagedError,
     damage_error,
@@ -34,6 +35,45 @@ PART_BYTES = 1 << 26
 BLOCK = 1 << 24
 DAMAGED_DOWNLOADS = 3
 """Downloads of the right size with a wrong hash after which the object counts as damaged."""
+
+
+_NO_STORES = ("http", "https", "ftp")
+"""Schemes that fsspec knows and at which it cannot replace files as a whole."""
+
+
+def check_scheme(url: str) -> None:
+    """Check, without asking its server, that a store can be written to a URL.
+
+    Raises:
+        UserError: its files do not outlive the process, cannot be written, or need a package that
+            is not installed.
+    """
+    import fsspec
+
+    scheme = url.partition("://")[0].lower()
+    if scheme == "memory" or scheme in _NO_STORES:
+        kind = "whose files outlive this process" if scheme == "memory" else "that can be written"
+        raise UserError(
+            f"expected a URL {kind}, found {scheme}://",
+            where=url,
+            do="name a bucket, such as s3://bucket/folder, or a folder, file:///folder",
+        )
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        raise _scheme_error(url, error) from None
+
+
+def _scheme_error(url: str, error: Exception) -> UserError:
+    scheme = url.partition("://")[0]
+    extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
+    return UserError(
+        f"{scheme}:// URLs cannot be opened: {plain_error(error)}",
+        where=url,
+        do=pip_install(extra)
+        if extra
+        else f"correct the URL, or install the package with which fsspec reads {scheme}://",
+    )
 
 
 class UrlFolder:
@@ -61,15 +101,7 @@ class UrlFolder:
             # Listings and sizes must be the server's present ones.
             return fsspec.core.url_to_fs(self.url, use_listings_cache=False)  # type: ignore[return-value]
         except (ImportError, ValueError) as error:
-            scheme = self.url.partition("://")[0]
-            extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
-            raise UserError(
-                f"{scheme}:// URLs cannot be opened: {plain_error(error)}",
-                where=self.url,
-                do=f"pip install 'draftlab[{extra}]'"
-                if extra
-                else f"correct the URL, or install the package with which fsspec reads {scheme}://",
-            ) from None
+            raise _scheme_error(self.url, error) from None
 
     def where(self, name: str) -> str:
         """Return the URL of a file."""

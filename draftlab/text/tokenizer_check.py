@@ -9,7 +9,13 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
-from draftlab.text.chat_template import chat_template, stop_ids
+from draftlab.text.chat_template import (
+    RenderError,
+    chat_template,
+    encode,
+    render_text,
+    stop_ids,
+)
 
 PADDING = 0.02
 """Share of a vocabulary that may have no token. Vocabularies are padded, by 0.5 % in gpt-oss."""
@@ -29,7 +35,8 @@ def check_tokenizer(
         template_arguments: names of variables that are set in the tokenizer's chat template.
 
     Raises:
-        UserError: no token ends an answer, or one that does is outside the target's vocabulary.
+        UserError: no token ends an answer, or one that does is outside the target's vocabulary;
+            there is no chat template, or it does not begin answers; the tokenizer is a slow one.
     """
     outside = sorted(i for i in stop_ids(tokenizer, folder) if i >= vocab_size)
     if outside:
@@ -38,6 +45,7 @@ def check_tokenizer(
             where=folder,
             do="correct eos_token_id in generation_config.json and the tokenizer's eos_token",
         )
+    _check_template(tokenizer)
     warnings = []
     if not (1 - PADDING) * vocab_size <= len(tokenizer) <= vocab_size:
         warnings.append(
@@ -51,3 +59,33 @@ def check_tokenizer(
                 f"warning: target.template_arguments: the chat template does not read {name!r}"
             )
     return warnings
+
+
+_PROMPT, _ANSWER = "What is 2 + 2?", "It is 4."
+
+
+def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a target is asked as it was tuned: its template writes what begins an answer.
+
+    A template may do so without reading `add_generation_prompt`, as Llama 2's with [/INST].
+
+    Raises:
+        UserError: it does not, or it refuses every conversation.
+    """
+    user = {"role": "user", "content": _PROMPT}
+    try:
+        prompt = render_text(tokenizer, [user], generation_prompt=True)
+        turns = [user, {"role": "assistant", "content": _ANSWER}]
+        whole, plain = render_text(tokenizer, turns), render_text(tokenizer, [user])
+    except RenderError:  # it may need a system turn, or none; `regenerate` reports each prompt
+        return
+    encode(tokenizer, prompt)
+    beginning, answer, _ = whole.removeprefix(prompt).partition(_ANSWER)
+    if prompt == plain and answer and whole.startswith(prompt) and beginning.strip():
+        raise UserError(
+            "expected a chat template that begins an answer for a generation prompt, found one "
+            f"whose prompt ends before {beginning!r}",
+            where=f"the chat template of {tokenizer.name_or_path}",
+            do="let it write the beginning `{% if add_generation_prompt %}`, as the template that "
+            "the model was published with",
+        )

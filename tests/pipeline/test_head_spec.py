@@ -18,10 +18,10 @@ from transformers import (
 from draftlab.errors import UserError
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
-from draftlab.pipeline.check_recipe import check_before_run
 from draftlab.pipeline.estimate import estimate_stages
 from draftlab.pipeline.head_rope import head_rope, norm_epsilon
 from draftlab.pipeline.head_spec import choose_boundaries, head_config, planned_identity
+from draftlab.pipeline.preflight import check_before_run
 from draftlab.pipeline.recipe import parse_recipe
 from draftlab.pipeline.stages import STAGES
 from draftlab.train.settings import HeadSettings

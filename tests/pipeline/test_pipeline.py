@@ -13,7 +13,7 @@ import pytest
 
 from draftlab import Monitor, Report, evaluate_head, export_head, find_run, load_recipe
 from draftlab.errors import UserError
-from draftlab.pipeline import check_recipe, recording, target_worker, training
+from draftlab.pipeline import preflight, recording, target_worker, training
 from draftlab.pipeline.run_folder import lock
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
@@ -99,7 +99,7 @@ def test_the_target_is_freed_where_others_need_the_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     """Training, and vLLM that records, come after a stage that has loaded the target."""
-    monkeypatch.setattr(check_recipe, "find_python", lambda _: Path())
+    monkeypatch.setattr(preflight, "find_python", lambda _: Path())
     settings = ["record.backend=vllm"] if stage == "store" else []
     run = pipeline("name=freed", *settings)
     models, alive, load_target = [], [], target_worker.load_target

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from draftlab.export.layout import serving_warnings
 from tests.helpers.small_run import draftlab, new_workshop
 
 
@@ -51,6 +55,119 @@ def test_what_cannot_succeed_is_refused(
     assert result.exit_code == 2, result.output
     assert message in result.output
     assert not (workshop / "runs").exists()
+
+
+CHATML_WITHOUT_PROMPT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+)
+
+
+def _without_template(target: Path) -> None:
+    edit_json(target / "tokenizer_config.json", chat_template=...)
+    (target / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def _with_template(source: str) -> Callable[[Path], None]:
+    def damage(target: Path) -> None:
+        _without_template(target)
+        (target / "chat_template.jinja").write_text(source)
+
+    return damage
+
+
+def _without_stop_token(target: Path) -> None:
+    for name in ("generation_config.json", "config.json"):
+        edit_json(target / name, eos_token_id=...)
+    edit_json(target / "tokenizer_config.json", eos_token=...)
+
+
+def edit_json(path: Path, **values: object) -> None:
+    """Set keys of a JSON file; `...` removes a key. Nothing happens without the file."""
+    if path.exists():
+        fields = json.loads(path.read_text()) | values
+        path.write_text(json.dumps({k: v for k, v in fields.items() if v is not ...}))
+
+
+def _write_prompts(line: str) -> Callable[[Path], None]:
+    return lambda target: write_text(target.parent / "prompts.jsonl", line)
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text + "\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "settings", "message"),
+    [
+        (_without_template, "", "expected a target with a chat template"),
+        (_with_template(CHATML_WITHOUT_PROMPT), "", "prompt ends before '<|im_start|>assistant"),
+        (_with_template("{% for m in messages %}"), "", "the target's chat template"),
+        (_without_stop_token, "", "expected an eos_token_id"),
+        (None, "record.url=foo://bucket/x", "foo:// URLs cannot be opened"),
+        (None, "record.url=ftp://host/x", "a URL that can be written, found ftp://"),
+        (None, "record.url=http://host/x", "a URL that can be written, found http://"),
+        (None, "record.url=https://host/x", "a URL that can be written, found https://"),
+        (None, "record.url=memory://x", "whose files outlive this process, found memory://"),
+        (None, "head.family=eagle export.formats=llamacpp", "export.formats"),
+        (_write_prompts("{"), "", "expected a JSON object in UTF-8"),
+        (_write_prompts(json.dumps({"messages": []})), "", "prompts.jsonl:1"),
+    ],
+    ids=lambda value: str(getattr(value, "__name__", value))[:40],
+)
+def test_the_plan_and_the_run_refuse_with_the_same_words(
+    damage: Callable[[Path], None] | None, settings: str, message: str, tmp_path: Path
+) -> None:
+    workshop = new_workshop(tmp_path)
+    if damage is not None:
+        damage(workshop / "toy")
+    refusals = []
+    for options in ((), ("--plan",)):
+        result = draftlab(workshop, "run", "small.yaml", *settings.split(), *options)
+        assert result.exit_code == 2, result.output
+        refusals.append(result.stderr[result.stderr.index("error: ") :])
+    assert refusals[0] == refusals[1]
+    assert message in refusals[0]
+    assert not (workshop / "runs").exists()
+
+
+def test_a_mask_token_of_ordinary_text_is_named(tmp_path: Path) -> None:
+    workshop = new_workshop(tmp_path)
+    plan = ("run", "small.yaml", "--plan", "head.family=peagle")
+    said = "is a token of ordinary text, and the training is refused if"
+    assert said in draftlab(workshop, *plan, "head.mask_token=Q").output
+    assert said not in draftlab(workshop, *plan).output
+
+
+def test_a_template_that_ends_prompts_as_its_answers_begin_needs_no_generation_prompt(
+    tmp_path: Path,
+) -> None:
+    workshop = new_workshop(tmp_path)
+    _with_template(LLAMA2)(workshop / "toy")
+    assert draftlab(workshop, "run", "small.yaml", "--plan").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "program", "kind", "warned"),
+    [
+        ("eagle3", "vllm", "gemma3_text", True),
+        ("eagle3", "speculators", "gemma3", True),
+        ("dspark", "vllm", "gemma3_text", True),
+        ("eagle3", "sglang", "gemma3_text", False),
+        ("eagle3", "vllm", "llama", False),
+        ("eagle", "vllm", "gemma3_text", False),
+    ],
+)
+def test_targets_that_vllm_cannot_draft_for_are_named(
+    family: str, program: str, kind: str, warned: bool
+) -> None:
+    head = SimpleNamespace(family=family)
+    for config in ({"model_type": kind}, {"text_config": {"model_type": kind}}):
+        export = SimpleNamespace(head=head, target=config)
+        assert ("has no SupportsEagle3" in " ".join(serving_warnings(program, export))) is warned
 
 
 @pytest.mark.parametrize("verb", ["run", "run --plan"])

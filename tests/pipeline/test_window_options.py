@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
-from draftlab.pipeline import check_recipe, window_training
+from draftlab.pipeline import check_recipe, preflight, window_training
 from draftlab.pipeline.recipe import load_recipe
 from draftlab.pipeline.window_training import RECORDERS, check_memory_for_vllm, recording_devices
 from draftlab.target_model.loading import load_target
@@ -67,7 +67,7 @@ def test_a_window_gives_the_bits_of_a_full_store(
             return StandIn(target, [])(setup)
 
         monkeypatch.setattr(hidden_states, "VllmProcess", start)
-        monkeypatch.setattr(check_recipe, "find_python", lambda _: None)
+        monkeypatch.setattr(preflight, "find_python", lambda _: None)
     heads = []
     for run, keep in (("full", "all"), ("small", "window")):
         arguments = (f"name={run}", *SETTINGS, *OPTIONS[option], f"record.keep={keep}")
