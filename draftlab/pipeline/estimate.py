@@ -10,6 +10,8 @@ import math
 import os
 from dataclasses import dataclass
 
+import torch
+
 from draftlab.formatting import rounded_text, size_text
 from draftlab.pipeline.check_recipe import check_head, check_shapes
 from draftlab.pipeline.hardware import GPUS, Gpu
@@ -50,6 +52,13 @@ class Estimate:
     known: bool = True
 
 
+def runs_on_cpu(recipe: Recipe) -> bool:
+    """Return whether the plan is of a CPU: no GPU is named, and the target would be on none."""
+    device = recipe.target.device
+    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    return recipe.hardware.gpu is None and on_cpu
+
+
 def estimate_stages(recipe: Recipe) -> list[Estimate]:
     """Return what the target and each stage need.
 
@@ -59,10 +68,11 @@ def estimate_stages(recipe: Recipe) -> list[Estimate]:
     config = target_config(recipe.target)
     check_shapes(recipe, config.get_text_config())
     gpu = GPUS.get(recipe.hardware.gpu or "")
-    target = TargetSize.of(recipe, config)
+    on_cpu = runs_on_cpu(recipe)
+    target = TargetSize.of(recipe, config, on_cpu=on_cpu)
     conversations = Conversations.of(recipe, target.max_length)
     identity = planned_identity(recipe, config)
-    head = HeadSize.of(check_head(recipe, config), recipe)
+    head = HeadSize.of(check_head(recipe, config), recipe, on_cpu=on_cpu)
     active = f", {as_count(target.active)} active per token" if target.expert_parameters else ""
     quantised = "; quantised, so that its files are smaller" if target.quantised else ""
     name = (config.architectures or [type(config).__name__])[0]
@@ -70,8 +80,9 @@ def estimate_stages(recipe: Recipe) -> list[Estimate]:
         Estimate(
             "target",
             f"{name}: {as_count(target.parameters)} parameters{active}{quantised}",
-            disk=target.bytes,
-            memory=target.bytes / recipe.target.gpus,
+            disk=target.parameters * target.stored_each,
+            # A CPU decodes with a second copy, whose layout oneDNN reads faster.
+            memory=2 * target.bytes if on_cpu else target.bytes / recipe.target.gpus,
         ),
         *_answers_and_store(recipe, identity, target, conversations, gpu),
         *_window(recipe, identity, target, conversations, gpu),

@@ -8,8 +8,15 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from draftlab.formatting import rounded_text
-from draftlab.pipeline.estimate import Estimate, as_bytes, estimate_stages
+from draftlab.pipeline.estimate import (
+    Estimate,
+    as_bytes,
+    estimate_stages,
+    runs_on_cpu,
+)
 from draftlab.pipeline.hardware import GPUS, Gpu
 from draftlab.pipeline.head_spec import planned_identity, target_config
 from draftlab.pipeline.recipe import Recipe
@@ -19,6 +26,8 @@ from draftlab.train.distributed.ranks import idle_note
 
 TIME_FACTORS = (2, 4)
 """A stage takes this many times the least time."""
+LIBRARIES = 0.7e9
+"""Bytes of memory of a process that has imported torch and transformers."""
 USABLE_MEMORY = 0.9
 """Share of a GPU's memory."""
 
@@ -40,7 +49,10 @@ def estimate_table(
     ]
     hardware, num_gpus = recipe.hardware, recipe.target.gpus
     gpu = GPUS.get(hardware.gpu or "")
+    on_cpu = runs_on_cpu(recipe)
     machine = f"{hardware.gpus} × {hardware.gpu}" if gpu else "set hardware.gpu for times"
+    if on_cpu:
+        machine = "a CPU, whose times are not estimated; hardware.gpu=H100 is for a GPU"
     if hardware.nodes > 1:
         machine = f"{hardware.nodes} × {machine}"
     if num_working > 1:
@@ -48,7 +60,7 @@ def estimate_table(
     shipped = config_folder(recipe.target) == shipped_config(recipe.target) is not None
     source = "the shapes of this target in draftlab" if shipped else "the target's config.json"
     yield f"estimate ({machine}), from {source}:"
-    yield f"  {'':8}{'disk':>9}  {'GPU memory':14}  time"
+    yield f"  {'':8}{'disk':>9}  " + ("memory" if on_cpu else f"{'GPU memory':14}  time")
     for row in rows:
         memory = as_bytes(row.memory)
         if row.name in ("target", "answers") and num_gpus > 1 and memory:
@@ -69,6 +81,8 @@ def estimate_table(
         yield from _window_warnings(recipe)
     if "head" in stages:
         yield from _training_warnings(recipe, max(num_working, hardware.gpus))
+    if on_cpu:
+        yield from _cpu_memory(rows)
     if gpu:
         yield from _memory_warnings(recipe, rows, gpu)
 
@@ -148,6 +162,19 @@ def _window_warnings(recipe: Recipe) -> Iterator[str]:
             f"step: unless the window holds all states, it is refused; {as_bytes(enough)} are "
             "enough"
         )
+
+
+def _cpu_memory(rows: list[Estimate]) -> Iterator[str]:
+    """Yield the memory that one process on a CPU takes, and a warning if less is available."""
+    memory = {row.name: row.memory or 0.0 for row in rows}
+    decoding = memory["target"] + memory.get("answers", 0.0)
+    needed = LIBRARIES + max(decoding, memory.get("head", 0.0))
+    yield (
+        f"  memory: about {as_bytes(needed)}, {as_bytes(LIBRARIES)} of them for libraries; the "
+        "target is freed before a training that does not need it"
+    )
+    if (available := psutil.virtual_memory().available) < needed:
+        yield f"  warning: {as_bytes(available)} of memory are available on this machine"
 
 
 def _memory_warnings(recipe: Recipe, rows: list[Estimate], gpu: Gpu) -> Iterator[str]:

@@ -50,6 +50,7 @@ class TargetSize:
         expert_parameters: number of parameters of its experts.
         active_share: share of the experts that process one token.
         bytes_each: bytes of a parameter as it is loaded.
+        stored_each: bytes of a parameter in the files.
         kv_bytes: bytes of one position's keys and values in all layers.
         state_bytes: bytes of one request's states in all recurrent layers; None: unknown.
         max_length: positions that the target supports.
@@ -60,21 +61,27 @@ class TargetSize:
     expert_parameters: int
     active_share: float
     bytes_each: int
+    stored_each: int
     kv_bytes: int
     state_bytes: int | None
     max_length: int
     quantised: bool
 
     @classmethod
-    def of(cls, recipe: Recipe, config: Any) -> TargetSize:
-        """Return the size of a target with this config, as the recipe loads it."""
+    def of(cls, recipe: Recipe, config: Any, *, on_cpu: bool = False) -> TargetSize:
+        """Return the size of a target with this config, as the recipe loads it.
+
+        Args:
+            on_cpu: whether a CPU loads it, by default in 32 bits.
+        """
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=recipe.target.trust_remote_code
             )
         text = config.get_text_config()
         stored = text.dtype or getattr(config, "dtype", None) or torch.bfloat16
-        bytes_each = {"float32": 4, "auto": stored.itemsize}.get(recipe.target.dtype, 2)
+        auto = 4 if on_cpu else stored.itemsize
+        bytes_each = {"float32": 4, "auto": auto}.get(recipe.target.dtype, 2)
         decoder, _, _ = text_decoder(model)
         max_length = freeze_rope(decoder) or max_positions(text)
         heads = _first(text, "num_key_value_heads", "num_attention_heads")
@@ -87,6 +94,7 @@ class TargetSize:
             expert_parameters=experts,
             active_share=per_token / (count or 1) if experts else 1.0,
             bytes_each=bytes_each,
+            stored_each=stored.itemsize,
             kv_bytes=2 * attention_layers(decoder) * heads * width * bytes_each,
             state_bytes=planned_state_bytes(decoder),
             max_length=max_length,
@@ -202,8 +210,12 @@ class HeadSize:
     memory: float
 
     @classmethod
-    def of(cls, head: DraftHead, recipe: Recipe) -> HeadSize:
-        """Return the size of a head as the recipe trains it, without the savings of compaction."""
+    def of(cls, head: DraftHead, recipe: Recipe, *, on_cpu: bool = False) -> HeadSize:
+        """Return the size of a head as the recipe trains it, without the savings of compaction.
+
+        Args:
+            on_cpu: whether a CPU trains it, which computes in 32 bits.
+        """
         settings, config = recipe.train, head.config
         objective = head.family.objective()
         steps = objective.mean_steps(settings)
@@ -211,8 +223,9 @@ class HeadSize:
         frozen = count_parameters(head) - trained
         target_lm_head = config.draft_vocab_size * config.target_hidden_size
         positions = (settings.micro_rows or settings.batch_rows) * settings.row_tokens
-        kept = steps * kept_bytes(config, torch.bfloat16) / settings.anchor_parts
+        dtype = torch.float32 if on_cpu else torch.bfloat16
+        kept = steps * kept_bytes(config, dtype) / settings.anchor_parts
         # In 32 bits: weights, gradients, two moments; frozen weights and the target's lm_head.
         memory = 16 * trained + 4 * (frozen + target_lm_head)
-        memory += positions * (kept + 2 * config.feature_size)
+        memory += positions * (kept + dtype.itemsize * config.feature_size)
         return cls(trained, objective.dense_flops(head, settings, settings.row_tokens / 2), memory)
