@@ -12,21 +12,12 @@ from typing import Annotated
 
 import typer
 
-from draftlab.cli.console import (
-    Debug,
-    Json,
-    clean_library_messages,
-    echo,
-    echo_json,
-    guard,
-    monitor,
-    output,
-    show_report,
-)
+from draftlab.cli.console import Debug, Json, guard, monitor, output, show_report
 from draftlab.cli.doctor import doctor
 from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
 from draftlab.cli.hub import push
+from draftlab.cli.plain_text import clean_library_messages, echo, echo_json
 from draftlab.cli.ray import refuse_both
 from draftlab.cli.stages import (
     Force,

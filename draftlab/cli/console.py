@@ -6,27 +6,26 @@ Stdout has only the tables or the JSON that a verb prints; everything else goes 
 from __future__ import annotations
 
 import errno
-import logging
 import os
 import signal
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
-from rich.segment import Segment
+from rich.table import Column
 from rich.text import Text
 
+from draftlab.cli.plain_text import PlainConsole, echo_json
 from draftlab.errors import UserError
-from draftlab.formatting import visible, visible_json
 from draftlab.progress import Monitor
 from draftlab.signals import ENDING_SIGNALS, on_ending_signal
 from draftlab.url_secrets import without_secrets
@@ -53,58 +52,10 @@ TrustRemoteCode = Annotated[
 PROGRESS_INTERVAL_S = 15.0  # between lines of progress in a log
 
 
-class PlainConsole(Console):
-    """A console for texts with strangers' names: they are neither markup nor control sequences.
-
-    Colours and the progress bar are rich's own sequences, and stay.
-    """
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(markup=False, emoji=False, **options)
-
-    def render_str(self, text: str, **options: Any) -> Text:
-        return super().render_str(visible(text), **options)
-
-    def render(
-        self, renderable: RenderableType, options: ConsoleOptions | None = None
-    ) -> Iterable[Segment]:
-        if (
-            isinstance(renderable, Text)
-            and (plain := visible(renderable.plain)) != renderable.plain
-        ):
-            renderable = renderable.copy()
-            renderable.plain = plain  # of the same length, so that the styles fit
-        return super().render(renderable, options)
-
-
-def echo(line: str) -> None:
-    """Print a line on stdout."""
-    typer.echo(visible(line))
-
-
-def echo_json(text: str) -> None:
-    """Print JSON on stdout, in UTF-8 whatever the encoding of stdout is."""
-    typer.echo(visible_json(text.rstrip("\n")).encode())
-
-
-def clean_library_messages() -> None:
-    """Let log records and warnings of libraries, which quote strangers' names, be visible text."""
-
-    class Record(logging.LogRecord):
-        def getMessage(self) -> str:
-            return visible(without_secrets(super().getMessage()))
-
-    logging.setLogRecordFactory(Record)
-    formatted = warnings.formatwarning
-
-    def format_warning(*args: Any, **kwargs: Any) -> str:
-        return visible(without_secrets(formatted(*args, **kwargs)))
-
-    warnings.formatwarning = format_warning
-
-
 class ConsoleMonitor(Monitor):
     """Prints lines and a progress bar on a terminal, and lines of progress into a log.
+
+    On a narrow terminal the detail of a bar is cut, and bar, count and remaining time stay.
 
     Attributes:
         warnings: the printed lines that begin with "warning: ".
@@ -113,17 +64,20 @@ class ConsoleMonitor(Monitor):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.warnings: list[str] = []
+        detail = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),
-            BarColumn(bar_width=30),
+            BarColumn(bar_width=12),
             TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[detail]}", markup=False),
+            TextColumn("{task.fields[detail]}", markup=False, table_column=detail),
             console=console,
             transient=True,
+            expand=True,
         )
         self._task: tuple[str, TaskID] | None = None
         self._last = 0.0
+        self._first: tuple[str, float, float] | None = None
 
     def say(self, line: str) -> None:
         line = without_secrets(line)
@@ -134,9 +88,10 @@ class ConsoleMonitor(Monitor):
     def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
         if not self.console.is_terminal:
             now = time.monotonic()
+            left = self._time_left(stage, done, total, now)
             if done >= total or now - self._last > PROGRESS_INTERVAL_S:
                 self._last = now
-                self.say(f"{stage}: {done:,.0f}/{total:,.0f} {detail}")
+                self.say(" ".join(filter(None, (_count(stage, done, total), left, detail))))
             return
         if self._task is None or self._task[0] != stage:
             self.close()
@@ -145,7 +100,17 @@ class ConsoleMonitor(Monitor):
         self._bars.update(self._task[1], completed=done, total=total, detail=detail)
         if done >= total:
             self.close()
-            self.say(f"{stage}: {done:,.0f}/{total:,.0f} {detail}")
+            self.say(f"{_count(stage, done, total)} {detail}".rstrip())
+
+    def _time_left(self, stage: str, done: float, total: float, now: float) -> str:
+        """Return how long a stage still takes at its speed since its first report, or ""."""
+        if self._first is None or self._first[0] != stage or done < self._first[1]:
+            self._first = (stage, done, now)
+        _, first, began = self._first
+        if done <= first or done >= total:
+            return ""
+        seconds = (total - done) * (now - began) / (done - first)
+        return f"({timedelta(seconds=round(seconds))} left)"
 
     def close(self) -> None:
         """Remove the progress bar."""
@@ -153,6 +118,10 @@ class ConsoleMonitor(Monitor):
             self._bars.remove_task(self._task[1])
             self._bars.stop()
             self._task = None
+
+
+def _count(stage: str, done: float, total: float) -> str:
+    return f"{stage}: {done:,.0f}/{total:,.0f}"
 
 
 def plan_lines(statuses: Sequence[Status], *, force: bool) -> Iterator[str]:

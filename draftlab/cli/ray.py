@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from draftlab.errors import NoClusterError, UserError
+from draftlab.formatting import pip_install
 
 if TYPE_CHECKING:
     from draftlab.pipeline.hardware import HardwareSettings
@@ -36,7 +37,7 @@ def connected(address: str | None) -> Iterator[RayCluster | None]:
         raise NoClusterError(
             "expected Ray, found that it is not installed",
             where="--ray",
-            do="pip install 'draftlab[ray]' on all nodes",
+            do=f"{pip_install('ray')} on all nodes",
         )
     from draftlab.pipeline.ray_cluster import RayCluster
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from draftlab.cli.console import echo, monitor, plan_lines
+from draftlab.cli.console import monitor, plan_lines
+from draftlab.cli.plain_text import echo
 from draftlab.cli.ray import connected, planned_hardware
 
 if TYPE_CHECKING:

@@ -33,6 +33,11 @@ from draftlab.target_model.model import Target
 from draftlab.text.suites import Prompts, Suite
 
 
+def _title(action: str, engine: str, text: str) -> str:
+    """Return a title for progress, which names an engine that is not draftlab's."""
+    return f"{action} {text}" if engine == "draftlab" else f"{action} with {engine}, {text}"
+
+
 @dataclass
 class EngineResults:
     """What one engine measured, by temperature and decoding configuration.
@@ -125,7 +130,7 @@ class Workload:
         """Decode the suite at every temperature of the configuration; add it to the results."""
         for t in self.settings.temperatures:
             if config in self.configs_at(t):
-                stage = f"{results.engine} T={t:g}, {config.name_at(t)}"
+                stage = _title("decoding", results.engine, f"T = {t:g}, {config.name_at(t)}")
                 results.generations[t, config] = self._decode(engine, self.requests(t), stage)
 
     def _decode(self, engine: Decoder, requests: list[Request], stage: str) -> list[Generation]:
@@ -149,7 +154,8 @@ class Workload:
         Args:
             name: engine name for progress.
         """
-        settings, stage = self.settings, f"{name} time T={temperature:g}, batch {batch}"
+        settings = self.settings
+        stage = _title("timing", name, f"T = {temperature:g}, batch {batch}")
         requests = self.requests(temperature, timed=True)
         batches = list(timing_batches(requests, settings.timing_prompts, batch))
 
@@ -218,7 +224,7 @@ class Workload:
             name: engine name for progress.
             rounds, least_s: see `decode_under_load`.
         """
-        stage = f"{name} load T={temperature:g}, {concurrency} at once"
+        stage = _title("load", name, f"T = {temperature:g}, {concurrency} at once")
         requests = self.requests(temperature, timed=True)
         size = self.settings.requests_under_load(concurrency, rounds)
         streams = load_streams(requests, size, concurrency)

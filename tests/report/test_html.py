@@ -280,3 +280,11 @@ def test_certificates_and_alpha_by_position_have_their_own_sections() -> None:
     assert "0.617" in text
     for hidden in ("0 – 255", "alpha_by_position", "certificates"):
         assert hidden not in text
+
+
+def test_a_table_that_is_cut_shows_that_it_scrolls() -> None:
+    page = render_html(sample.report())
+    style = page[: page.index("</style>")]
+    assert "overflow-x: auto" in style
+    assert "local" in style  # its edges are covered by shadows
+    assert "wide tables scroll sideways" in style[style.index("@media (max-width: 40rem)") :]
