@@ -5,7 +5,8 @@ for all: ShareGPT, Magpie and Open-PerfectBlend (`conversations` of `from`, `val
 the chat APIs (`messages` of `role`, `content`), pairs (`instruction`, `response` and the like),
 reasoning traces (tags in the text, or a column of their own), and calls of tools (in the chat
 APIs' form, of today or with `function_call` and `functions`; as `function_call` and `observation`
-turns; or as `query`, `answers`, `tools`).
+turns; or as `query`, `answers`, `tools`). Rows of prompts alone, for the target to answer, have one
+of the columns of questions, `turns` (texts, as MT-Bench), or `instances` (Self-Instruct).
 
 What a pair's question is about stands in its prompt, apart from it by an empty line: a `context`
 (SQuAD, Dolly; several texts in order) before the question, Alpaca's `input` behind its instruction.
@@ -47,6 +48,7 @@ PAIRS = (
     ("prompt", "response"),
     ("query", "answers"),
 )
+PROMPTS = tuple(dict.fromkeys(asked for asked, _ in PAIRS))
 _THOUGHT = re.compile(
     r"^\s*(?:<think>|<\|begin_of_thought\|>)(.*?)(?:</think>|<\|end_of_thought\|>)", re.DOTALL
 )
@@ -74,14 +76,15 @@ def read_row(row: Any) -> Chat:
     if not isinstance(row, Mapping):
         raise Dropped("not a record of columns")
     turns = next((row[name] for name in TURNS if row.get(name)), None)
-    messages = _of_pair(row) if turns is None else _of_turns(_listed(turns, "turns"))
+    messages = _of_columns(row) if turns is None else _of_turns(_listed(turns, "turns"))
+    answered = turns is not None or "turns" not in row
     system = row.get("system")
     if system and isinstance(system, str) and messages[:1] and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     tools = [
         _tool(tool) for tool in _listed(row.get("tools") or row.get("functions") or [], "tools")
     ]
-    _check(messages, tools)
+    _check(messages, tools, answered=answered)
     return Chat(messages, tools)
 
 
@@ -101,19 +104,49 @@ def _json(text: str, what: str) -> Any:
         raise Dropped(f"{what} that are no JSON") from None
 
 
-def _of_pair(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _of_columns(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a row without turns of both sides: a pair, or prompts alone."""
+    instances = row.get("instances")
+    if instances:
+        instance = _listed(instances, "instances")[0]
+        if not isinstance(instance, Mapping):
+            raise Dropped("an instance that is no record")
+        row = {**instance, **row}
     for asked, answered in PAIRS:
-        if isinstance(row.get(asked), str) and row.get(answered) is not None:
-            break
-    else:
-        raise Dropped("no column of turns")
+        if isinstance(row.get(asked), str) and row.get(answered) not in (None, ""):
+            return _of_pair(row, asked, answered)
+    if (asked_turns := row.get("turns")) is not None:
+        return _of_questions(_listed(asked_turns, "turns"))
+    for asked in PROMPTS:
+        if isinstance(row.get(asked), str):
+            return [_question(row, asked)]
+        if row.get(asked):  # messages, as trainers of preferences write prompts
+            return _of_turns(_listed(row[asked], "a prompt"))
+    raise Dropped("no column of turns")
+
+
+def _of_questions(texts: Sequence[Any]) -> list[dict[str, Any]]:
+    """Return user turns; before each later one is an empty answer, which the target replaces."""
+    messages: list[dict[str, Any]] = []
+    for text in texts:
+        if messages:
+            messages.append({"role": "assistant", "content": ""})
+        messages.append({"role": "user", "content": _text(text)})
+    return messages
+
+
+def _question(row: Mapping[str, Any], asked: str) -> dict[str, Any]:
     question = row[asked]
     about = row.get("input") if asked == "instruction" else None
     if about and isinstance(about, str):
         question = f"{question}\n\n{about}"
     if question.strip():
         question = "\n\n".join([*_contexts(row.get("context")), question])
-    messages: list[dict[str, Any]] = [{"role": "user", "content": question}]
+    return {"role": "user", "content": question}
+
+
+def _of_pair(row: Mapping[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
+    messages = [_question(row, asked)]
     if asked == "query":
         calls = _calls(_listed(row[answered], "calls of tools"))
         return [*messages, {"role": "assistant", "content": "", "tool_calls": calls}]
@@ -168,7 +201,8 @@ def _of_turns(turns: Sequence[Any]) -> list[dict[str, Any]]:
         message: dict[str, Any] = {"role": role, "content": text}
         if role == "assistant":
             message = _answer(text)
-            thoughts = turn.get("reasoning_content") or turn.get("thinking")
+            names = ("reasoning_content", "reasoning", "thinking")
+            thoughts = next((turn[name] for name in names if turn.get(name)), None)
             if isinstance(thoughts, str):
                 message["reasoning_content"] = thoughts
             if calls:
@@ -240,7 +274,9 @@ def _tool(tool: Any) -> dict[str, Any]:
     return dict(tool) if "function" in tool else {"type": "function", "function": dict(tool)}
 
 
-def _check(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
+def _check(
+    messages: list[dict[str, Any]], tools: list[dict[str, Any]], *, answered: bool = True
+) -> None:
     spoken = [message["role"] for message in messages if message["role"] != "system"]
     if "user" not in spoken:
         raise Dropped("no user turn")
@@ -248,7 +284,7 @@ def _check(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> None:
         raise Dropped("begins with an answer")
     for message in messages:
         said = message["content"].strip() or message.get("tool_calls")
-        if not said and message["role"] in ("user", "assistant"):
+        if not said and message["role"] in ("user", *["assistant"] * answered):
             raise Dropped(f"an empty {'answer' if message['role'] == 'assistant' else 'question'}")
     try:
         json.dumps([messages, tools], ensure_ascii=False).encode()

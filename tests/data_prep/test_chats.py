@@ -176,6 +176,28 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"instruction": "say it in French", "input": "good day", "output": "bonjour"},
         [user("say it in French\n\ngood day"), assistant("bonjour")],
     ),
+    "a prompt alone": ({"prompt": "hi", "id": 3}, [user("hi")]),
+    "a prompt of messages": ({"prompt": [user("hi")]}, [user("hi")]),
+    "an instruction alone": (
+        {"instruction": "add", "input": "2 + 2", "output": ""},
+        [user("add\n\n2 + 2")],
+    ),
+    "questions of several turns": (
+        {"question_id": 81, "turns": ["a?", "b?"]},
+        [user("a?"), assistant(""), user("b?")],
+    ),
+    "an instance": (
+        {"id": "s0", "instruction": "add", "instances": [{"input": "2 + 2", "output": "4"}]},
+        [user("add\n\n2 + 2"), assistant("4")],
+    ),
+    "an instance alone": (
+        {"instruction": "add", "instances": [{"input": "", "output": ""}]},
+        [user("add")],
+    ),
+    "reasoning by its new name": (
+        {"messages": [user("hi"), assistant("2", reasoning="hm")]},
+        [user("hi"), THOUGHT],
+    ),
 }
 
 
