@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 _MAX_BYTES, _MAX_NODES, _MAX_DEPTH = 1_000_000, 10_000, 50
 """Of a recipe: its size; its values, those of an alias as often as it occurs; levels of nesting."""
 _TAG = "tag:yaml.org,2002:"
+_MAX_SHOWN = 60
+"""Most letters of an override's value in a message."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -196,7 +198,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     tree.setdefault("name", path.stem)
     for override in overrides:
         _override(tree, override)
-    return parse_recipe(tree, where=path)
+    return parse_recipe(tree, where=path, overrides=overrides)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -223,28 +225,58 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return tree
 
 
-def parse_recipe(tree: dict[str, Any], *, where: Path | str = "recipe") -> Recipe:
+def parse_recipe(
+    tree: dict[str, Any], *, where: Path | str = "recipe", overrides: Sequence[str] = ()
+) -> Recipe:
     """Validate a tree of settings.
+
+    Args:
+        where: the tree's file, for errors.
+        overrides: the `key=value` of the command line that the tree has, for errors.
 
     Raises:
         UserError: a setting is of `REMOVED_SETTINGS`, is unknown, or does not fit.
     """
-    removed = [f"{key}: removed: {do}" for key, do in REMOVED_SETTINGS.items() if _has(tree, key)]
+    removed = {key: do for key, do in REMOVED_SETTINGS.items() if _has(tree, key)}
     if removed:
+        lines = [f"{key}: removed: {do}" for key, do in removed.items()]
         raise UserError(
-            "the recipe has settings that draftlab no longer has:\n  " + "\n  ".join(removed),
-            where=where,
+            "the recipe has settings that draftlab no longer has:\n  " + "\n  ".join(lines),
+            where=_where(removed, where, overrides),
             do="delete these settings",
         )
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        lines = [_explain(one) for one in merged_errors(error)]
+        errors = merged_errors(error)
         raise UserError(
-            "the recipe does not fit:\n  " + "\n  ".join(lines),
-            where=where,
+            "the recipe does not fit:\n  " + "\n  ".join(map(_explain, errors)),
+            where=_where((_key(one) for one in errors), where, overrides),
             do="`draftlab recipe schema` prints every setting with its unit and default",
         ) from None
+
+
+def _where(keys: Iterable[str], file: Path | str, overrides: Sequence[str]) -> str:
+    """Return where settings come from: overrides of the command line, or the file of the recipe."""
+    places: dict[str, bool] = {}
+    for key in keys:
+        given = [text for text in overrides if _concerns(text.partition("=")[0].strip(), key)]
+        places |= dict.fromkeys(map(_shown, given) if given else [str(file)], True)
+    return " and ".join(places)
+
+
+def _concerns(one: str, other: str) -> bool:
+    """Return whether two dotted names are one setting, or a section and a setting in it."""
+    a, b = one.split("."), other.split(".")
+    length = min(len(a), len(b))
+    return a[:length] == b[:length]
+
+
+def _shown(override: str) -> str:
+    """Return an override for an error, without a URL, which may contain credentials."""
+    key, _, value = override.partition("=")
+    value = "…" if "://" in value or len(value) > _MAX_SHOWN else value
+    return f"the override {key}={value}"
 
 
 def _has(tree: Any, key: str) -> bool:
@@ -290,10 +322,13 @@ def _override(tree: dict[str, Any], text: str) -> None:
         node[leaf] = parsed
 
 
+def _key(error: Any) -> str:
+    return ".".join(str(part) for part in error["loc"])
+
+
 def _explain(error: Any) -> str:
     """Return a line for one of `merged_errors`; for an unknown key, with the nearest name."""
-    loc = error["loc"]
-    key = ".".join(str(part) for part in loc)
+    loc, key = error["loc"], _key(error)
     if error["type"] != "extra_forbidden":
         return f"{key}: {describe_error(error)}"
     model: type[BaseModel] = Recipe

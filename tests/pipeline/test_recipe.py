@@ -322,3 +322,26 @@ def test_a_removed_setting_is_refused_with_what_to_do(
         load_recipe(path)
     assert "unknown" not in str(caught.value)
     assert "delete" in caught.value.do
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "where"),
+    [
+        ("train: {steps: 1}", ["train.stepz=3"], "the override train.stepz=3"),
+        ("train: {steps: 1}", ["train.steps=0", "seed=1"], "the override train.steps=0"),
+        ("train: {steps: 0}", ["seed=1"], "{path}"),
+        ("train: {steps: 0}", ["seed=-1"], "the override seed=-1 and {path}"),
+        ("seed: 0", ["train={steps: 0}"], "the override train={steps: 0}"),
+        ("seed: 0", ["run.url=s3://me:secret@b/x"], "the override run.url=…"),
+        ("seed: 0", ["eval.k=[" + "1," * 50 + "x]"], "the override eval.k=…"),
+    ],
+)
+def test_mistakes_say_whether_they_are_in_the_file_or_on_the_command_line(
+    text: str, overrides: list[str], where: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load_recipe(path, overrides)
+    expected = where.replace("{path}", str(path))
+    assert sorted(caught.value.where.split(" and ")) == sorted(expected.split(" and "))
