@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,15 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.files import save_tensors
-from draftlab.formatting import count_text, exit_text, parse_size, rounded_text, size_text
+from draftlab.formatting import (
+    EXTRAS,
+    count_text,
+    exit_text,
+    parse_size,
+    pip_install,
+    rounded_text,
+    size_text,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,3 +72,14 @@ def test_tensors_that_cannot_be_written_are_a_user_error(tmp_path: Path) -> None
         save_tensors({"a": torch.zeros(3)}, tmp_path / "gone" / "a.safetensors")
     assert "gone" in str(caught.value.where)
     assert caught.value.do
+
+
+def test_extras_are_installed_by_the_packages_that_pyproject_names() -> None:
+    """No index has draftlab, so that pip cannot install its extras outside of a checkout."""
+    text = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    del extras["dev"]
+    assert extras.keys() == EXTRAS.keys()
+    for extra, packages in extras.items():
+        assert packages == [EXTRAS[extra]] or packages[0].startswith(f"{EXTRAS[extra]}>=")
+        assert EXTRAS[extra] in pip_install(extra)

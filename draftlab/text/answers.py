@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
 from draftlab.files import sha256_text
+from draftlab.formatting import count_text
 from draftlab.progress import Monitor
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
@@ -132,7 +133,7 @@ def regenerate(
         else:
             generator = AnswerGenerator(tokenizer, settings, seed, stops, max_length)
             finished = _answer_here(generator, chunks, decode, throughput)
-        with closing(finished):
+        with throughput.said_if_interrupted(counts, settings.piece), closing(finished):
             for chunk in finished:
                 conversations = [_finished(draft) for draft in chunk]
                 for draft in chunk:
@@ -158,11 +159,12 @@ def regenerate(
         monitor.say(f"answers: left out {earlier:,} later turns before this command resumed")
     for line in left_out.lines("answers: left out {} later turns"):
         monitor.say(line)
+    cut = f"{counts.unfinished:,} ({counts.unfinished / counts.answers:.0%})"
     _warn_of_cut_answers(counts, settings, monitor)
     monitor.say(
         f"answers: {counts.answers:,} with {counts.tokens:,} tokens in "
-        f"{counts.conversations:,} conversations; {counts.unfinished:,} reached their "
-        f"length limit unfinished; {throughput.rate:,.0f} tokens/s"
+        f"{counts.conversations:,} conversations; {cut} reached their length limit "
+        f"unfinished; {throughput.rate:,.0f} tokens/s"
     )
 
 
@@ -280,6 +282,20 @@ class _Throughput:
     def rate(self) -> float:
         """Return the tokens per second since the start of this process's work."""
         return self.tokens / max(time.perf_counter() - self.started, 1e-9)
+
+    @contextmanager
+    def said_if_interrupted(self, counts: AnswerCounts, piece: int) -> Iterator[None]:
+        """Say what is kept and what is lost if a signal ends the block."""
+        try:
+            yield
+        except (KeyboardInterrupt, SystemExit):
+            lost = count_text(self.done - counts.answers, "finished answer")
+            self.monitor.say(
+                f"answers: {counts.answers:,} of {self.total:,} are kept; {lost} of the pieces of "
+                f"{piece:,} conversations that were being decoded will be made again, so that the "
+                "interruption changes no token (regenerate.piece)"
+            )
+            raise
 
     def add_answer(self, tokens: int) -> None:
         """Count one answer."""

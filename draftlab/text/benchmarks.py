@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
+from draftlab.formatting import pip_install
 from draftlab.text.json_rows import json_rows
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -231,7 +232,7 @@ def _load_dataset(path: str | None, alternative: str, **options: Any) -> Iterato
         raise UserError(
             "expected the package datasets, found none",
             where=where,
-            do="; or ".join(filter(None, ("pip install 'draftlab[suites]'", alternative))),
+            do="; or ".join(filter(None, (pip_install("suites"), alternative))),
         ) from None
     try:
         yield from datasets.load_dataset(path, **options)

@@ -19,7 +19,8 @@ from draftlab.text.conversation_schema import ConversationLine
 LINE_HELP = (
     'a line is {"id": …, "messages": [{"role": "system" | "user" | "assistant", '
     '"content": text}, …], "source": …, "category": …}; '
-    "id and source may be left out of all lines, category of any"
+    "id and source may be left out of all lines, category of any. data_prep/chats.py in draftlab's "
+    "repository makes such lines of other forms (ShareGPT, OpenAI, pairs, prompts alone)"
 )
 
 
@@ -64,8 +65,10 @@ class Conversation:
 
     @property
     def has_answer(self) -> bool:
-        """Return whether there is an assistant turn."""
-        return any(message["role"] == "assistant" for message in self.messages)
+        """Return whether there is an assistant turn, and every one says something."""
+        answers = [message for message in self.messages if message["role"] == "assistant"]
+        said = ("content", "tool_calls", "reasoning_content")
+        return bool(answers) and all(any(map(m.get, said)) for m in answers)
 
     def to_json(self) -> str:
         """Return one line of JSON, without the newline."""

@@ -111,7 +111,7 @@ def _digest(conversation: Conversation, reads_answers: bool) -> bytes:
 
 
 def select_answered(conversations: list[Conversation], monitor: Monitor) -> list[Conversation]:
-    """Return the conversations that have an assistant turn; report how many were dropped.
+    """Return the conversations whose assistant turns say something; report how many were dropped.
 
     Raises:
         UserError: no conversation has an assistant turn.
@@ -120,7 +120,7 @@ def select_answered(conversations: list[Conversation], monitor: Monitor) -> list
     if len(answered) < len(conversations):
         monitor.say(
             f"answers: dropped {len(conversations) - len(answered):,} conversations without an "
-            "assistant turn"
+            "assistant turn, or with an empty one"
         )
     if not answered:
         raise UserError(

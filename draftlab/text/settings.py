@@ -60,13 +60,14 @@ class RegenerateSettings(Settings):
     """Sample from this many of the most probable tokens; None: all."""
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     """Sample from the most probable tokens with this total probability; None: all."""
-    max_new_tokens: Annotated[int, Field(ge=1)] = 128
-    """Maximum length of an answer, in tokens."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 1024
+    """Maximum length of an answer, in tokens. Chat models often write several hundred; the share of
+    answers that were cut is printed."""
     batch: Annotated[int, Field(ge=1)] = 64
     """Prompts decoded at once."""
     piece: Annotated[int, Field(ge=1)] = 256
-    """Conversations written at a time; a restart repeats fewer than this many. Each chunk is
-    decoded independently: for vLLM use several times `batch`."""
+    """Conversations written at a time; a restart repeats fewer than this many, and an interruption
+    says how many. Each piece is decoded independently: for vLLM use several times `batch`."""
     backend: AnswerBackend = "paged"
     """What decodes. paged: draftlab's engine. vllm: an installed vLLM in its own process, on
     `target.gpus` GPUs (tensor parallel). openai: a running server, see `server`."""

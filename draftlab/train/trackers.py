@@ -10,6 +10,7 @@ from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.files import sha256_text
+from draftlab.formatting import pip_install
 from draftlab.train.settings import TrainSettings
 
 Log = Callable[[Mapping[str, float], int], None]
@@ -23,7 +24,7 @@ def check_trackers(settings: TrainSettings) -> None:
             raise UserError(
                 f"train.{name} is set, and {name} is not installed",
                 where=f"train.{name}",
-                do=f"pip install 'draftlab[{name}]'",
+                do=pip_install(name),
             )
 
 

@@ -243,7 +243,7 @@ def test_options_that_a_cluster_cannot_have_are_refused(
     assert "Ray starts the processes" in draftlab(tmp_path, "run", *command).output
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "pip install 'draftlab[ray]'" in draftlab(tmp_path, "run", *command).output
+    assert "pip install 'ray[train]>=2.60'" in draftlab(tmp_path, "run", *command).output
 
 
 def test_devices_are_those_of_the_cluster(tmp_path: Path) -> None:

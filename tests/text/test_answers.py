@@ -227,6 +227,25 @@ def test_chunks_before_a_failing_one_are_kept(tmp_path: Path):
     assert len(decoder.requests) < 40
 
 
+def test_an_interruption_says_which_answers_are_kept_and_lost(tmp_path: Path) -> None:
+    monitor = RecordingMonitor()
+    with pytest.raises(KeyboardInterrupt):
+        generate(tmp_path / "a.jsonl", FakeDecoder(fail_after=8), monitor=monitor)
+    # A piece of four conversations has five answers; of the second piece three were there.
+    assert "answers: 5 of 13 are kept; 3 finished answers of the pieces of 4 " in monitor.lines[-1]
+    assert "will be made again" in monitor.lines[-1]
+    resumed = RecordingMonitor()
+    generate(tmp_path / "a.jsonl", monitor=resumed)
+    assert "answers: resuming after 4 of 10" in resumed.text
+
+
+def test_the_share_of_cut_answers_is_said(tmp_path: Path) -> None:
+    monitor = RecordingMonitor()
+    cut = generate(tmp_path / "a.jsonl", monitor=monitor)
+    count = sum(a.finish == "length" for c in cut for a in c.answers)
+    assert f"; {count} ({count / 13:.0%}) reached their length limit unfinished" in monitor.text
+
+
 @pytest.fixture
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> str:
     """Memory holds two blocks; the message for 4 requests of 16 tokens."""

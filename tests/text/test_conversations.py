@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -251,3 +252,21 @@ def test_conversations_that_differ_in_given_answers_ask_the_same(tmp_path: Path)
     asked = load_prompts(settings, Monitor(), reads_answers=False)
     assert [c.id for c in asked] == ["p:1", "p:4", "p:6"]
     assert len(load_prompts(settings, Monitor(), reads_answers=True)) == len(chats)
+
+
+@pytest.mark.parametrize(
+    ("row", "do"),
+    [
+        ({"conversations": [{"from": "human", "value": "hi"}]}, "ShareGPT"),
+        ({"messages": [{"role": "developer", "content": "hi"}]}, "OpenAI"),
+        ({"prompt": "hi"}, "prompts alone"),
+    ],
+)
+def test_other_forms_are_refused_with_the_program_that_converts_them(
+    row: dict[str, Any], do: str, tmp_path: Path
+) -> None:
+    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(UserError) as caught:
+        read_conversations(tmp_path / "p.jsonl")
+    assert "data_prep/chats.py" in caught.value.do
+    assert do in caught.value.do

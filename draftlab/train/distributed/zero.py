@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.formatting import pip_install
 from draftlab.process_environment import name_accelerator
 from draftlab.train.checkpoint import trainable
 from draftlab.train.distillation_module import DistillationModule
@@ -64,7 +65,7 @@ class Zero(ShardedBackend):
         if (stage := module.zero_optimization_stage()) != self.stage:
             raise UserError(
                 f"expected DeepSpeed's ZeRO stage {self.stage}, found {stage}",
-                do="install the DeepSpeed that the extra names: pip install 'draftlab[deepspeed]'",
+                do=f"install the newer DeepSpeed: {pip_install('deepspeed')}",
             )
         _create_moments(optimizer)
         return module, optimizer
@@ -154,7 +155,7 @@ def _import_deepspeed() -> Any:
     except ImportError as error:
         raise UserError(
             f"train.parallel names DeepSpeed, which does not load: {error}",
-            do="pip install 'draftlab[deepspeed]', or use train.parallel: fsdp2",
+            do=f"{pip_install('deepspeed')}, or use train.parallel: fsdp2",
         ) from None
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
