@@ -144,12 +144,15 @@ class Run:
                     f"{key}: {in_run!r} in the run, {in_recipe!r} now"
                     for key, (in_run, in_recipe) in status.changes.items()
                 ]
+                kept = ""
+                if "prompts.max_prompts" in status.changes:
+                    kept = "; answers and states are not reused for another number of prompts"
                 raise UserError(
                     f"the stage {stage.name!r} of the run has other settings:\n  "
                     + "\n  ".join(lines),
                     where=self.folder,
                     do=f"--force runs {stage.name} and all later stages again; name=other starts a "
-                    "new run beside this one",
+                    f"new run beside this one{kept}",
                 )
 
     def check_store(self, status: Status) -> None:

@@ -27,6 +27,7 @@ from draftlab.text.answer_file import AnswerCounts, AnswerFile, DroppedPrompt
 from draftlab.text.answer_rounds import AnswerGenerator, Draft, no_room
 from draftlab.text.chat_template import (
     RenderError,
+    control_tokens,
     encode_prompt,
     omitted_roles,
     stop_ids,
@@ -227,6 +228,7 @@ def _start_drafts(
     drafts: list[Draft] = []
     dropped, omitted = Reasons(), Reasons()
     greedy, repeated = -1, 0  # the last prompt with a greedy answer; how many repeat such an answer
+    control = control_tokens(tokenizer)
     for (i, conversation), sample in product(enumerate(prompts), range(settings.samples)):
         temperature = settings.temperatures[(i + sample) % len(settings.temperatures)]
         prompt = replace(conversation, id=answer_id(conversation.id, sample))
@@ -243,6 +245,9 @@ def _start_drafts(
         if not temperature:
             repeated += greedy == i
             greedy = i
+        for message in (message for turns in draft.rounds for message in turns):
+            if control and (found := control.search(message.get("content") or "")):
+                omitted.add(f"their text has {found[0]!r}, read as a control token", prompt.id)
         for role in omitted_roles(encoded.text, draft.rounds[0]):
             omitted.add(f"the chat template leaves out the {role} message", prompt.id)
     for line in dropped.lines("answers: dropped {} prompts"):

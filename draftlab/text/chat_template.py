@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -169,6 +170,13 @@ def omitted_roles(text: str, messages: Messages) -> list[str]:
         if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
             roles[message["role"]] = True
     return list(roles)
+
+
+def control_tokens(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Return a pattern of the special tokens' names, which have their meaning in any text, too."""
+    names = tokenizer.convert_ids_to_tokens(sorted(special_ids(tokenizer)))
+    longest_first = sorted(filter(None, names), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:

@@ -119,6 +119,11 @@ class HeadSettings(Settings):
     @model_validator(mode="after")
     def _fits_family(self) -> HeadSettings:
         get_family(self.family).check_settings(self)
+        if self.sliding_window and set(self.layer_types or ()) == {"full_attention"}:
+            raise ValueError(
+                "head.sliding_window: expected a layer with sliding_attention in head.layer_types, "
+                "found full_attention alone: leave one of the two out"
+            )
         return self
 
     def chosen_options(self) -> set[str]:

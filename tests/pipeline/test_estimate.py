@@ -69,7 +69,9 @@ def test_conversations_are_truncated_in_the_store_and_not_when_answered(
         (300, 4096, 300),
     ):
         LlamaConfig(**LLAMA_8B | {"max_position_embeddings": positions}).save_pretrained(tmp_path)
-        rows = estimate_stages(recipe(tmp_path, record={"max_length": max_length}))
+        answers = {"max_new_tokens": 128}
+        record = {"max_length": max_length}
+        rows = estimate_stages(recipe(tmp_path, record=record, regenerate=answers))
         by_name = {row.name: row for row in rows}
         tokens = 1000 * (min(384, positions) - 256)
         assert f"at most {tokens:,} tokens to generate" in by_name["answers"].note

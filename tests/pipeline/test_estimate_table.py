@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -159,9 +160,9 @@ def test_a_window_that_would_be_refused_is_warned_of(
 
 
 def test_a_plan_of_a_cpu_describes_a_cpu(tmp_path: Path) -> None:
-    tree = {"prompts": {"max_prompts": 64}, "regenerate": {"max_new_tokens": 128}}
-    on_cpu = parse_recipe({"name": "r", "target": {"device": "cpu"}, **tree})
-    on_gpu = parse_recipe({"name": "r", "hardware": {"gpu": "H100"}, **tree})
+    path, prompts = RECIPES / "quickstart.yaml", "prompts.max_prompts=64"
+    on_cpu = load_recipe(path, [prompts, "target.device=cpu"])
+    on_gpu = load_recipe(path, [prompts, "hardware.gpu=H100"])
     lines = list(estimate_table(on_cpu, tmp_path, STAGES))
     text = "\n".join(lines)
     assert lines[0].startswith("estimate (a CPU, whose times are not estimated; hardware.gpu=")
@@ -169,8 +170,8 @@ def test_a_plan_of_a_cpu_describes_a_cpu(tmp_path: Path) -> None:
     assert "GPU memory" not in text
     assert "minute" not in text
     assert "GPU memory" in "\n".join(estimate_table(on_gpu, tmp_path, STAGES))
-    # 11 M numbers of 2 bytes on the disk, of 4 in memory, with oneDNN's copy. A measured run of
-    # these prompts took 1.03 GB.
+    # 11 M numbers of 2 bytes on the disk, of 4 in memory, with oneDNN's copy. The run of this
+    # recipe took 1.03 GB for answers and 1.04 GB for training.
     target = estimate_stages(on_cpu)[0]
     assert target.memory == 4 * target.disk == 4 * estimate_stages(on_gpu)[0].memory
     (memory,) = (line for line in lines if line.startswith("  memory: about "))

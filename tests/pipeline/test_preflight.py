@@ -9,7 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from draftlab.errors import UserError
 from draftlab.export.layout import serving_warnings
+from draftlab.pipeline.recipe import parse_recipe
 from tests.helpers.small_run import draftlab, new_workshop
 
 
@@ -132,6 +134,13 @@ def test_the_plan_and_the_run_refuse_with_the_same_words(
     assert refusals[0] == refusals[1]
     assert message in refusals[0]
     assert not (workshop / "runs").exists()
+
+
+def test_a_window_that_no_layer_has_is_refused() -> None:
+    head = {"family": "dflash", "sliding_window": 64, "num_layers": 1}
+    with pytest.raises(UserError, match=r"head\.sliding_window: expected a layer with sliding"):
+        parse_recipe({"name": "r", "head": head | {"layer_types": ["full_attention"]}})
+    parse_recipe({"name": "r", "head": head | {"layer_types": ["sliding_attention"]}})
 
 
 def test_a_mask_token_of_ordinary_text_is_named(tmp_path: Path) -> None:

@@ -246,6 +246,18 @@ def test_the_share_of_cut_answers_is_said(tmp_path: Path) -> None:
     assert f"; {count} ({count / 13:.0%}) reached their length limit unfinished" in monitor.text
 
 
+def test_control_tokens_in_a_users_text_are_named(tmp_path: Path) -> None:
+    asked = [
+        Conversation("a", [user("what is <|eot_id|> ?")], "test"),
+        Conversation("b", [user("what is <b> ?")], "test"),
+    ]
+    monitor = RecordingMonitor()
+    generate(tmp_path / "a.jsonl", prompts=asked, monitor=monitor)
+    (line,) = [line for line in monitor.lines if "control token" in line]
+    assert line.startswith("warning: answers: 1 prompts (first: a)")
+    assert "'<|eot_id|>'" in line
+
+
 @pytest.fixture
 def short_memory(monkeypatch: pytest.MonkeyPatch) -> str:
     """Memory holds two blocks; the message for 4 requests of 16 tokens."""
