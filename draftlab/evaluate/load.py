@@ -40,11 +40,16 @@ than the last measured one."""
 
 @dataclass(frozen=True)
 class Stream:
-    """The requests of a round, in three parts."""
+    """The requests of a round, in three parts.
+
+    Attributes:
+        prompts: the number in the suite of each measured request's prompt.
+    """
 
     starting: list[Request]
     measured: list[Request]
     following: list[Request]
+    prompts: list[int]
 
     @property
     def requests(self) -> list[Request]:
@@ -58,11 +63,13 @@ class LoadRound:
 
     Attributes:
         measured: their generations, in the order of the stream.
+        prompts: the number in the suite of each one's prompt.
         busy_s: summed seconds for which requests ran in the window of `window_s`.
         window_s: seconds between the first and the last admission of a measured request.
     """
 
     measured: list[Generation]
+    prompts: list[int]
     busy_s: float
     window_s: float
 
@@ -77,6 +84,11 @@ class LoadRun:
     def measured(self) -> list[Generation]:
         """The generations of all measured requests, in the order of the streams."""
         return [generation for one in self.rounds for generation in one.measured]
+
+    @property
+    def prompts(self) -> list[int]:
+        """The number in the suite of each measured request's prompt."""
+        return [prompt for one in self.rounds for prompt in one.prompts]
 
     @property
     def seconds(self) -> float:
@@ -109,7 +121,9 @@ def load_streams(requests: Sequence[Request], size: int, concurrency: int) -> It
             for i, request in enumerate(take(islice(others, concurrency)))
         ]
         following = take(islice(others, FOLLOWING_PER_SLOT * concurrency))
-        yield Stream(starting, take(range(start, start + size)), following)
+        measured = range(start, start + size)
+        prompts = [i % len(requests) for i in measured]
+        yield Stream(starting, take(measured), following, prompts)
 
 
 def decode_stream(engine: Decoder, stream: Stream, run: LoadRun) -> None:
@@ -126,7 +140,7 @@ def decode_stream(engine: Decoder, stream: Stream, run: LoadRun) -> None:
     admissions = [generation.started_s for generation in measured]
     start, stop = min(admissions), max(admissions)
     busy_s = busy_seconds(finished.values(), start, stop)
-    run.rounds.append(LoadRound(measured, busy_s, stop - start))
+    run.rounds.append(LoadRound(measured, stream.prompts, busy_s, stop - start))
 
 
 def busy_seconds(generations: Iterable[Generation], start: float, stop: float) -> float:

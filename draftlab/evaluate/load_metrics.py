@@ -26,6 +26,7 @@ from draftlab.evaluate.statistics import (
     quantile_intervals,
     ratio_interval,
     resample_sums,
+    sums_by_prompt,
 )
 
 QUANTILES = (0.5, 0.9, 0.99)
@@ -41,23 +42,21 @@ def load_point(
     engine: str,
     temperature: float,
     concurrency: int,
-    distinct: int | None = None,
 ) -> LoadPoint:
     """Return the metrics of one configuration at one temperature and concurrency.
+
+    Intervals resample prompts, all requests of one together.
 
     Args:
         run: what it decoded.
         plain: plain decoding of the same streams, for the ratio of goodputs.
         engine: its name.
-        distinct: prompts after which the measured requests begin again with the first one; None:
-            all differ. Intervals are over different prompts.
     """
     measured = run.measured
-    distinct = min(distinct or len(measured), len(measured))
-    prompts = np.arange(len(measured)) % distinct
-    tokens, seconds = _by_prompt(prompts, [(len(g.token_ids), g.total_s) for g in measured])
-    later = [_after_first(g) for g in measured]
-    later_tokens, later_s, steps = _by_prompt(prompts, later)
+    prompts = np.array(run.prompts)
+    tokens, seconds = _tokens_and_seconds(run)
+    later = np.array([_after_first(g) for g in measured])
+    later_tokens, later_s, steps = sums_by_prompt(prompts, *later.T)
     counters = Counters.total(g.counters for g in measured)
     running = run.mean_running
     decoding = [i for i, g in enumerate(measured) if len(g.token_ids) > 1]
@@ -89,8 +88,9 @@ def load_point(
     )
     if plain is None:
         return point
-    sums = [len(g.token_ids) for g in plain.measured], [g.total_s for g in plain.measured]
-    plain_tokens, plain_s = _by_prompt(prompts, list(zip(*sums, strict=True)))
+    if plain.prompts != run.prompts:
+        raise ValueError("expected plain decoding of the same streams")
+    plain_tokens, plain_s = _tokens_and_seconds(plain)
     factor = running / plain.mean_running
     resampled = resample_sums(tokens, seconds, plain_tokens, plain_s)
     ratios = factor * (resampled[0] / resampled[1]) / (resampled[2] / resampled[3])
@@ -100,9 +100,10 @@ def load_point(
     )
 
 
-def _by_prompt(prompts: np.ndarray, values: Sequence[tuple[float, ...]]) -> tuple[np.ndarray, ...]:
-    """Return the sums of each column of `values` over the requests of each prompt, each [P]."""
-    return tuple(np.bincount(prompts, column) for column in np.array(values, dtype=float).T)
+def _tokens_and_seconds(run: LoadRun) -> list[np.ndarray]:
+    """Return the output tokens and the seconds of each prompt's measured requests, [P] each."""
+    tokens = [len(g.token_ids) for g in run.measured]
+    return sums_by_prompt(run.prompts, tokens, [g.total_s for g in run.measured])
 
 
 def _after_first(generation: Generation) -> tuple[float, float, float]:

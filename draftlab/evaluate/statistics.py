@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from statistics import NormalDist
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from draftlab.engine.counters import Counters
 
@@ -46,16 +47,33 @@ def bootstrap_interval(
         level: confidence level.
         seed: seed of a local numpy generator.
     """
-    generator = np.random.default_rng(seed)
-    values = [statistic(generator.integers(0, count, count)) for _ in range(samples)]
+    values = [statistic(index) for index in resampled_prompts(count, samples, seed)]
     return percentile_interval(np.array(values), level)
+
+
+def resampled_prompts(count: int, samples: int, seed: int = 0) -> np.ndarray:
+    """Return the numbers of the prompts of each resample, int64 [samples, count].
+
+    Every interval draws from here: prompts are independent, the requests, steps and drafts of one
+    prompt are not.
+    """
+    return np.random.default_rng(seed).integers(0, count, (samples, count))
 
 
 def resample_sums(*values: np.ndarray, samples: int = 2000, seed: int = 0) -> list[np.ndarray]:
     """Return the sums [samples] of values [P] over resampled prompts, the same prompts for all."""
-    count = len(values[0])
-    index = np.random.default_rng(seed).integers(0, count, (samples, count))
+    index = resampled_prompts(len(values[0]), samples, seed)
     return [column[index].sum(1) for column in values]
+
+
+def sums_by_prompt(prompts: Sequence[int] | np.ndarray, *values: ArrayLike) -> list[np.ndarray]:
+    """Return the sums [P] of values [N] over what belongs to each prompt, in order of number.
+
+    Args:
+        prompts: the prompt of each value, int [N].
+    """
+    _, place = np.unique(prompts, return_inverse=True)
+    return [np.bincount(place, column) for column in values]
 
 
 def percentile_interval(values: np.ndarray, level: float) -> tuple[float, float]:
@@ -84,8 +102,7 @@ def quantile_intervals(
     column = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
     table = np.full((len(names), counts.max()), np.nan)  # a row for each prompt
     table[place[order], column] = values[order]
-    index = np.random.default_rng(seed).integers(0, len(names), (samples, len(names)))
-    resampled = table[index].reshape(samples, -1)
+    resampled = table[resampled_prompts(len(names), samples, seed)].reshape(samples, -1)
     quantile = np.quantile if len(values) == table.size else np.nanquantile
     return [percentile_interval(one, level) for one in quantile(resampled, quantiles, axis=1)]
 

@@ -257,7 +257,6 @@ class Workload:
                 engine=name,
                 temperature=temperature,
                 concurrency=concurrency,
-                distinct=len(self.suite.prompts),
             )
             for config, run in runs.items()
         ]

@@ -142,7 +142,7 @@ def test_nothing_is_captured_in_a_window(target: Target, head: Eagle3Head) -> No
 
     def stream(length: int) -> Stream:
         requests = [Request(f"{length}-{i}", (*(5, 6) * length, 2 + i), 6) for i in range(10)]
-        return Stream(requests[:2], requests[2:6], requests[6:])
+        return Stream(requests[:2], requests[2:6], requests[6:], [*range(2, 6)])
 
     captured: list[Any] = []
     capture, generate = prefill._capture, engine.generate

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import chain, islice
 
 import numpy as np
 import pytest
@@ -11,7 +12,14 @@ import pytest
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request
 from draftlab.evaluate.decoding_config import PLAIN_DECODING
-from draftlab.evaluate.load import LoadRound, LoadRun, Stream, busy_seconds, decode_stream
+from draftlab.evaluate.load import (
+    LoadRound,
+    LoadRun,
+    Stream,
+    busy_seconds,
+    decode_stream,
+    load_streams,
+)
 from draftlab.evaluate.load_metrics import load_point
 from draftlab.evaluate.speedup_model import Measured
 from draftlab.evaluate.statistics import quantile_intervals
@@ -133,8 +141,45 @@ def test_the_ratio_to_plain_decoding_is_paired() -> None:
     assert (same.speedup, *same.speedup_ci) == pytest.approx((1, 1, 1))
 
 
+def test_intervals_under_load_resample_prompts_whatever_streams_were_measured() -> None:
+    """Two prompts, one of which is four times as slow; the second stream was not measured.
+
+    The requests of one prompt are alike. So every interval runs from the fast prompt's value to
+    the slow one's, with as many requests as may be; a grouping that mixes prompts narrows it.
+    """
+    suite = varied_requests(2)
+    streams = load_streams(suite, 7, 1)
+    first, _ = next(streams), next(streams)
+    assert first.prompts == [0, 1, 0, 1, 0, 1, 0]
+    plain, run = LoadRun(), LoadRun()
+    for stream in chain([first], islice(streams, 5)):
+        names = [request.id.partition(" ")[0] for request in stream.measured]
+        assert [suite[prompt].id for prompt in stream.prompts] == names
+        for of, slow in ((plain, 1.0), (run, 4.0)):
+            factors = [slow if name == suite[1].id else 1.0 for name in names]
+            measured = [timed_generation(n, f) for n, f in zip(names, factors, strict=True)]
+            of.rounds.append(LoadRound(measured, stream.prompts, 7.0, 7.0))
+    point = load_point(run, plain, concurrency=1, **CONDITIONS)
+    assert point.requests == 42
+    assert point.goodput_tok_s_ci == pytest.approx((11 / 4, 11.0))
+    assert point.user_tok_s_ci == pytest.approx((10 / 3.6, 10 / 0.9))
+    assert point.speedup_ci == pytest.approx((1 / 4, 1.0))
+    for name in ("p50", "p90", "p99"):
+        assert getattr(point.ttft_ms, f"{name}_ci") == pytest.approx((100.0, 400.0))
+        assert getattr(point.tpot_ms, f"{name}_ci") == pytest.approx((90.0, 360.0))
+    with pytest.raises(ValueError, match="the same streams"):
+        load_point(run, LoadRun(plain.rounds[:5]), concurrency=1, **CONDITIONS)
+
+
+def timed_generation(name: str, factor: float) -> Generation:
+    """Return eleven tokens in `factor` seconds, the first of them after a tenth of these."""
+    counters, steps = Counters(0, undrafted_steps=10), ((0, 0),) * 10
+    times = 0.1 * factor, factor, 0.0
+    return Generation(name, (1,) * 11, "length", counters, (), steps, *times)
+
+
 def test_answers_of_one_token_have_no_tpot() -> None:
-    stream = Stream([], [Request(str(i), (1,), 1) for i in range(4)], [])
+    stream = Stream([], [Request(str(i), (1,), 1) for i in range(4)], [], [*range(4)])
     run = LoadRun()
     decode_stream(Simulation(2), stream, run)
     point = load_point(run, None, concurrency=2, **CONDITIONS)
@@ -172,8 +217,8 @@ def test_intervals_of_percentiles_are_over_prompts() -> None:
     ]
     points = [
         load_point(
-            LoadRun([LoadRound(once * copies, 1.0, 1.0)]), None,
-            concurrency=1, distinct=8, **CONDITIONS,
+            LoadRun([LoadRound(once * copies, [*range(8)] * copies, 1.0, 1.0)]), None,
+            concurrency=1, **CONDITIONS,
         )
         for copies in (1, 32)
     ]  # fmt: skip

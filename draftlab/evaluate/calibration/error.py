@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from draftlab.evaluate.calibration.result import ReliabilityBin
+from draftlab.evaluate.statistics import percentile_interval, resample_sums
 
 NUM_BINS = 15
 SIMULATIONS = 200
@@ -63,16 +64,23 @@ def error_interval(
     A resample adds noise of its own to each bin, which raises its error. The interval is shifted
     down by the mean of this rise, and ends at 0.
     """
+    differences, sizes = _prompt_differences(predicted, observed, prompt)
+    *drawn, blocks = resample_sums(*differences.T, sizes, samples=samples, seed=seed)
+    errors = np.abs(drawn).sum(0) / blocks
+    rise = errors.mean() - np.abs(differences.sum(0)).sum() / sizes.sum()
+    low, high = percentile_interval(errors - max(rise, 0.0), level)
+    return max(low, 0.0), high
+
+
+def _prompt_differences(
+    predicted: np.ndarray, observed: np.ndarray, prompt: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return Σ (predicted − observed) of each prompt in each bin, [P, NUM_BINS], and blocks [P]."""
     _, number = np.unique(prompt, return_inverse=True)
-    count = number.max() + 1
+    sizes = np.bincount(number)
     cell = number * NUM_BINS + bin_numbers(predicted)
-    sums = np.bincount(cell, predicted - observed, minlength=count * NUM_BINS)
-    sizes = np.bincount(number, minlength=count)
-    drawn = np.random.default_rng(seed).multinomial(count, [1 / count] * count, size=samples)
-    errors = np.abs(drawn @ sums.reshape(count, NUM_BINS)).sum(1) / (drawn @ sizes)
-    rise = errors.mean() - np.abs(sums.reshape(count, NUM_BINS).sum(0)).sum() / sizes.sum()
-    low, high = np.quantile(errors, [(1 - level) / 2, (1 + level) / 2]) - max(rise, 0.0)
-    return max(float(low), 0.0), float(high)
+    sums = np.bincount(cell, predicted - observed, minlength=len(sizes) * NUM_BINS)
+    return sums.reshape(len(sizes), NUM_BINS), sizes
 
 
 def brier_skill(predicted: np.ndarray, observed: np.ndarray) -> float | None:

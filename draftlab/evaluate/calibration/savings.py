@@ -7,7 +7,7 @@ from scipy.special import expit
 
 from draftlab.evaluate.calibration.blocks import DraftBlocks
 from draftlab.evaluate.calibration.result import Saving
-from draftlab.evaluate.statistics import ratio_interval
+from draftlab.evaluate.statistics import ratio_interval, sums_by_prompt
 
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 LARGEST_LOSS = 0.02
@@ -28,15 +28,12 @@ def verified_by_cutoff(blocks: DraftBlocks, threshold: float) -> np.ndarray:
 
 def saving(blocks: DraftBlocks, verified: np.ndarray, threshold: float) -> Saving:
     """Return what verifying the first `verified` drafts [N] of each block saves and loses."""
-    _, prompt = np.unique(blocks.prompt, return_inverse=True)
-    drafts, accepted, skipped, lost = (
-        np.bincount(prompt, values)
-        for values in (
-            blocks.num_drafts,
-            blocks.accepted,
-            blocks.num_drafts - verified,
-            lost_drafts(blocks, verified),
-        )
+    drafts, accepted, skipped, lost = sums_by_prompt(
+        blocks.prompt,
+        blocks.num_drafts,
+        blocks.accepted,
+        blocks.num_drafts - verified,
+        lost_drafts(blocks, verified),
     )
     return Saving(
         threshold=threshold,

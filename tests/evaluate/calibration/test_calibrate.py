@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from scipy.special import logit
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
@@ -145,6 +146,20 @@ def test_savings_by_hand() -> None:
     assert (saving.not_verified, saving.lost) == (5 / 8, 1 / 4)
     assert savings.largest_cutoff(blocks) == 0.88  # σ(2) = 0.8808
     assert savings.verified_by_cutoff(blocks, 0.0).tolist() == [3, 3, 2]
+
+
+def test_the_cutoff_loses_at_most_two_percent() -> None:
+    """A hundred accepted drafts whose confidence is 0.5 %, 1.5 %, …, 99.5 %."""
+    confidence = logit((np.arange(100) + 0.5) / 100)[:, None]
+    ones = np.ones(100, dtype=np.int64)
+    assert savings.largest_cutoff(DraftBlocks(confidence, ones, ones, np.arange(100))) == 0.02
+    blocks = simulate([1.0] * 2, [0.0] * 2, blocks=2000)
+    one, (fitted, _) = of(blocks), blocks.split()
+    lost = [
+        savings.lost_drafts(fitted, savings.verified_by_cutoff(fitted, cutoff)).sum()
+        for cutoff in (one.cutoff, one.cutoff + 0.01)
+    ]
+    assert lost[0] <= 0.02 * fitted.accepted.sum() < lost[1]
 
 
 def test_too_few_steps_are_refused() -> None:

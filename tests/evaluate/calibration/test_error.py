@@ -73,6 +73,15 @@ def test_intervals_resample_whole_prompts() -> None:
     assert wide[1] - wide[0] > 3 * (narrow[1] - narrow[0])
 
 
+def test_the_noise_of_resamples_is_taken_off_an_interval() -> None:
+    """Two prompts err by 0.5 in opposite directions, so together by 0.
+
+    Half of the resamples hold one of them twice and err by 0.5: their mean is 0.25 too high.
+    """
+    interval = error_interval(np.full(2, 0.5), np.array([True, False]), np.array([0, 1]))
+    assert interval == pytest.approx((0.0, 0.25), abs=0.04)
+
+
 def test_skill_is_what_confidence_tells_beyond_the_mean() -> None:
     observed = np.array([True, False, True, False])
     assert brier_skill(observed.astype(float), observed) == 1.0
