@@ -121,7 +121,7 @@ class HeadDrafter(Drafter):
         temperature = keys.temperature
         if self.draft_temperature is not None:
             temperature = torch.full_like(temperature, self.draft_temperature)
-        return temperature, sampled
+        return temperature * sampled, sampled
 
     @torch.inference_mode()
     def extend_cache(self, verified: VerifiedFeatures) -> None:

@@ -67,6 +67,15 @@ class DecodingConfig:
         drafts = "sampled" if self.draft_probs and temperature > 0 else "argmax"
         return f"{self.head.name}, K={self.k}, {drafts} drafts"
 
+    def confidence_temperature(self, temperature: float, settings: EvalSettings) -> float:
+        """Return the temperature of the draft probabilities that rows state as confidence.
+
+        Argmax drafts state them at 1, sampled drafts at the temperature they are sampled at.
+        """
+        if not self.draft_probs or temperature == 0 or temperature < settings.greedy_below:
+            return 1.0
+        return settings.draft_temperature or temperature
+
 
 PLAIN_DECODING = DecodingConfig()
 

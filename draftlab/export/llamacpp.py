@@ -10,6 +10,8 @@ from draftlab.export.layout import Export
 from draftlab.export.vllm_sglang import Native, refuse_flags
 
 NUM_BOUNDARIES = 3
+CONFIDENCE_TEMPERATURE = 1.0
+"""Temperature of the draft probability that `--spec-draft-p-min` is compared with (servers §13)."""
 
 
 class LlamaCpp(Native):
@@ -40,6 +42,16 @@ class LlamaCpp(Native):
                 f"llama.cpp reads exactly {NUM_BOUNDARIES} boundaries, this head has "
                 f"{len(head.boundaries)}: {list(head.boundaries)}",
                 do="use --to vllm, or train a head with three",
+            )
+
+        one = export.serving and export.serving.calibration
+        if one and one.confidence_temperature not in (None, CONFIDENCE_TEMPERATURE):
+            raise UserError(
+                "llama.cpp reads a draft's confidence at temperature "
+                f"{CONFIDENCE_TEMPERATURE:g}, this calibration states it at "
+                f"{one.confidence_temperature:g}, that of its sampled drafts",
+                where="export.calibration",
+                do="`draftlab eval --calibrate --draft-probs off` makes one of argmax drafts",
             )
 
     def launch(self, export: Export, path: Path) -> str:

@@ -21,6 +21,12 @@ def name(report: Report, one: Calibration) -> str:
     return text + f", K = {one.k}" * several_k
 
 
+def source_text(one: Calibration) -> str:
+    """Return what the raw confidence is, with its temperature: "draft probability at T = 1"."""
+    at = one.confidence_temperature
+    return one.source if at is None else f"{one.source} at T = {at:g}"
+
+
 def lines(report: Report) -> list[tuple[str, str]]:
     """Return (conditions, text) for each calibration."""
     return [(name(report, one), _text(one)) for one in report.calibrations]
@@ -31,10 +37,11 @@ def _text(one: Calibration) -> str:
     before = max(p.error_before for p in one.positions)
     (saving,) = (s for s in one.survival_savings if s.threshold == SHOWN_THRESHOLD)
     return (
-        f"the {one.source} errs by at most {before:.3f} before and {worst.error_after:.3f} after "
-        f"calibration (a perfect predictor shows {worst.error_perfect:.3f} there), over "
-        f"{fmt.count(one.blocks)} steps of {fmt.count(one.prompts)} other prompts; verifying only "
-        f"drafts that survive with probability {saving.threshold:g} leaves out "
+        f"the {source_text(one)} errs by at most {before:.3f} before and "
+        f"{worst.error_after:.3f} after calibration (a perfect predictor shows "
+        f"{worst.error_perfect:.3f} there), over {fmt.count(one.blocks)} steps of "
+        f"{fmt.count(one.prompts)} other prompts; verifying only drafts that survive "
+        f"with probability {saving.threshold:g} leaves out "
         f"{_percent(saving.not_verified)} of the drafts and {_percent(saving.lost)} of the accepted"
     )
 

@@ -61,6 +61,7 @@ def calibration(head: Path, own: bool = True, **changes: Any) -> Calibration:
         "suite": "toy",
         "suite_sha256": "0" * 64,
     }
+    fields["confidence_temperature"] = None if own else 1.0
     source = "confidence head" if own else "draft probability"
     return calibrate(blocks, source, **fields | changes)
 
@@ -170,6 +171,26 @@ def test_llamacpp_stops_a_draft_at_the_cutoff(head: Path, target: Path, tmp_path
     divided = odds ** (1 / one.common_temperature)
     baked = p_min(calibration=report, bake_temperature=True)
     assert baked == pytest.approx(divided / (1 + divided), abs=0.006)
+
+
+def test_llamacpp_takes_no_cutoff_of_another_temperature(
+    make_head: Callable[..., Path], target: Path, tmp_path: Path
+) -> None:
+    """It computes the probability of a draft at temperature 1, whatever the request's is."""
+    head = make_head(dtype=torch.float32)
+    sampled = calibration(head, own=False, confidence_temperature=0.6, draft_probs=True)
+    report = write_report(tmp_path / "eval", [sampled])
+    options = {"calibration": report, "k": K}
+    with pytest.raises(UserError, match=r"at temperature 1, this calibration states it at 0\.6"):
+        export(head, target, tmp_path / "out", "llamacpp", **options)
+    assert not (tmp_path / "out").exists()
+    vllm = export(head, target, tmp_path / "vllm", "vllm", **options)
+    facts = json.loads((vllm / "calibration.json").read_text())
+    assert (facts["confidence_temperature"], facts["temperature"]) == (0.6, 0.0)
+    at_1 = sampled.model_copy(update={"confidence_temperature": 1.0})
+    write_report(tmp_path / "eval", [at_1])
+    words = command(export(head, target, tmp_path / "out", "llamacpp", **options), "llama-server")
+    assert words[words.index("--spec-draft-p-min") + 1] == f"{at_1.cutoff:.2g}"
 
 
 def test_vllm_has_the_schedule_that_vllm_measured(

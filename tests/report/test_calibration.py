@@ -30,6 +30,7 @@ def calibration(k: int = 4, source: str = "draft probability", **changes: Any) -
         "suite": "toy <b>",
         "suite_sha256": "0" * 64,
     }
+    fields["confidence_temperature"] = 0.75 if source == "draft probability" else None
     blocks = simulate([0.5] * k, [0.3] * k, blocks=4000)
     return calibrate(blocks, source, k=k, **fields | changes)
 
@@ -58,6 +59,8 @@ def test_the_console_has_a_line_for_each(report: Report) -> None:
     assert "confidence, T = 0, K = 4:" in text
     assert f"after calibration (a perfect predictor shows {worst.error_perfect:.3f} there)" in text
     assert f"{worst.error_after:.3f} after" in text
+    assert "the draft probability at T = 0.75 errs by at most" in text
+    assert "the confidence head errs by at most" in text
     assert f"over {first.blocks:,} steps of 100 other prompts" in text
     assert "confidence, T = 0.8, sampled drafts, K = 7:" in text
     saving = next(s for s in second.survival_savings if s.threshold == 0.2)

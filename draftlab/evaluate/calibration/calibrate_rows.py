@@ -27,10 +27,12 @@ def calibrate_rows(workload: Workload, results: EngineResults) -> list[Calibrati
             named = config.head
             blocks = DraftBlocks.from_generations(results.generations[t, config])
             own = getattr(named.head.config, "confidence", False)
+            drafts_at = config.confidence_temperature(t, workload.settings)
             try:
                 calibration = calibrate(
                     blocks,
                     "confidence head" if own else "draft probability",
+                    confidence_temperature=None if own else drafts_at,
                     engine=results.engine,
                     head=named.name,
                     head_sha256=named.folder and known_sha256(named.folder / WEIGHTS),

@@ -87,6 +87,9 @@ class Calibration(_Part):
         engine, head, temperature, k, draft_probs: those of its row.
         head_sha256: of the head's weights; None: they were not in a folder.
         source: what the raw confidence is.
+        confidence_temperature: temperature of the draft distribution whose largest probability
+            the raw confidence is: 1 of argmax drafts, the draft temperature of sampled ones. None:
+            the head's own confidence, which has no temperature.
         suite, suite_sha256: the prompts.
         fitted_prompts, fitted_blocks: of the half of the prompts that everything is fitted on.
         prompts, blocks: of the other half, on which errors and savings are measured.
@@ -107,6 +110,7 @@ class Calibration(_Part):
     k: int
     draft_probs: bool
     source: Source
+    confidence_temperature: float | None = Field(gt=0)
     suite: str
     suite_sha256: str
     fitted_prompts: int
@@ -127,6 +131,10 @@ class Calibration(_Part):
         temperatures = [*(p.temperature for p in self.positions), self.common_temperature]
         if any((t is not None) != own or (t is not None and t <= 0) for t in temperatures):
             raise ValueError(f"expected temperatures above 0 exactly with a {Source.__args__[0]}")
+        if (self.confidence_temperature is None) != own:
+            raise ValueError(
+                f"expected a confidence_temperature exactly with a {Source.__args__[1]}"
+            )
         if any(p.survived > p.blocks for p in self.positions):
             raise ValueError("expected at most as many survivors as blocks at each position")
         return self

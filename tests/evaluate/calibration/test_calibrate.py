@@ -31,7 +31,8 @@ ROW: dict[str, Any] = {
 
 
 def of(blocks: DraftBlocks, source: str = "draft probability") -> Calibration:
-    return calibrate(blocks, source, k=blocks.k, **ROW)
+    at = None if source == "confidence head" else 1.0
+    return calibrate(blocks, source, k=blocks.k, confidence_temperature=at, **ROW)
 
 
 def test_a_calibrated_confidence_errs_like_a_perfect_one() -> None:
@@ -186,6 +187,8 @@ def test_a_calibration_is_read_back_and_checked() -> None:
     changes: list[tuple[dict[str, Any], str]] = [
         ({"k": 3}, "expected 3 calibrated positions, found 2"),
         ({"source": "draft probability"}, "temperatures above 0"),
+        ({"confidence_temperature": 1.0}, "confidence_temperature exactly with a draft prob"),
+        ({"confidence_temperature": 0.0}, "greater than 0"),
         ({"common_temperature": None}, "temperatures above 0"),
         ({"common_temperature": -1.0}, "temperatures above 0"),
         ({"cutoff": 1.0}, "less than 1"),
