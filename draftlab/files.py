@@ -363,6 +363,23 @@ def _use_umask(path: Path) -> None:
     path.chmod(0o666 & ~umask)
 
 
+def refuse_lfs_pointer(path: Path, kind: str) -> None:
+    """Raise a `UserError` if a file is a git-lfs pointer, as clones without git-lfs have them.
+
+    Args:
+        kind: what the file should hold, in the plural.
+    """
+    if not path.is_file():
+        return
+    with open(path, "rb") as file:
+        if file.read(32).startswith(b"version https://git-lfs"):
+            raise UserError(
+                f"expected the {kind}, found a git-lfs pointer to them",
+                where=path,
+                do="run `git lfs pull` in the clone, or download the file",
+            )
+
+
 def save_tensors(
     tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None
 ) -> None:

@@ -23,13 +23,13 @@ from draftlab.doctor.search import VariantSearch, hypotheses, search_variants
 from draftlab.doctor.target_session import TargetSession
 from draftlab.doctor.verdict import make_diagnosis
 from draftlab.errors import UserError
-from draftlab.heads.folder import CONFIG
+from draftlab.export.foreign_config import layout_name
+from draftlab.heads.config import USUAL_K, HeadConfig
+from draftlab.heads.folder import meta_head
 from draftlab.heads.head import EMBEDDINGS
 
-MIN_PROMPTS = 11
-"""So many prompts favour one variant by chance less often than `score.LEVEL` allows."""
-MIN_POSITIONS = 100
-"""Positions of the answers; with fewer no two variants can be distinguished."""
+MIN_PLAIN_POSITIONS = 100
+"""Positions in answers to plain text; with fewer the head is not scored on them."""
 
 
 def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
@@ -49,10 +49,11 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
             do="give a folder with a head, or the name of a run",
         )
     text_config = session.text_config  # raises here: it is no fault of the head
-    conclude = partial(make_diagnosis, str(folder), session.target_settings.path)
+    layout = layout_name(folder)
+    conclude = partial(make_diagnosis, str(folder), session.target_settings.path, layout=layout)
     changed = changed_file_findings(folder)
     try:
-        if (folder / CONFIG).is_file():
+        if layout == "draftlab":
             files, findings = read_draftlab_head(folder)
         else:
             files, findings = read_foreign_head(folder, session)
@@ -62,7 +63,6 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
     if files is None:
         return conclude(findings)
     config, target_tensors = files.config, session.shared_tensors
-    conclude = partial(conclude, layout=files.layout)
     if shape_faults := shape_findings(config, text_config):
         return conclude(findings + shape_faults)
     findings += config_findings(config, text_config)
@@ -72,7 +72,7 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
     if tensors is None:
         return conclude(findings)
     findings += resemblance_findings(config, tensors, target_tensors)
-    k = session.settings.k or config.default_k
+    k = session.settings.k or usual_drafts(config)
     stored = HeadVariant(config, tensors, template=session.has_template)
     kinds = ", ".join(dict.fromkeys(f.kind for f in findings if f.severity == "fault"))
     session.monitor.say(
@@ -105,17 +105,21 @@ def score_variants(
         boundaries=files.boundaries,
         own_embeddings=files.tensors.get(EMBEDDINGS),
     )
-    if (count := len(session.scoring_set(stored.template, k).spans)) < MIN_PROMPTS:
-        session.monitor.say(
-            f"doctor: with only {count} prompts a variant may look better by chance; "
-            f"give {MIN_PROMPTS} or more (--max-prompts)"
-        )
     variants = [stored, *(h.variant for h in hypotheses(stored, context))]
     boundaries = {b for variant in variants for b in variant.config.boundaries}
     for template in context.templates:
         session.scoring_set(template, k).compute_states(boundaries)  # all in one pass
     scorer = Scorer(target, lambda template: session.scoring_set(template, k), k)
     return search_variants(stored, context, scorer, session.monitor)
+
+
+def usual_drafts(config: HeadConfig) -> int:
+    """Return the drafts a step that a head and its exports are scored at alike."""
+    try:
+        meta_head(config).check_drafts(USUAL_K)
+    except UserError:  # a block with fewer slots
+        return config.k_trained
+    return USUAL_K
 
 
 def usable_templates(default: bool, session: TargetSession, k: int) -> frozenset[bool]:
@@ -125,14 +129,13 @@ def usable_templates(default: bool, session: TargetSession, k: int) -> frozenset
         default: how the target is prompted usually; without the template only if it has none.
 
     Raises:
-        UserError: the answers to the default prompts are too short.
+        UserError: all answers to the default prompts are too short.
     """
     scoring_set = session.scoring_set(default, k)
-    positions = scoring_set.num_positions(k)
-    if positions < MIN_POSITIONS:
+    if not scoring_set.num_positions(k):
         raise UserError(
-            f"expected answers with at least {MIN_POSITIONS} places to draft {k} tokens, found "
-            f"{positions} in {len(scoring_set.spans)} answers",
+            f"expected answers with places to draft {k} tokens, found none in "
+            f"{len(scoring_set.spans)} answers",
             where=session.settings.prompts,
             do="give more prompts (--max-prompts), more tokens of each answer (--max-new-tokens), "
             "or prompts that this target answers at length",
@@ -144,7 +147,7 @@ def usable_templates(default: bool, session: TargetSession, k: int) -> frozenset
     except UserError as error:  # prompts with roles cannot be plain text
         reason = error.what
     else:
-        if plain.num_positions(k) >= MIN_POSITIONS:
+        if plain.num_positions(k) >= MIN_PLAIN_POSITIONS:
             return frozenset({True, False})
         reason = f"the target's answers have only {plain.answer_tokens} tokens"
     session.monitor.say(f"doctor: the head is not scored without the chat template: {reason}")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 SCHEMA = 1
+State = Literal["healthy", "weak", "faulty", "undecided"]
 
 
 class Finding(BaseModel):
@@ -38,8 +39,9 @@ class ScoredVariant(BaseModel):
     """The scores of one variant of the head: counters of a teacher-forced walk, and a comparison.
 
     Over every position of the answers, `gain` is the number of accepted drafts per step above the
-    stored head's. `likelier` is by how many nats the target's tokens are likelier, with its
-    interval over prompts. All three are None for the stored head itself.
+    stored head's, with its interval over prompts, which holds for all variants together.
+    `likelier` is by how many nats the target's tokens are likelier. All three are None for the
+    stored head itself.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -52,15 +54,16 @@ class ScoredVariant(BaseModel):
     accepted: int
     accepted_at: list[int]
     gain: float | None = None
+    gain_ci: tuple[float, float] | None = None
     likelier: float | None = None
-    likelier_ci: tuple[float, float] | None = None
     better: bool = False
 
 
 class Diagnosis(BaseModel):
     """A complete diagnosis, which `--json` prints.
 
-    `state` is "weak" for a head whose only fault is that it accepts too few drafts.
+    `state` is "weak" for a head whose only fault is that it accepts too few drafts, and "undecided"
+    if no fault was found and the prompts are too few for a verdict.
     `readings` holds the variants: the stored head first, then the others, best first.
     """
 
@@ -68,7 +71,7 @@ class Diagnosis(BaseModel):
 
     schema_version: int = SCHEMA
     healthy: bool
-    state: Literal["healthy", "weak", "faulty"]
+    state: State
     verdict: str
     head: str
     layout: str

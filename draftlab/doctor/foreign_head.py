@@ -64,7 +64,7 @@ def read_foreign_head(
     )
     has_own = EMBEDDINGS in tensors or foreign.family.trains_mask
     head_config = head_config.model_copy(update={"embeddings": "own" if has_own else "target"})
-    return HeadFiles(foreign.layout, head_config, tensors, tuple(others)), findings
+    return HeadFiles(head_config, tensors, tuple(others)), findings
 
 
 def _ignore(line: str) -> None:

@@ -29,13 +29,11 @@ class HeadFiles:
     """The contents of a head's folder.
 
     Attributes:
-        layout: name of the layout.
         config: its config as a draftlab.json.
         tensors: as stored, by their names in head folders.
         boundaries: further lists of boundaries that its files name.
     """
 
-    layout: str
     config: HeadConfig
     tensors: dict[str, Tensor]
     boundaries: tuple[tuple[int, ...], ...] = ()
@@ -49,7 +47,7 @@ def read_draftlab_head(folder: Path) -> tuple[HeadFiles, list[Finding]]:
     """
     config = load_config(folder)
     tensors = read_weights(folder, "head's weights")
-    return HeadFiles("draftlab", config, tensors), native_findings(folder, config, tensors)
+    return HeadFiles(config, tensors), native_findings(folder, config, tensors)
 
 
 def native_findings(

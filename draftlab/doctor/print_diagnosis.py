@@ -8,14 +8,14 @@ from rich.table import Table
 from rich.text import Text
 
 from draftlab.doctor.findings import Diagnosis, ScoredVariant
-from draftlab.doctor.score import LEVEL
+from draftlab.doctor.score import ERROR
 
 MAX_PAIRS = 3  # variants with two changes that the table shows
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print a diagnosis; the verdict is the first line."""
-    colour = {"healthy": "green", "weak": "yellow", "faulty": "red"}[diagnosis.state]
+    colour = {"healthy": "green", "faulty": "red"}.get(diagnosis.state, "yellow")
     verdict = Text(f"{diagnosis.state}: {diagnosis.verdict}", style=f"bold {colour}")
     console.print(verdict, soft_wrap=True)
     subject = f"head {diagnosis.head} ({diagnosis.layout} layout), target {diagnosis.target}"
@@ -44,8 +44,9 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         f"4-grams {conditions['repetition_rate']:.2f}), {conditions['dtype']} on "
         f"{conditions['device']}; teacher-forced walk. AL has a 95 % interval over prompts. Gain "
         "and nats are over every position of the answers: accepted drafts per step above the "
-        "stored head's, and how much likelier the head finds the target's tokens, with a "
-        f"{LEVEL:.1%} interval. * marks a significantly better fit."
+        f"stored head's, with an interval that holds for all variants together ({1 - 2 * ERROR:.0%}"
+        "), and how much likelier the head finds the target's tokens. * marks a significantly "
+        "better fit."
     )
     console.print(Text(legend, style="dim"), soft_wrap=not console.is_terminal)
 
@@ -62,8 +63,8 @@ def _table(variants: list[ScoredVariant]) -> Table:
             Text(variant.name),
             _with_interval(variant.acceptance_length, variant.acceptance_length_ci),
             rates if variant.drafts else "–",
-            _with_interval(variant.gain, None, sign=True),
-            _with_interval(variant.likelier, variant.likelier_ci, sign=True),
+            _with_interval(variant.gain, variant.gain_ci, sign=True),
+            _with_interval(variant.likelier, None, sign=True),
             "*" if variant.better else "",
             style="bold" if variant.better or variant.gain is None else "dim",
         )

@@ -1,7 +1,9 @@
-"""The score of a variant: a teacher-forced walk over the target's answers (methods §6)."""
+"""The score of a variant: a teacher-forced walk over the target's answers (methods §6), and the
+comparison of two variants over the prompts that both were scored on."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import reduce
@@ -9,12 +11,13 @@ from operator import add
 
 import numpy as np
 import torch
+from scipy import stats
 from torch import Tensor
 
 from draftlab.doctor.head_variant import HeadVariant
 from draftlab.doctor.scoring_set import ScoringSet
 from draftlab.engine.counters import Counters
-from draftlab.evaluate.statistics import acceptance_interval, percentile_interval, resample_sums
+from draftlab.evaluate.statistics import acceptance_interval
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
 from draftlab.target_model.model import Target
@@ -22,9 +25,36 @@ from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import Batch
 from draftlab.train.validation import walk
 
-LEVEL = 0.999  # of an interval that compares variants: some thirty are tried
+ERROR = 0.005
+"""Probability that any of the variants with one change is called better by chance, and as much for
+all those with two."""
 RESAMPLES = 4000
 MIN_LOG_PROBABILITY = -12.0  # also of tokens outside the draft vocabulary
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How much more a variant accepts than another, over the prompts that both have.
+
+    Attributes:
+        gain: accepted drafts per position above the other's.
+        interval: of the gain, which holds for all `tried` variants together with the probability
+            1 − 2 · `ERROR`; None with fewer than two prompts.
+        num_prompts: number of prompts.
+        needed: number of prompts below which no difference is told from chance: if a variant is no
+            better, each of n prompts favours it with probability 1/2 at most, and all n do for one
+            of `tried` variants with probability `tried` / 2^n at most.
+    """
+
+    gain: float
+    interval: tuple[float, float] | None
+    num_prompts: int
+    needed: int
+
+    def exceeds(self, margin: float) -> bool:
+        """Return whether the gain is at least `margin`, and above 0 not by chance."""
+        enough = self.interval is not None and self.num_prompts >= self.needed
+        return enough and self.gain >= margin and self.interval[0] > 0
 
 
 @dataclass(frozen=True)
@@ -35,6 +65,7 @@ class Score:
     share them, so that far fewer prompts suffice to compare variants.
 
     Attributes:
+        prompts: names of the prompts.
         counters: at the steps that a server would take.
         accepted: accepted drafts summed over positions. positions: their number.
         likelihood: log-probabilities of the target's tokens summed over positions and drafts,
@@ -42,6 +73,7 @@ class Score:
         k: drafts per step.
     """
 
+    prompts: tuple[str, ...]
     counters: tuple[Counters, ...]
     accepted: np.ndarray
     likelihood: np.ndarray
@@ -58,21 +90,50 @@ class Score:
         """The 95 % interval of AL over prompts; None when nothing was drafted."""
         return acceptance_interval(self.counters, samples=RESAMPLES)
 
-    def gain(self, baseline: Score) -> float:
-        """Return the accepted drafts per position above the baseline's."""
-        expected = _ratio(baseline.accepted, baseline.positions)
-        return _ratio(self.accepted, self.positions) - expected
+    def compare(self, other: Score, tried: int) -> Comparison:
+        """Compare a variant with another, prompt by prompt.
 
-    def likelihood_gain(self, baseline: Score) -> tuple[float, tuple[float, float]]:
-        """Return by how many nats per token the target's tokens are likelier than with the
-        baseline, and the interval over prompts."""
-        count, other_count = self.positions * self.k, baseline.positions * baseline.k
-        difference = _ratio(self.likelihood, count) - _ratio(baseline.likelihood, other_count)
-        a, n, b, m = resample_sums(
-            self.likelihood, count, baseline.likelihood, other_count, samples=RESAMPLES
+        The interval is Student's for a difference of two ratios of sums over prompts.
+
+        Args:
+            tried: number of variants that are compared, of which the best is looked at.
+        """
+        rows, other_rows = (
+            {name: row for row, name in enumerate(s.prompts) if s.positions[row]}
+            for s in (self, other)
         )
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return difference, percentile_interval(a / n - b / m, LEVEL)
+        names = sorted(rows.keys() & other_rows.keys())
+        gain, errors = 0.0, np.zeros(len(names))
+        for score, places, sign in ((self, rows, 1), (other, other_rows, -1)):
+            index = np.array([places[name] for name in names], dtype=int)
+            accepted, positions = score.accepted[index], score.positions[index]
+            ratio = _ratio(accepted, positions)
+            gain += sign * ratio
+            errors += sign * (accepted - ratio * positions) / (positions.mean() if names else 1)
+        interval = student_interval(gain, errors, 1 - 2 * ERROR / tried)
+        return Comparison(
+            gain,
+            interval and (max(interval[0], -self.k), min(interval[1], self.k)),
+            len(names),
+            math.ceil(math.log2(tried / ERROR)),
+        )
+
+    def likelier(self, other: Score) -> float:
+        """Return by how many nats per token the target's tokens are likelier than with another."""
+        expected = _ratio(other.likelihood, other.positions * other.k)
+        return _ratio(self.likelihood, self.positions * self.k) - expected
+
+
+def student_interval(value: float, errors: np.ndarray, level: float) -> tuple[float, float] | None:
+    """Return Student's interval of a statistic over prompts; None with fewer than two.
+
+    Args:
+        errors: [P], each prompt's part of the statistic's deviation, which sum to 0.
+    """
+    if len(errors) < 2:
+        return None
+    width = stats.t.ppf((1 + level) / 2, len(errors) - 1) * stats.sem(errors)
+    return value - float(width), value + float(width)
 
 
 def _ratio(values: np.ndarray, counts: np.ndarray) -> float:
@@ -104,7 +165,7 @@ class Scorer:
             likelihood = row_log_probs[: len(spans)][valid].sum()
             sums.append([float(accepted), float(likelihood), int(valid.sum())])
         accepted_sums, likelihoods, positions = np.array(sums, dtype=float).T
-        return Score(tuple(counters), accepted_sums, likelihoods, positions, k)
+        return Score(scoring_set.prompts, tuple(counters), accepted_sums, likelihoods, positions, k)
 
     def _head(self, variant: HeadVariant) -> DraftHead:
         """Return the head of a variant.

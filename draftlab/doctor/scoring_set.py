@@ -25,11 +25,13 @@ class ScoringSet:
     """Greedy answers of the target, and its states over them.
 
     Attributes:
+        prompts: their names.
         batch: one conversation per row, without features. spans: int64 [T] of each conversation.
         states: [B, S, Ht] by boundary; `compute_states` adds to them.
     """
 
     target: Target
+    prompts: tuple[str, ...]
     batch: Batch
     spans: tuple[Tensor, ...]
     states: dict[int, Tensor]
@@ -107,4 +109,5 @@ def make_scoring_set(
         )
     width = max(len(record.tokens) for record in records)
     batch = pack([[record] for record in records], width, k).to(target.device)
-    return ScoringSet(target, batch, tuple(record.spans for record in records), {})
+    names = tuple(request.id for request in requests)
+    return ScoringSet(target, names, batch, tuple(record.spans for record in records), {})

@@ -14,8 +14,8 @@ from draftlab.doctor import input_hypotheses as inputs
 from draftlab.doctor import weight_hypotheses as weights
 from draftlab.doctor.findings import ScoredVariant
 from draftlab.doctor.head_variant import HeadVariant
-from draftlab.doctor.hypothesis import MARGIN, Hypothesis, HypothesisContext, Propose
-from draftlab.doctor.score import Score
+from draftlab.doctor.hypothesis import Hypothesis, HypothesisContext, Propose
+from draftlab.doctor.score import Comparison, Score
 from draftlab.progress import Monitor
 
 POOR_ACCEPTANCE_LENGTH = 1.5  # below it a variant may hide a second mistake
@@ -42,13 +42,14 @@ def hypotheses(variant: HeadVariant, context: HypothesisContext) -> list[Hypothe
 class VariantResult:
     """A variant, the hypotheses that led to it (none: the head as stored), and its score.
 
-    `baseline` is the score of the stored head; None for the stored head itself.
+    `gain` compares it with the stored head; None for the stored head itself.
     """
 
     variant: HeadVariant
     hypotheses: tuple[Hypothesis, ...]
     score: Score
-    baseline: Score | None = None
+    gain: Comparison | None = None
+    likelier: float | None = None
 
     @property
     def name(self) -> str:
@@ -58,19 +59,11 @@ class VariantResult:
     @property
     def better(self) -> bool:
         """True if it fits significantly better than the stored head."""
-        if self.baseline is None:
-            return False
-        return improves(self.score, self.baseline, max(h.margin for h in self.hypotheses))
-
-    @property
-    def gain(self) -> float:
-        """Accepted drafts per position above the stored head's."""
-        return self.score.gain(self.baseline) if self.baseline is not None else 0.0
+        return self.gain is not None and self.gain.exceeds(max(h.margin for h in self.hypotheses))
 
     def scored(self) -> ScoredVariant:
         """Return its part of the diagnosis."""
-        total, baseline = self.score.total, self.baseline
-        likelier, interval = self.score.likelihood_gain(baseline) if baseline else (None, None)
+        total = self.score.total
         return ScoredVariant(
             name=self.name,
             changes=[h.kind for h in self.hypotheses],
@@ -79,9 +72,9 @@ class VariantResult:
             drafts=total.drafts,
             accepted=total.accepted,
             accepted_at=total.accepted_at,
-            gain=self.gain if baseline else None,
-            likelier=likelier,
-            likelier_ci=interval,
+            gain=self.gain.gain if self.gain else None,
+            gain_ci=self.gain.interval if self.gain else None,
+            likelier=self.likelier,
             better=self.better,
         )
 
@@ -100,11 +93,17 @@ class VariantSearch:
     others: list[VariantResult]
     best: VariantResult | None
 
+    @property
+    def missing_prompts(self) -> int:
+        """Number of further prompts without which no variant is told from the stored head."""
+        needed = max((r.gain.needed for r in self.others if r.gain is not None), default=0)
+        return max(needed - int((self.stored.score.positions > 0).sum()), 0)
 
-def improves(score: Score, baseline: Score, margin: float = MARGIN) -> bool:
-    """Return whether a variant accepts at least `margin` drafts per step more, and finds the
-    target's tokens significantly likelier."""
-    return score.gain(baseline) >= margin and score.likelihood_gain(baseline)[1][0] > 0
+    @property
+    def largest_gain(self) -> float:
+        """Accepted drafts per position that no variant gains more than."""
+        gains = [r.gain.interval for r in self.others if r.gain is not None]
+        return max((interval[1] for interval in gains if interval), default=0.0)
 
 
 def search_variants(
@@ -118,35 +117,35 @@ def search_variants(
     A second change is tried on top of the best one, also where none helps but the head is poor.
     """
 
-    def extend(result: VariantResult, stage: str) -> list[VariantResult]:
-        """Score every further change of another kind on top of a variant."""
+    def extend(result: VariantResult, stage: str, tried: int) -> list[VariantResult]:
+        """Score every further change of another kind on top of one of `tried` variants."""
         kinds = {h.kind for h in result.hypotheses}
         proposed = [h for h in hypotheses(result.variant, context) if h.kind not in kinds]
-        results = []
+        tried, results = tried * len(proposed), []
         for number, hypothesis in enumerate(proposed, 1):
             changes, score = (*result.hypotheses, hypothesis), scorer(hypothesis.variant)
-            results.append(VariantResult(hypothesis.variant, changes, score, base.score))
+            gain, likelier = score.compare(base.score, tried), score.likelier(base.score)
+            results.append(VariantResult(hypothesis.variant, changes, score, gain, likelier))
             monitor.progress(stage, number, len(proposed), hypothesis.name)
         return results
 
     base = VariantResult(stored, (), scorer(stored))
-    results = extend(base, "doctor: variants")
-    best = start = _best(results, base)
+    results = extend(base, "doctor: variants", 1)
+    best = start = max((r for r in results if r.better), key=_gain, default=None)
     if best is None and (base.score.total.acceptance_length or 1.0) < POOR_ACCEPTANCE_LENGTH:
         start = max(results, key=_gain, default=None)
     if start is not None:
-        pairs = extend(start, "doctor: pairs of variants")
+        pairs = extend(start, "doctor: pairs of variants", len(results))
         results += pairs
-        best = _best(pairs, start) or best
-    explanation = best if best is not None and best.better else None
-    return VariantSearch(base, sorted(results, key=_gain, reverse=True), explanation)
+        better = [r for r in pairs if r.better and _improves(r, start, len(pairs))]
+        best = max(better, key=_gain, default=best)
+    return VariantSearch(base, sorted(results, key=_gain, reverse=True), best)
 
 
 def _gain(result: VariantResult) -> float:
-    return result.gain
+    return result.gain.gain if result.gain is not None else 0.0
 
 
-def _best(results: list[VariantResult], baseline: VariantResult) -> VariantResult | None:
-    """Return the best of the variants that improve on `baseline`."""
-    better = (r for r in results if improves(r.score, baseline.score, r.hypotheses[-1].margin))
-    return max(better, key=_gain, default=None)
+def _improves(pair: VariantResult, start: VariantResult, tried: int) -> bool:
+    """Return whether the second change of a pair is better than the first alone."""
+    return pair.score.compare(start.score, tried).exceeds(pair.hypotheses[-1].margin)

@@ -12,9 +12,9 @@ class DoctorSettings(Settings):
 
     prompts: str = "embedded:heldout"
     """A suite, as `eval.suite` names them; on the command line by default that of the run."""
-    max_prompts: int = Field(default=16, ge=2)
-    """Prompts taken from its start; intervals are over these."""
+    max_prompts: int = Field(default=64, ge=2)
+    """Prompts drawn from it; intervals are over these. With too few there is no verdict."""
     max_new_tokens: int = Field(default=64, ge=8)
     """Tokens of each answer."""
     k: int | None = Field(default=None, ge=1)
-    """Drafts a step; None: as `eval.k`."""
+    """Drafts a step; None: 4, or all slots of a smaller block."""

@@ -1,21 +1,85 @@
-"""The verdict: one sentence, and the findings that follow from the scores."""
+"""The verdict: one sentence, and the findings that follow from the scores.
+
+It depends on the files, the target and its prompts alone, so that a head and its export have the
+same one. With fewer prompts it claims less: "undecided" where they cannot tell.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
-from draftlab.doctor.findings import Diagnosis, Finding, fault
+import numpy as np
+
+from draftlab.doctor.findings import Diagnosis, Finding, State, fault, note
+from draftlab.doctor.hypothesis import MARGIN
+from draftlab.doctor.score import student_interval
 from draftlab.doctor.search import VariantResult, VariantSearch
+from draftlab.engine.counters import Counters
 from draftlab.evaluate.statistics import share_interval
+from draftlab.formatting import count_text
 
 MIN_FIRST_ACCEPTED = 0.4
 """Share of first drafts that a trained head has accepted. Published heads reach 0.6 to 0.8 at
 temperature 0; below 0.4 a step with one draft writes fewer than 1.4 tokens."""
 MIN_OF_TRAINING = 0.5
 """Share of the accuracy that training's validation measured at the first draft."""
+LEVEL = 0.99
+"""Of the interval of the share of first drafts that are accepted."""
+MAX_MORE = 1000
+"""More prompts than this are not asked for."""
 
+TOO_FEW = "not enough prompts"
 IDENTITY = ("target", "tokenizer", "template", "embeddings", "lm_head")
 """Kinds of findings that explain why no variant of a head fits."""
+
+
+@dataclass(frozen=True)
+class FirstDrafts:
+    """The first drafts of steps that the target accepts.
+
+    Attributes:
+        share: of `drafts`. interval: of the share, over prompts. num_prompts: their number.
+    """
+
+    share: float
+    interval: tuple[float, float]
+    drafts: int
+    num_prompts: int
+
+    @classmethod
+    def of(cls, counters: tuple[Counters, ...]) -> FirstDrafts:
+        """Return those of each prompt's counters.
+
+        The interval is the union of Student's over prompts, which fails where all are alike, and of
+        Wilson's over drafts, which takes them for independent.
+        """
+        drafts = np.array([c.drafts for c in counters], dtype=float)
+        accepted = np.array([c.accepted_at[0] if c.accepted_at else 0 for c in counters], float)
+        total, hits = int(drafts.sum()), int(accepted.sum())
+        share = hits / max(total, 1)
+        low, high = share_interval(hits, total, level=LEVEL)
+        errors = (accepted - share * drafts) / max(drafts.mean(), 1) if len(drafts) else drafts
+        over_prompts = student_interval(share, errors, LEVEL) or (0.0, 1.0)
+        ends = min(low, over_prompts[0]), max(high, over_prompts[1])
+        return cls(share, (max(ends[0], 0.0), min(ends[1], 1.0)), total, len(counters))
+
+    @property
+    def more_prompts(self) -> str:
+        """Return about how many further prompts would bring the interval off the bound."""
+        distance = abs(self.share - MIN_FIRST_ACCEPTED)
+        width = max(self.interval[1] - self.share, self.share - self.interval[0])
+        more = self.num_prompts * ((width / max(distance, 1e-9)) ** 2 - 1)
+        if more > MAX_MORE:
+            return "the share is too near to that for any number of prompts"
+        return f"some {count_text(max(math.ceil(more), 1), 'more prompt')} would tell"
+
+    def __str__(self) -> str:
+        low, high = self.interval
+        return (
+            f"{self.share:.0%} [{low:.0%}, {high:.0%}] of {self.drafts:,} first drafts are accepted"
+        )
 
 
 def make_diagnosis(
@@ -23,7 +87,7 @@ def make_diagnosis(
     target: str,
     findings: list[Finding],
     *,
-    layout: str = "unknown",
+    layout: str,
     conditions: dict[str, Any] | None = None,
     search: VariantSearch | None = None,
     provenance: dict[str, Any] | None = None,
@@ -42,26 +106,26 @@ def make_diagnosis(
         # The scores say the same about d2t as the files do, with figures.
         rest = [f for f in findings if f.kind != "d2t" or f.kind not in corrected]
         findings = [*_hypothesis_findings(search), *rest]
-    elif search and (weak := weak_finding(search.stored, search.others, provenance or {})):
-        findings = [*findings, weak]
+    elif search is not None and (score := score_finding(search, provenance or {})):
         causes = [f for f in findings if f.kind in IDENTITY and f.severity == "fault"]
-        verdict = f"{causes[0].what}; {al(search.stored)}" if causes else weak.what
+        named = bool(causes) and score.severity == "fault"
+        verdict = f"{causes[0].what}; {al(search.stored)}" if named else score.what
+        findings = [*findings, score]
     faults = [f for f in findings if f.severity == "fault"]
     # A change by hand also makes draftlab.json differ from config.json: the change says more.
     faults.sort(key=lambda f: f.kind == "config.json")
     if not faults:
-        verdict = _healthy_verdict(search)
+        state: State = "undecided" if verdict or search is None else "healthy"
+        verdict = verdict or _healthy_verdict(search)
     else:
-        verdict = verdict or faults[0].what
+        state = "weak" if {f.kind for f in faults} == {"weak"} else "faulty"
+        undecided = any(f.kind == TOO_FEW for f in findings)
+        verdict = faults[0].what if undecided or not verdict else verdict
         if len(faults) > num_mentioned:
             verdict += f" (and {len(faults) - num_mentioned} more)"
     return Diagnosis(
-        healthy=not faults,
-        state="healthy"
-        if not faults
-        else "weak"
-        if {f.kind for f in faults} == {"weak"}
-        else "faulty",
+        healthy=state == "healthy",
+        state=state,
         verdict=verdict,
         head=head,
         layout=layout,
@@ -79,7 +143,7 @@ def _healthy_verdict(search: VariantSearch | None) -> str:
     shown = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
     return (
         f"{al(search.stored)}{shown} as stored, and none of {len(search.others)} other variants "
-        "fits better"
+        f"accepts {max(search.largest_gain, MARGIN):.2f} drafts a step more"
     )
 
 
@@ -108,43 +172,38 @@ def _hypothesis_findings(search: VariantSearch) -> list[Finding]:
     return [fault(h.kind, explanation(search, h.mistake), h.do) for h in search.best.hypotheses]
 
 
-def weak_finding(
-    stored: VariantResult, others: list[VariantResult], provenance: dict[str, Any]
-) -> Finding | None:
-    """Return a finding if the stored head is weak, and None if it is not.
+def score_finding(search: VariantSearch, provenance: dict[str, Any]) -> Finding | None:
+    """Return what the scores of a head say of which no variant fits better; None: it is healthy.
 
-    A head is weak if significantly fewer of its first drafts are accepted than `MIN_OF_TRAINING` of
-    the share that its training measured, or than `MIN_FIRST_ACCEPTED`: the upper end of the 99.9 %
-    interval is below the bound. It is also weak if both the training and this diagnosis measured
-    less than `MIN_FIRST_ACCEPTED`, however few the drafts are.
+    The head is weak if significantly fewer of its first drafts are accepted than
+    `MIN_FIRST_ACCEPTED`, and healthy if significantly more are. If neither can be told, or the
+    prompts are too few to compare the variants, the finding is a note.
 
     Args:
-        stored: the head as stored. others: its variants, none of which fits better.
-        provenance: of the head's training, from draftlab.json.
+        provenance: of the head's training, from draftlab.json; it explains a weak head.
     """
-    total = stored.score.total
-    accepted = total.accepted_at[0] if total.accepted_at else 0
-    rate, highest = accepted / max(total.drafts, 1), share_interval(accepted, total.drafts)[1]
-    trained = _training_accuracy(provenance)
-    best = max((r.score.total.acceptance_length or 1.0 for r in others), default=1.0)
-    what = f"{rate:.0%} of {total.drafts:,} first drafts are accepted ({al(stored)}), where "
-    rest = f"; {len(others)} other variants reach AL {best:.2f} at most"
-    if trained is not None and highest < MIN_OF_TRAINING * trained:
-        return fault(
-            "weak",
-            f"{what}training measured {trained:.0%} right{rest}",
-            "look for prompts of another kind than it was trained on, another target, or "
-            "weights that were changed since",
+    first = FirstDrafts.of(search.stored.score.counters)
+    what = f"{first} ({al(search.stored)})"
+    if missing := search.missing_prompts:
+        return note(
+            TOO_FEW,
+            f"not enough prompts: {count_text(missing, 'more prompt')} at least would tell "
+            f"{count_text(len(search.others), 'other variant')} from chance; {what}",
+            f"give --max-prompts {first.num_prompts + missing} or more",
         )
-    if highest >= MIN_FIRST_ACCEPTED and (
-        trained is None or max(trained, rate) >= MIN_FIRST_ACCEPTED
-    ):
+    what += f", where {MIN_FIRST_ACCEPTED:.0%} are expected of a trained head"
+    if first.interval[0] >= MIN_FIRST_ACCEPTED:
         return None
-    what += f"{MIN_FIRST_ACCEPTED:.0%} are expected of a trained head"
+    if first.interval[1] >= MIN_FIRST_ACCEPTED:
+        return note(
+            TOO_FEW, f"not enough prompts: {what}; {first.more_prompts}", "give more: --max-prompts"
+        )
+    best = max((r.score.total.acceptance_length or 1.0 for r in search.others), default=1.0)
+    trained = _training_accuracy(provenance)
     if trained is None:
         return fault(
             "weak",
-            what + rest,
+            f"{what}; {len(search.others)} other variants reach AL {best:.2f} at most",
             "it is another target's head, one for prompts of another kind (--prompts), hardly "
             "trained, or broken in training (answers that are not the target's own, a wrong loss "
             "mask)",
@@ -157,7 +216,10 @@ def weak_finding(
     return fault(
         "weak",
         f"{what}; training measured {trained:.0%}" + (f" after {effort}" if effort else ""),
-        "train it longer or on more data",
+        "look for prompts of another kind than it was trained on, another target, or weights that "
+        "were changed since"
+        if first.interval[1] < MIN_OF_TRAINING * trained
+        else "train it longer or on more data",
     )
 
 

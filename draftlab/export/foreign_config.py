@@ -167,6 +167,19 @@ class ForeignHead:
         return tokens.pop() if tokens else None
 
 
+def layout_name(folder: Path) -> Literal["draftlab", "speculators", "native", "unknown"]:
+    """Return the layout of a head's folder by its configs; "unknown": there is no readable one."""
+    if (folder / "draftlab.json").is_file():
+        return "draftlab"
+    try:
+        config = read_json(folder / "config.json")
+    except UserError:
+        return "unknown"
+    if not isinstance(config, dict):
+        return "unknown"
+    return "speculators" if "speculators_model_type" in config else "native"
+
+
 def read_foreign_config(
     folder: Path, tensors: Collection[str], ignore: frozenset[str] = frozenset()
 ) -> ForeignHead:

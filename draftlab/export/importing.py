@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from pydantic import ValidationError
-from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.export.compare import compare_tensors
@@ -21,7 +20,6 @@ from draftlab.export.foreign_config import ForeignHead, read_foreign_config
 from draftlab.export.foreign_rope import DEFAULT_ROPE_THETA, read_rope
 from draftlab.export.renaming import Log, add_target_tensors, normalise_vocabulary, rename_tensors
 from draftlab.export.weight_files import (
-    FLOATING_DTYPES,
     common_dtype,
     floating_dtype,
     read_weights,
@@ -92,7 +90,6 @@ def import_head(
     stored = read_weights(folder, "head's weights")
     foreign = read_foreign_config(folder, stored, ignore)
     where = weight_files(folder)[0]
-    _refuse_quantised(stored, where)
     settings = _target_settings(target, foreign, folder, trust_remote_code, log)
     config = foreign_head_config(
         foreign, folder, settings, boundaries, norm_before_residual, k, log
@@ -105,8 +102,8 @@ def import_head(
         tensors, config = add_target_tensors(tensors, config, parts.embeddings, parts.lm_head, log)
     except UserError as error:
         raise UserError(error.what, where=where, do=error.do) from None
-    torch_dtype = torch_dtype or common_dtype(tensors, where)
     refuse_faults(tensor_faults(meta_head(config), tensors), where)
+    torch_dtype = torch_dtype or common_dtype(tensors, where)
     head, maps = new_head(config), {}
     if config.draft_vocab_size == config.vocab_size:
         head.set_draft_vocabulary(torch.arange(config.vocab_size))
@@ -140,18 +137,6 @@ def _target_settings(
     path = str(target or foreign.verifier)
     log(f"target: {path}, from {'--target' if target else folder / 'config.json'}")
     return TargetSettings(path=path, trust_remote_code=trust_remote_code)
-
-
-def _refuse_quantised(tensors: dict[str, Tensor], where: Path) -> None:
-    """Raise a `UserError` if weights have no floating dtype."""
-    for name, tensor in tensors.items():
-        if name not in ("d2t", "t2d") and tensor.dtype not in FLOATING_DTYPES:
-            raise UserError(
-                f"{name}: expected float32, bfloat16 or float16, found {tensor.dtype}: quantised "
-                "heads are not imported",
-                where=where,
-                do="import the head before quantisation",
-            )
 
 
 def foreign_head_config(
@@ -208,6 +193,7 @@ def foreign_head_config(
             f"import: max_position_embeddings {config.max_position_embeddings} becomes the "
             f"target's {positions}: servers stop drafting at the head's number"
         )
+    requested_k = k
     if foreign.k is not None:
         log(f"import: evaluated with {foreign.k} drafts a step by default, as its files name")
     if k is None and (k := foreign.k) is None:
@@ -218,6 +204,19 @@ def foreign_head_config(
     before_fc = config.norm_before_fc or (nested.norm_before_fc if nested else None)
     try:
         own_fields = foreign.family.foreign_fields(config, foreign.layout)
+        if "k_trained" in own_fields and requested_k not in (None, own_fields["k_trained"]):
+            raise UserError(
+                f"expected {own_fields['k_trained']} drafts, as many as the head's block has slots "
+                f"for, found {requested_k}",
+                where="--k",
+                do="leave --k out; `draftlab eval --k` takes fewer drafts",
+            )
+        if config.sample_from_anchor is None and foreign.family.anchor_by_default:
+            log(
+                "import: sample_from_anchor is not in the config, read as "
+                f"{str(own_fields['sample_from_anchor']).lower()}, which DeepSpec's folders leave "
+                "out; `draftlab doctor` scores the other layout, too"
+            )
         return make_head_config(
             **{
                 "family": foreign.family.name,

@@ -10,7 +10,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, other_kind, read_json, save_tensors, write_json
+from draftlab.files import (
+    atomic_path,
+    other_kind,
+    read_json,
+    refuse_lfs_pointer,
+    save_tensors,
+    write_json,
+)
 from draftlab.formatting import parse_size
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -108,6 +115,7 @@ def read_file(file: Path, kind: str) -> dict[str, Tensor]:
             raise OSError(f"found {found}")
         return load_file(file)
     except Exception as error:  # safetensors raises its own types
+        refuse_lfs_pointer(file, kind)
         raise UserError(
             f"the {kind} cannot be read: {error}", where=file, do="copy or download the file again"
         ) from None
@@ -152,13 +160,14 @@ def common_dtype(tensors: dict[str, Tensor], where: Path) -> torch.dtype:
     """Return the floating dtype of a head's weights.
 
     Raises:
-        UserError: they have several.
+        UserError: they have several, or one that heads cannot have.
     """
     dtypes = {t.dtype for t in tensors.values() if t.is_floating_point()}
-    if len(dtypes) == 1:
-        return floating_dtype(dtypes.pop())
+    if len(dtypes) == 1 and dtypes < {*FLOATING_DTYPES}:
+        return dtypes.pop()
     raise UserError(
-        f"expected one floating dtype in the head's weights, found {sorted(map(str, dtypes))}",
+        "expected the head's weights in one dtype out of float32, bfloat16 and float16, found "
+        f"{', '.join(sorted(str(dtype).removeprefix('torch.') for dtype in dtypes))}",
         where=where,
         do="choose one with --dtype (float32 holds all values)",
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from draftlab.heads.family import FORCED_DRAFTS, Family
 
@@ -36,7 +36,6 @@ class Dflash(Family):
     architectures = ("DFlashDraftModel",)
     speculators_type = "dflash"
     vllm_method = "dflash"
-    anchor_by_default: ClassVar[bool] = False
 
     def objective(self) -> Objective:
         from draftlab.train.batch.loss_rows import BLOCK_SAMPLING
@@ -68,11 +67,17 @@ class Dflash(Family):
 
     def foreign_fields(self, config: ForeignConfig, layout: str) -> dict[str, Any]:
         anchor = config.sample_from_anchor
-        if anchor is None:  # programs then take DSpark's native layout for the anchor layout
-            anchor = self.anchor_by_default and layout == "native"
-        slots = config.block_size or (config.dflash_config and config.dflash_config.block_size)
-        if slots is None:
-            raise ValueError("block_size is missing")
+        if anchor is None and self.anchor_by_default and layout == "speculators":
+            raise ValueError(
+                "sample_from_anchor is missing, and programs disagree about its default: write "
+                "true if the first slot of a block predicts a token, else false"
+            )
+        if anchor is None:
+            anchor = self.anchor_by_default
+        sizes = {config.block_size, config.dflash_config and config.dflash_config.block_size}
+        if len(sizes := sizes - {None}) != 1:
+            raise ValueError(f"block_size: expected one value, found {sorted(sizes) or 'none'}")
+        (slots,) = sizes
         if config.use_sliding_window and config.layer_types is None:
             raise ValueError("use_sliding_window is true: layer_types is missing")
         if config.slides and config.sliding_window is None:

@@ -67,6 +67,8 @@ class Family(ABC):
         vllm_options: further keys of that config.
         norms_residual: whether `norm_before_residual` is on by default: it raises acceptance.
         has_own_loss: whether `train.loss` has no effect on its heads.
+        anchor_by_default: whether other programs' folders that do not say it are in the anchor
+            layout of blocks.
         default_rope: whether servers know only the plain RoPE for its heads, without scaling.
         rotates_pairs: whether RoPE rotates neighbouring pairs, as in Llama 4, and not halves.
     """
@@ -96,6 +98,7 @@ class Family(ABC):
     vllm_options: ClassVar[dict[str, Any]] = {}
     norms_residual: ClassVar[bool] = False
     has_own_loss: ClassVar[bool] = False
+    anchor_by_default: ClassVar[bool] = False
     default_rope: ClassVar[bool] = False
     rotates_pairs: ClassVar[bool] = False
 

@@ -18,7 +18,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, other_kind, read_json, save_tensors, write_json
+from draftlab.files import (
+    atomic_path,
+    other_kind,
+    read_json,
+    refuse_lfs_pointer,
+    save_tensors,
+    write_json,
+)
 from draftlab.heads.config import HeadConfig, make_head_config
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM, DraftHead
@@ -118,6 +125,7 @@ def _reading(path: Path) -> Iterator[None]:
             do="copy model.safetensors beside draftlab.json",
         ) from None
     except Exception as error:  # safetensors raises its own type for a truncated file
+        refuse_lfs_pointer(path, "head's weights")
         raise UserError(
             f"the head's weights are unreadable: {error}",
             where=path,

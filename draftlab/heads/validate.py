@@ -15,7 +15,9 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.head import EMBEDDINGS, DraftHead
 
 D2T, T2D = "d2t", "t2d"
-Kind = Literal["missing tensor", "unknown tensor", "shape", "not finite", "d2t"]
+Kind = Literal["missing tensor", "unknown tensor", "shape", "dtype", "not finite", "zeros", "d2t"]
+_MAY_BE_ZERO = ("o_proj.", "down_proj.", "confidence_head.", "markov_head.", "mask_")
+"""Parts of the names of tensors that are zero in a new head or layer, which then adds nothing."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,14 @@ def tensor_faults(head: DraftHead, stored: Mapping[str, Tensor]) -> list[TensorF
             message = f"{name}: expected shape {list(expected[name])}, found {list(tensor.shape)}"
             message += _feature_width(config, name)
             faults.append(TensorFault("shape", name, message))
-        elif tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+        elif message := _dtype_fault(name, tensor):
+            faults.append(TensorFault("dtype", name, message))
+        elif name in (D2T, T2D):
+            continue
+        elif not bool(tensor.isfinite().all()):
             faults.append(TensorFault("not finite", name, f"{name}: not finite"))
+        elif not any(part in name for part in _MAY_BE_ZERO) and not bool(tensor.any()):
+            faults.append(TensorFault("zeros", name, f"{name} holds only zeros"))
     if message := draft_vocabulary_fault(stored.get(D2T), stored.get(T2D), config):
         faults.append(TensorFault("d2t", D2T, message))
     return sorted(faults, key=lambda fault: fault.message)
@@ -137,6 +145,19 @@ def ascending_ids(ids: Tensor, vocab_size: int) -> bool:
     """Return whether ids ascend, are unique, and lie in a vocabulary of `vocab_size` tokens."""
     ids = ids.long()
     return bool((ids.diff() > 0).all() and ids[0] >= 0 and ids[-1] < vocab_size)
+
+
+def _dtype_fault(name: str, tensor: Tensor) -> str | None:
+    """Return why a tensor's dtype cannot be computed with; None if it can be."""
+    if name in (D2T, T2D):
+        wrong = tensor.is_floating_point()
+        return f"{name}: expected integers, found {tensor.dtype}" if wrong else None
+    if tensor.is_floating_point() and tensor.element_size() > 1:
+        return None
+    return (
+        f"{name}: expected floating numbers of 16 bits or more, found {tensor.dtype}: heads with "
+        "quantised weights are not read"
+    )
 
 
 def _feature_width(config: HeadConfig, name: str) -> str:

@@ -41,9 +41,10 @@ def choose_mask_token(
         counts: `token_counts` of the data; None: not known yet.
 
     Raises:
-        UserError: there is no such token, or it ends answers, or the template or data contains it.
+        UserError: there is no such token, or it ends answers, or the template or data contains it,
+            or it is part of ordinary text: neither an added token nor a row without a token.
     """
-    template = str(tokenizer.chat_template or "")
+    template, added = str(tokenizer.chat_template or ""), tokenizer.added_tokens_decoder
 
     def fault(token: int) -> str | None:
         """Return why a token is not usable."""
@@ -56,6 +57,8 @@ def choose_mask_token(
             return "is written by the chat template"
         if counts is not None and counts[token]:
             return f"occurs {int(counts[token]):,} times in the recorded conversations"
+        if name and token not in added and not any(word in name for word in _RESERVED):
+            return "is no added token, so that ordinary text can contain it"
         return None
 
     if requested == "auto":
@@ -66,7 +69,8 @@ def choose_mask_token(
             "found no mask token: the tokenizer has no unused mask or reserved token, and every "
             f"one of the {num_rows} rows of embeddings has a token",
             where="head.mask_token",
-            do="name a token that never occurs, by its name or id",
+            do="name an added token that no text of yours contains as head.mask_token; the ids and "
+            "names are under added_tokens in tokenizer.json",
         )
     token = _token_id(requested, tokenizer)
     if reason := fault(token):

@@ -97,6 +97,10 @@ REFUSED = [
         ("head.init=nowhere", "nowhere"),
         ("head.norm_before_fc=maybe", "norm_before_fc"),
         ("head.mask_token=5", "mask_token"),
+        (
+            "head={family: dspark, sliding_window: 64, layer_types: [full_attention]}",
+            "sliding_window has no effect",
+        ),
         ("record.boundaries=[9]", "expected boundaries in 0..4"),
         ("record.boundaries=[3,1]", "expected sorted unique boundaries"),
         ("record.boundaries=[1,1]", "expected sorted unique boundaries"),

@@ -26,7 +26,7 @@ from tests.helpers.diagnosis import CopyHead, Tensors, initial_tensors, referenc
 
 @pytest.fixture(scope="session")
 def session() -> TargetSession:
-    settings = DoctorSettings(max_prompts=6, max_new_tokens=36, k=2)
+    settings = DoctorSettings(max_prompts=16, max_new_tokens=28, k=2)
     return TargetSession(TargetSettings(device="cpu"), settings, Monitor())
 
 

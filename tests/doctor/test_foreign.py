@@ -34,13 +34,13 @@ def change(folder: Path, **fields: object) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_boundaries_that_count_outputs_are_named(exported: Path, session: TargetSession) -> None:
-    change(exported, eagle_aux_hidden_state_layer_ids=[1, 5, 8])
+def test_wrong_boundaries_are_named(exported: Path, session: TargetSession) -> None:
+    change(exported, eagle_aux_hidden_state_layer_ids=[0, 4, 11])
     diagnosis = diagnose(exported, session)
     assert diagnosis.layout == "speculators"
     assert fault_kinds(diagnosis) == ["boundaries"]
-    assert diagnosis.verdict.startswith("the boundary ids look like outputs of layers; AL ")
-    assert diagnosis.verdict.endswith("shifted by one")
+    assert diagnosis.verdict.startswith("the head has the default boundaries; AL ")
+    assert diagnosis.verdict.endswith("with [2, 6, 9]")
 
 
 def test_good_exports_have_no_findings(
@@ -73,6 +73,7 @@ def test_missing_and_small_values_of_a_config_are_named(
     files, findings = read_foreign_head(exported, session)
     assert files is None
     assert [f.kind for f in findings] == ["target"]
+    assert diagnose(exported, session).layout == "speculators"  # whatever the target is
 
 
 def test_an_unknown_key_is_named(exported: Path, session: TargetSession) -> None:

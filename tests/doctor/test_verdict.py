@@ -9,17 +9,21 @@ import numpy as np
 import pytest
 
 from draftlab.doctor.score import Score
-from draftlab.doctor.search import VariantResult
-from draftlab.doctor.verdict import weak_finding
+from draftlab.doctor.search import VariantResult, VariantSearch
+from draftlab.doctor.verdict import score_finding
 from draftlab.engine.counters import Counters
 from draftlab.evaluate.statistics import share_interval
 
 
-def stored_head(accepted: int, drafts: int) -> VariantResult:
-    """Return a result with `accepted` first drafts."""
-    zeros = np.zeros(1)
-    counters = Counters(2, drafts, 2 * drafts, accepted, [accepted, 0])
-    return VariantResult(None, (), Score((counters,), zeros, zeros, zeros, 2))  # type: ignore[arg-type]
+def searched(shares: list[float], drafts: int) -> VariantSearch:
+    """Return a search without variants of a head that accepts these shares of first drafts."""
+    counters = tuple(
+        Counters(2, drafts, 2 * drafts, round(share * drafts), [round(share * drafts), 0])
+        for share in shares
+    )
+    names, zeros = tuple(map(str, range(len(shares)))), np.zeros(len(shares))
+    stored = VariantResult(None, (), Score(names, counters, zeros, zeros, zeros, 2))  # type: ignore[arg-type]
+    return VariantSearch(stored, [], None)
 
 
 def provenance(accuracy: float | None) -> dict[str, Any]:
@@ -28,34 +32,58 @@ def provenance(accuracy: float | None) -> dict[str, Any]:
     return {"steps": 40, "tokens_seen": 32097, "validation": {"accuracy": [accuracy, 0.0]}}
 
 
+ALIKE, MIXED = [0.0] * 16, [-0.1, 0.1] * 8
+"""Deviations of sixteen prompts' shares from their mean."""
+
+
 @pytest.mark.parametrize(
-    ("accepted", "drafts", "accuracy", "message"),
+    ("share", "deviations", "drafts", "kind", "words"),
     [
-        (700, 1000, 0.72, None),
-        (300, 1000, 0.72, "training measured 72% right"),
-        (400, 1000, 0.72, None),  # prompts of another kind
-        (2, 12, 0.72, None),  # 12 drafts prove little
-        (0, 12, 0.95, "training measured 95% right"),
-        (100, 1000, 0.12, "40% are expected of a trained head; training measured 12% after 40 st"),
-        (2, 12, 0.12, "steps, 32,097 tokens"),  # both measured little
-        (450, 1000, 0.15, None),
-        (340, 1000, None, "34% of 1,000 first drafts are accepted (AL 1.34), where 40%"),
-        (360, 1000, None, None),  # the interval reaches 41 %
-        (2, 12, None, None),
-        (0, 12, None, None),
-        (0, 30, None, "0% of 30 first drafts"),
-        (0, 0, None, None),
-        (0, 0, 0.7, None),
+        (0.7, MIXED, 60, None, ""),
+        (0.5, MIXED, 60, None, ""),  # the lower end is 0.42
+        (0.45, MIXED, 60, "not enough prompts", "45% [37%, 53%] of 960 first drafts"),
+        (0.45, ALIKE, 60, None, ""),
+        (0.45, ALIKE, 20, "not enough prompts", "[38%, 52%]"),  # Wilson's, over 320 drafts
+        (0.35, MIXED, 60, "not enough prompts", "some 22 more prompts would tell"),
+        (0.4, MIXED, 60, "not enough prompts", "too near to that for any number of prompts"),
+        (0.3, MIXED, 60, "weak", "30% [22%, 38%] of 960 first drafts are accepted (AL 1.30)"),
+        (0.0, ALIKE, 2, "weak", "0% [0%, 17%] of 32 first drafts"),
+        (0.0, ALIKE, 0, "not enough prompts", "0% [0%, 100%] of 0"),
     ],
 )
-def test_a_weak_head(
-    accepted: int, drafts: int, accuracy: float | None, message: str | None
+def test_a_head_is_weak_or_healthy_only_if_the_interval_says_so(
+    share: float, deviations: list[float], drafts: int, kind: str | None, words: str
 ) -> None:
-    finding = weak_finding(stored_head(accepted, drafts), [], provenance(accuracy))
-    assert (finding is None) == (message is None)
-    if finding is not None:
-        assert (finding.kind, finding.severity) == ("weak", "fault")
-        assert message in finding.what
+    search = searched([share + d for d in deviations], drafts)
+    finding = score_finding(search, {})
+    assert (finding and finding.kind) == kind
+    assert words in (finding.what if finding else "")
+    # Training's figure explains a verdict and changes none, so that an export has the head's.
+    for accuracy in (0.1, 0.72):
+        other = score_finding(search, provenance(accuracy))
+        assert (other and other.kind) == kind
+
+
+@pytest.mark.parametrize(
+    ("accuracy", "words", "do"),
+    [
+        (0.12, "training measured 12% after 40 steps, 32,097 tokens", "train it longer"),
+        (0.72, "training measured 72%", "prompts of another kind"),
+        (None, "0 other variants reach", "it is another target's head"),
+    ],
+)
+def test_training_explains_a_weak_head(accuracy: float | None, words: str, do: str) -> None:
+    finding = score_finding(searched([0.2] * 16, 60), provenance(accuracy))
+    assert finding is not None
+    assert words in finding.what
+    assert do in finding.do
+
+
+@pytest.mark.parametrize("shares", [[0.7, 0.7], [0.3]])
+def test_one_or_two_prompts_show_no_share(shares: list[float]) -> None:
+    finding = score_finding(searched(shares, 9), {})
+    assert finding is not None
+    assert finding.kind == "not enough prompts"
 
 
 def test_share_interval_is_wilsons() -> None:

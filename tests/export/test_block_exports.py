@@ -27,6 +27,7 @@ from tests.helpers.export_toys import (
     export,
     read_tensors,
 )
+from tests.helpers.monitors import RecordingMonitor
 
 DSPARK = {
     "family": "dspark",
@@ -182,6 +183,35 @@ def test_published_folders_come_in(export_head: ExportHead, target: Path, tmp_pa
     assert (back.k_trained, back.boundaries) == (before.k_trained, before.boundaries)
 
 
+def test_a_missing_block_layout_is_said_or_asked_for(
+    export_head: ExportHead, target: Path, tmp_path: Path
+) -> None:
+    monitor = RecordingMonitor()
+    folder = change_config(export_head("vllm", **DSPARK).folder, sample_from_anchor=None)
+    back = import_head(folder, tmp_path / "back", target=str(target), monitor=monitor)
+    assert load_config(back).sample_from_anchor
+    assert "sample_from_anchor is not in the config, read as true" in monitor.text
+    folder = change_config(export_head("speculators", **DSPARK).folder, sample_from_anchor=None)
+    with pytest.raises(UserError, match=r"sample_from_anchor is missing.*write true"):
+        import_head(folder, tmp_path / "other", target=str(target))
+
+
+def test_two_block_sizes_are_refused(export_head: ExportHead, target: Path, tmp_path: Path) -> None:
+    folder = change_config(export_head("vllm", **DFLASH).folder, block_size=9)
+    with pytest.raises(UserError, match=r"block_size: expected one value, found \[8, 9\]"):
+        import_head(folder, tmp_path / "back", target=str(target))
+
+
+@heads
+def test_the_slots_of_a_block_are_its_drafts(
+    export_head: ExportHead, target: Path, tmp_path: Path, fields: dict
+) -> None:
+    folder = export_head("vllm", **fields).folder
+    with pytest.raises(UserError, match=r"expected 7 drafts, as many as .*found 3"):
+        import_head(folder, tmp_path / "back", target=str(target), k=3)
+    import_head(folder, tmp_path / "back", target=str(target), k=7)
+
+
 def test_sliding_layers_of_the_speculators_library_are_causal_without_its_flag(
     export_head: ExportHead, target: Path, tmp_path: Path
 ) -> None:
@@ -226,7 +256,10 @@ def test_windows_that_do_not_fit_are_refused(
         ("markov_head_type", "rnn", "markov_head_type: expected 'vanilla'"),
         ("mask_token_id", VOCAB, "outside the"),
         ("mask_token_id", None, "mask_token_id"),
-        ("block_size", None, "block_size is missing"),
+        ("block_size", None, "block_size: expected one value, found none"),
+        ("block_size", 0, "block_size: expected a number greater than or equal to 1, found 0"),
+        ("hidden_size", 0, "hidden_size: expected a number greater than or equal to 1, found 0"),
+        ("num_attention_heads", 0, "num_attention_heads: expected a number greater"),
         ("target_layer_ids", [0, 2, 9], r"0\.\.6|10"),
     ],
 )

@@ -338,7 +338,27 @@ def test_faulty_tensors_are_named(export_head: ExportHead, import_back: ImportHe
     for fault in ("fc.weight: not finite", "unknown stranger", "missing layers.0.hidden_norm"):
         assert fault in str(caught.value)
     change_tensors(folder, lambda t: t.update({"fc.weight": t["fc.weight"].to(torch.int8)}))
-    with pytest.raises(UserError, match=r"fc\.weight: expected float32.*found torch\.int8"):
+    with pytest.raises(UserError, match=r"fc\.weight: expected floating .*found torch\.int8"):
+        import_back(folder)
+
+
+def test_float64_weights_need_another_dtype(
+    export_head: ExportHead, import_back: ImportHead
+) -> None:
+    def widen(tensors: dict) -> None:
+        tensors.update({n: t.double() for n, t in tensors.items() if t.is_floating_point()})
+
+    folder = change_tensors(export_head("vllm").folder, widen)
+    with pytest.raises(UserError, match=r"found float64(?s:.*)--dtype"):
+        import_back(folder)
+    assert read_tensors(import_back(folder, dtype="float32"))["fc.weight"].dtype == torch.float32
+
+
+def test_a_git_lfs_pointer_is_named(export_head: ExportHead, import_back: ImportHead) -> None:
+    folder = export_head("vllm").folder
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (folder / "model.safetensors").write_text(pointer)
+    with pytest.raises(UserError, match=r"found a git-lfs pointer(?s:.*)git lfs pull"):
         import_back(folder)
 
 

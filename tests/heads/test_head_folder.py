@@ -164,6 +164,15 @@ QK = "layers.1.self_attn.q_norm.weight"
         ),
         ({}, replaced("norm.weight", with_last(float("nan"))), r"norm\.weight: not finite"),
         ({}, replaced("fc.weight", with_last(float("inf"))), r"fc\.weight: not finite"),
+        ({}, replaced("fc.weight", torch.zeros_like), r"fc\.weight holds only zeros"),
+        ({}, replaced("norm.weight", torch.zeros_like), r"norm\.weight holds only zeros"),
+        ({}, replaced("fc.weight", lambda t: t.char()), r"fc\.weight: expected floating .*int8"),
+        (
+            {},
+            replaced("fc.weight", lambda t: t.to(torch.float8_e4m3fn)),
+            r"fc\.weight: expected floating numbers of 16 bits or more, found .*float8",
+        ),
+        ({}, replaced("d2t", lambda t: t.float()), "d2t: expected integers, found torch.float32"),
         ({}, replaced("d2t", lambda t: t + torch.arange(DRAFT)), "offsets"),
         ({}, replaced("d2t", lambda t: t.flip(0)), "offsets"),
         ({}, replaced("t2d", lambda t: ~t), "offsets"),
@@ -210,6 +219,18 @@ def test_truncated_weights_are_named(folder: Path, size: int) -> None:
     with pytest.raises(UserError, match="unreadable") as caught:
         load(folder)
     assert FILE in str(caught.value)
+
+
+def test_a_git_lfs_pointer_is_named(folder: Path) -> None:
+    (folder / FILE).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+    with pytest.raises(UserError, match=r"found a git-lfs pointer(?s:.*)git lfs pull"):
+        load(folder)
+
+
+def test_a_layer_that_adds_nothing_loads(folder: Path) -> None:
+    """A head's new layers begin with zeros in these."""
+    rewrite(folder, replaced("layers.0.self_attn.o_proj.weight", torch.zeros_like))
+    load(folder)
 
 
 def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,132 @@
+"""What a diagnosis may claim from few prompts, on the stored scores of 64 prompts.
+
+prompt_scores.json has, for a good head, a weak one and heads with one known mistake each, the
+accepted drafts and the positions of each prompt: of the head as stored and of its variants.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from draftlab.doctor.hypothesis import MARGIN, Hypothesis
+from draftlab.doctor.score import Score
+from draftlab.doctor.search import VariantResult, VariantSearch
+from draftlab.doctor.settings import DoctorSettings
+from draftlab.doctor.verdict import TOO_FEW, make_diagnosis, score_finding
+from draftlab.engine.counters import Counters
+
+SCORES: dict[str, dict[str, Any]] = json.loads(
+    Path(__file__).with_name("prompt_scores.json").read_text()
+)
+SOUND = ("good head", "weak head")
+MISTAKES = [name for name in SCORES if name not in SOUND]
+SEEDS = 40
+
+
+def sample(case: str, count: int, seed: int) -> VariantSearch:
+    """Return the search over `count` of the prompts, drawn without replacement."""
+    fields = SCORES[case]
+    rows = np.random.default_rng(seed).permutation(len(fields["positions"]))[:count]
+    positions = np.array(fields["positions"], float)[rows]
+
+    def score(accepted: list[int]) -> Score:
+        values = np.array(accepted, float)[rows]
+        # Of the first drafts as many are accepted as of all that follow a position.
+        shares = values / fields["k"] / positions
+        counters = tuple(
+            Counters(1, int(n), int(n), round(s * n), [round(s * n)])
+            for n, s in zip(positions, shares, strict=True)
+        )
+        names = tuple(map(str, rows))
+        return Score(names, counters, values, values, positions, fields["k"])
+
+    stored = score(fields["stored"])
+    others = []
+    for name, accepted in fields["variants"].items():
+        mistake = Hypothesis(name, name, name, "", "", None)  # type: ignore[arg-type]
+        changed = score(accepted)
+        gain = changed.compare(stored, fields["tried"])
+        others.append(VariantResult(None, (mistake,), changed, gain, 0.0))  # type: ignore[arg-type]
+    others.sort(key=lambda result: result.gain.gain, reverse=True)
+    best = next((result for result in others if result.better), None)
+    return VariantSearch(VariantResult(None, (), stored), others, best)  # type: ignore[arg-type]
+
+
+def states(case: str, count: int) -> set[str]:
+    """Return the states of diagnoses that other prompts give."""
+    found = set()
+    for seed in range(SEEDS):
+        search = sample(case, count, seed)
+        finding = score_finding(search, {})
+        scored = {None: "healthy", "weak": "weak", TOO_FEW: "undecided"}
+        found.add("faulty" if search.best else scored[finding and finding.kind])
+    return found
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("case", SCORES)
+def test_up_to_eight_prompts_carry_no_verdict(case: str, count: int) -> None:
+    assert states(case, count) == {"undecided"}
+
+
+@pytest.mark.parametrize("count", [12, 16, 32])
+@pytest.mark.parametrize("case", SOUND)
+def test_sound_heads_are_not_called_faulty(case: str, count: int) -> None:
+    """Nor is a weak head called healthy, or a good one weak."""
+    claimed = {"good head": {"healthy"}, "weak head": {"weak"}}[case]
+    assert states(case, count) <= claimed | {"undecided"}
+    assert make_diagnosis("h", "t", [], search=sample(case, 64, 0)).state in claimed
+
+
+@pytest.mark.parametrize("count", [12, 24])
+def test_variants_that_differ_by_chance_are_not_called_better(count: int) -> None:
+    """Differences whose signs are drawn: 0.5 % of the searches over 16 such variants may err."""
+    fields, generator = SCORES["weak head"], np.random.default_rng(1)
+    positions = np.array(fields["positions"], float)
+    differences = [np.array(v, float) - fields["stored"] for v in fields["variants"].values()]
+    names, errors, trials = tuple(map(str, range(count))), 0, 300
+    for _ in range(trials):
+        rows = generator.permutation(len(positions))[:count]
+        zeros = np.zeros(count)
+        stored = Score(names, (), zeros, zeros, positions[rows], fields["k"])
+        for difference in differences:
+            signs = generator.choice([-1, 1], count)
+            accepted = 3 * signs * difference[rows]  # larger, so that the margin excludes little
+            changed = Score(names, (), accepted, zeros, positions[rows], fields["k"])
+            if changed.compare(stored, len(differences)).exceeds(MARGIN):
+                errors += 1
+                break
+    assert errors <= 0.01 * trials
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_known_mistakes_are_found_with_the_default_number_of_prompts(case: str) -> None:
+    """A mistake that fewer prompts show is the same one."""
+    count = DoctorSettings().max_prompts
+    assert count <= len(SCORES[case]["positions"])
+    search = sample(case, count, 0)
+    diagnosis = make_diagnosis("h", "t", [], search=search)
+    assert (diagnosis.state, search.best and search.best.name) == ("faulty", search.others[0].name)
+
+
+def test_the_number_of_missing_prompts_is_named() -> None:
+    search = sample("good head", 5, 0)
+    needed = search.others[0].gain.needed
+    assert needed == 12  # 16 variants: 16 / 2^12 < 0.005 < 16 / 2^11
+    verdict = make_diagnosis("h", "t", [], search=search).verdict
+    assert verdict.startswith("not enough prompts: 7 more prompts at least would tell 16 other")
+
+
+def test_prompts_are_compared_by_name() -> None:
+    """A variant may lack prompts that the stored head has, and have others."""
+    ones = np.ones(3)
+    stored = Score(("a", "b", "c"), (), np.array([1.0, 5.0, 9.0]), ones, 10 * ones, 2)
+    other = Score(("c", "a", "x"), (), np.array([11.0, 3.0, 0.0]), ones, 10 * ones, 2)
+    comparison = other.compare(stored, 1)
+    assert (comparison.num_prompts, comparison.gain) == (2, pytest.approx(0.2))
+    assert comparison.interval == pytest.approx((0.2, 0.2))  # both gain the same
