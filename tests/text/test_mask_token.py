@@ -46,9 +46,7 @@ def test_auto_goes_from_mask_to_reserved_to_unused_rows() -> None:
     assert choose(tokenizer=reserved, counts=counts_of(MASK, MASK + 1)) == MASK + 2
     assert len(toy_tokenizer()) == MASK + 1
     assert choose(tokenizer=without_mask(), counts=counts_of(MASK)) == MASK + 1
-    with pytest.raises(
-        UserError, match=r"every one of the 289 rows(?s:.*)added_tokens in tokenizer\.json"
-    ):
+    with pytest.raises(UserError, match=r"289 rows(?s:.*)added_tokens in tokenizer\.json"):
         choose(tokenizer=without_mask(), counts=counts_of(MASK), rows=289)
 
 
@@ -74,7 +72,7 @@ def test_a_token_by_name_or_id(requested: int | str, expected: int) -> None:
         ("<|eot_id|>", r"'<\|eot_id\|>' \(id 285\), which ends an answer"),
         ("<|end_header_id|>", "is written by the chat template"),
         ("user", "occurs 2 times in the recorded conversations"),
-        ("a", "is no added token, so that ordinary text can contain it"),
+        ("~", "is no added token, so that ordinary text can contain it"),
     ],
 )
 def test_an_unusable_token_is_refused_with_the_reason(requested: int | str, message: str) -> None:
