@@ -220,7 +220,7 @@ def test_a_wrong_target_is_the_verdict(copy_head: CopyHead, session: TargetSessi
     assert {f.kind for f in diagnosis.findings} >= {"target", "weak", "lm_head"}
     assert diagnosis.state == "faulty"
     weak = next(f for f in diagnosis.findings if f.kind == "weak")
-    assert "training measured 77% right" in weak.what
+    assert "training measured 77% after 2,600 steps" in weak.what
 
 
 def test_faults_of_files_are_reported_if_no_answer_can_be_scored(
