@@ -17,8 +17,8 @@ from draftlab.doctor.hypothesis import MARGIN
 from draftlab.doctor.score import student_interval
 from draftlab.doctor.search import VariantResult, VariantSearch
 from draftlab.engine.counters import Counters
-from draftlab.evaluate.statistics import share_interval
 from draftlab.formatting import count_text
+from draftlab.intervals import share_interval
 
 MIN_FIRST_ACCEPTED = 0.4
 """Share of first drafts that a trained head has accepted. Published heads reach 0.6 to 0.8 at

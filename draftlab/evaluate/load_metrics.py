@@ -21,7 +21,7 @@ from draftlab.engine.sampling import Generation
 from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.load import LoadRun
 from draftlab.evaluate.results import LoadPoint, Percentiles
-from draftlab.evaluate.statistics import (
+from draftlab.intervals import (
     percentile_interval,
     quantile_intervals,
     ratio_interval,

@@ -15,14 +15,9 @@ from draftlab.engine.sampling import Generation
 from draftlab.evaluate.results import FASTEST_STEP, Lossless, Row, Timing
 from draftlab.evaluate.self_check import self_check
 from draftlab.evaluate.speedup_model import suite_speedup
-from draftlab.evaluate.statistics import (
-    MIN_INTERVAL_PROMPTS,
-    acceptance_interval,
-    percentile_interval,
-    repetition_rate,
-    resample_sums,
-)
+from draftlab.evaluate.statistics import acceptance_interval, repetition_rate
 from draftlab.evaluate.timing import TimedRun
+from draftlab.intervals import MIN_INTERVAL_PROMPTS, percentile_interval, resample_sums
 from draftlab.version import package_version
 
 

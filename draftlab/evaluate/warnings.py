@@ -13,8 +13,8 @@ from draftlab.evaluate.results import LoadPoint, Row
 from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.speedup_model import conditions
-from draftlab.evaluate.statistics import MIN_INTERVAL_PROMPTS
 from draftlab.formatting import count_text
+from draftlab.intervals import MIN_INTERVAL_PROMPTS
 
 MIN_PROMPTS = 30
 MIN_TIMED_PROMPTS = 10

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from draftlab.evaluate.headline import headline_rows
 from draftlab.evaluate.results import Report, Row
-from draftlab.evaluate.statistics import MIN_INTERVAL_PROMPTS
 from draftlab.formatting import count_text
+from draftlab.intervals import MIN_INTERVAL_PROMPTS
 from draftlab.report import formatting as fmt
 
 

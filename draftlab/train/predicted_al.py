@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from draftlab.evaluate.statistics import MIN_INTERVAL_PROMPTS, percentile_interval, resample_sums
 from draftlab.formatting import count_text
+from draftlab.intervals import MIN_INTERVAL_PROMPTS, percentile_interval, resample_sums
 from draftlab.store.prompt_split import group_by_prompt
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from acceptance_peers import Trained
 
-from draftlab.evaluate.statistics import bootstrap_interval
+from draftlab.intervals import bootstrap_interval
 
 OURS = "ours"
 """Name of our heads."""

@@ -35,10 +35,10 @@ from draftlab.evaluate.cost_model import Shape, find_cliffs
 from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig
 from draftlab.evaluate.results import Timing
 from draftlab.evaluate.speedup_model import Measured, SpeedupTable
-from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.evaluate.timing import TimedRun
 from draftlab.evaluate.warnings import summarize_cliffs
 from draftlab.evaluate.workload import Workload
+from draftlab.intervals import bootstrap_interval
 from eval.measurements import Measurements, add_options, print_table, require
 
 LATE = 1.5

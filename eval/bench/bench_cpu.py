@@ -27,8 +27,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
-from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.heads.folder import load_head
+from draftlab.intervals import bootstrap_interval
 from draftlab.progress import Monitor
 from draftlab.target_model.cache import cache_name
 from draftlab.target_model.loading import load_target, load_tokenizer

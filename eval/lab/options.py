@@ -33,10 +33,10 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
-from draftlab.evaluate.statistics import bootstrap_interval
 from draftlab.files import write_json
 from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
+from draftlab.intervals import bootstrap_interval
 from draftlab.pipeline.pipeline import Pipeline
 from draftlab.pipeline.recipe import Recipe, load_recipe
 from draftlab.pipeline.stages import STAGES

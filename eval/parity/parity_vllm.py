@@ -47,9 +47,10 @@ from random_heads import chosen_subjects
 from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.evaluate.statistics import acceptance_interval, bootstrap_interval
+from draftlab.evaluate.statistics import acceptance_interval
 from draftlab.export.layout import Layout
 from draftlab.heads.family import get_family
+from draftlab.intervals import bootstrap_interval
 from draftlab.vllm.engine import COUNTERS, VllmEngine, required_positions
 from draftlab.vllm.process import PYTHON_VARIABLE
 from eval.measurements import PrintMonitor

@@ -99,7 +99,7 @@ REFUSED = [
         ("head.mask_token=5", "mask_token"),
         (
             "head={family: dspark, sliding_window: 64, layer_types: [full_attention]}",
-            "sliding_window has no effect",
+            "expected a layer with sliding_attention",
         ),
         ("record.boundaries=[9]", "expected boundaries in 0..4"),
         ("record.boundaries=[3,1]", "expected sorted unique boundaries"),

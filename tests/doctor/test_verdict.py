@@ -12,7 +12,7 @@ from draftlab.doctor.score import Score
 from draftlab.doctor.search import VariantResult, VariantSearch
 from draftlab.doctor.verdict import score_finding
 from draftlab.engine.counters import Counters
-from draftlab.evaluate.statistics import share_interval
+from draftlab.intervals import share_interval
 
 
 def searched(shares: list[float], drafts: int) -> VariantSearch:

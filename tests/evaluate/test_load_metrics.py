@@ -22,7 +22,7 @@ from draftlab.evaluate.load import (
 )
 from draftlab.evaluate.load_metrics import load_point
 from draftlab.evaluate.speedup_model import Measured
-from draftlab.evaluate.statistics import quantile_intervals
+from draftlab.intervals import quantile_intervals
 from tests.helpers.simulated_server import (
     PREFILL_S,
     STEP_S,

@@ -9,8 +9,8 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
 from draftlab.evaluate.metrics import acceptance_fields, timing
 from draftlab.evaluate.results import Timing
-from draftlab.evaluate.statistics import MIN_INTERVAL_PROMPTS
 from draftlab.evaluate.timing import TimedRun
+from draftlab.intervals import MIN_INTERVAL_PROMPTS
 from draftlab.text.suites import Suite
 
 PLAIN_MS, STEP_MS = 3.0, 4.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from draftlab.evaluate.calibration.result import ReliabilityBin
-from draftlab.evaluate.statistics import percentile_interval, resample_sums
+from draftlab.intervals import percentile_interval, resample_sums
 
 NUM_BINS = 15
 SIMULATIONS = 200

@@ -7,7 +7,7 @@ from scipy.special import expit
 
 from draftlab.evaluate.calibration.blocks import DraftBlocks
 from draftlab.evaluate.calibration.result import Saving
-from draftlab.evaluate.statistics import ratio_interval, sums_by_prompt
+from draftlab.intervals import ratio_interval, sums_by_prompt
 
 THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
 LARGEST_LOSS = 0.02
