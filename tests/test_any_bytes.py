@@ -46,7 +46,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "run/recipe.yaml": load_recipe,
     "run/stages/head.json": read_record,
     "run/report.json": Report.read,
-    f"run/{STATE}": lambda path: read_checkpoint(path.parent, keys=["key"]),
+    f"run/{STATE}": lambda path: read_checkpoint(path.parent, key="key"),
     f"run/{BEST}": read_json,
 }
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)

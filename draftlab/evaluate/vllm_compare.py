@@ -36,7 +36,7 @@ def check_settings(settings: EvalSettings) -> None:
             do="leave them out (vLLM drafts at the request's temperature and verifies token by "
             "token), or measure without vLLM",
         )
-    find_python(settings.vllm)
+    find_python()
 
 
 def measure_vllm(workload: Workload) -> EngineResults:

@@ -23,12 +23,10 @@ from draftlab.files import (
 )
 from draftlab.pipeline.recipe import LATEST
 from draftlab.pipeline.stage_records import (
-    former_values,
     read_record,
     record_path,
     recorded,
     shards_elsewhere,
-    with_current_names,
 )
 from draftlab.pipeline.stage_status import Status
 from draftlab.pipeline.stages import STAGES, Stage, settings_with_effect
@@ -71,9 +69,7 @@ class Run:
         if not path.exists():
             return Status(stage, "missing", {})
         record, inputs = read_record(path), self.inputs(stage)
-        # A record of an older version lacks the settings that were added later.
-        former = {key: former_values()[key] for key in former_values().keys() & inputs.keys()}
-        former |= settings_with_effect(with_current_names(record["inputs"]))
+        former = settings_with_effect(record["inputs"])
         changes = {
             key: (former.get(key), inputs.get(key))
             for key in sorted(former.keys() | inputs.keys())
@@ -96,7 +92,6 @@ class Run:
     def _damage(self, stage: Stage, record: dict[str, Any]) -> str:
         """Return what has changed in the files of a complete stage, or ""."""
         files = [f"{stage.artefact}/{name}" for name in stage.files]
-        # Records of older versions have no hashes.
         for name, digest in (dict.fromkeys(files) | record.get("sha256", {})).items():
             if not (self.folder / name).is_file():
                 return f"{name} is missing"

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from draftlab.files import known_sha256, read_fields, sha256_file, write_json
-from draftlab.heads.family import get_family
 from draftlab.heads.folder import WEIGHTS
-from draftlab.pipeline.recipe import Recipe, flatten
-from draftlab.pipeline.stages import FORMER_DEFAULTS, STAGES, Stage, settings_with_effect
+from draftlab.pipeline.stages import STAGES, Stage, settings_with_effect
 
 
 def record_path(folder: Path, stage: Stage) -> Path:
@@ -64,20 +61,6 @@ def recorded_with(folder: Path, stage: Stage, settings: dict[str, Any]) -> Itera
         inputs = read_record(path)["inputs"]
     with recorded(folder, stage, inputs | settings_with_effect(settings)):
         yield
-
-
-@cache
-def former_values() -> dict[str, Any]:
-    """Return the value that each setting of a recipe had before it existed."""
-    return flatten(Recipe(name="default")) | FORMER_DEFAULTS
-
-
-def with_current_names(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return a stage's inputs with the present name of the head's family."""
-    current = dict(inputs)
-    if "head.family" in current:
-        current["head.family"] = get_family(current["head.family"]).name
-    return current
 
 
 def shards_elsewhere(folder: Path, record: dict[str, Any], url: str | None) -> str:

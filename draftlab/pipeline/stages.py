@@ -92,8 +92,3 @@ def settings_with_effect(settings: dict[str, Any]) -> dict[str, Any]:
         if key not in SETTINGS_WITHOUT_EFFECT
         and not (key.startswith("train.") and is_free(key.removeprefix("train."), loss))
     }
-
-
-FORMER_DEFAULTS = {"prompts.deduplicate": False, "head.norm_before_residual": False}
-"""Settings that were added later and whose default is not the former behaviour. Any other setting
-that an older stage record lacks had the effect of its present default."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,24 +58,24 @@ class Checkpoint:
     verified: bool
 
 
-def training_keys(
+def training_key(
     settings: TrainSettings,
     config: HeadConfig,
     vocabulary: DraftVocabulary,
     store: Store,
     seed: int,
     initial: nn.Module | None,
-) -> list[str]:
-    """Return a hash of all that the weights depend on, and hashes that older checkpoints have."""
+) -> str:
+    """Return a hash of all that the weights depend on."""
     inputs = [
+        settings.identity(),
         config.identity(),
         vocabulary.target_ids.tolist(),
         store.manifest.dump(),
         seed,
         fingerprint(initial) if initial is not None else None,
     ]
-    identities = settings.identity(), settings.former_identity()
-    return [sha256_text(canonical_json([identity, *inputs])) for identity in identities]
+    return sha256_text(canonical_json(inputs))
 
 
 def trainable(head: nn.Module) -> dict[str, nn.Parameter]:
@@ -133,29 +132,27 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def read_checkpoint(path: Path, *, keys: Sequence[str]) -> Checkpoint:
+def read_checkpoint(path: Path, *, key: str) -> Checkpoint:
     """Read a checkpoint.
 
     Args:
-        keys: the training's key, and keys that older checkpoints of it have.
+        key: the training's.
 
     Raises:
         UserError: it belongs to another recipe or store, or is damaged.
     """
     state = _read_state(path)
-    if state["key"] not in keys:
+    if state["key"] != key:
         raise UserError(
             f"the checkpoint belongs to another recipe or store (key {state['key'][:12]}, "
-            f"expected {keys[0][:12]})",
+            f"expected {key[:12]})",
             where=path,
             do="train with --force, or under a new name",
         )
     weights, moments = (
         _read_tensors(path / name, state["sha256"].get(name)) for name in (WEIGHTS, MOMENTS)
     )
-    return Checkpoint(
-        state["step"], state["tokens_seen"], keys[0], weights, moments, state["verified"]
-    )
+    return Checkpoint(state["step"], state["tokens_seen"], key, weights, moments, state["verified"])
 
 
 _WITHOUT_CHECKPOINT = "remove {}: training then resumes from an older checkpoint, or starts again"

@@ -33,7 +33,7 @@ from draftlab.train.checkpoint import (
     checkpoints,
     read_checkpoint,
     save_checkpoint,
-    training_keys,
+    training_key,
 )
 from draftlab.train.distillation_module import DistillationModule, product_dtype
 from draftlab.train.distributed.ending import EndingSignal
@@ -106,8 +106,8 @@ class Trainer:
         self.target = DraftTeacher.for_training(parts, head, self.dtype)
         module = DistillationModule(head, self.target, settings, self.dtype)
         self.backend = wrap(module, settings, self.ranks)
-        self.keys = training_keys(settings, config, vocabulary, store, seed, initial)
-        self.key, self.step, self.tokens_seen, self.resumed_verified = self.keys[0], 0, 0, True
+        self.key = training_key(settings, config, vocabulary, store, seed, initial)
+        self.step, self.tokens_seen, self.resumed_verified = 0, 0, True
         self.log = MetricsLog(folder, muted=not self.ranks.is_main)
         self.best = BestHead(folder / "best", self.key, settings, monitor.say)
         self.ending, self.timer = EndingSignal(self.ranks), PhaseTimer(self.device)
@@ -138,7 +138,7 @@ class Trainer:
     def _resume(self) -> None:
         """Continue after the last checkpoint, if there is one."""
         for path in self.ranks.broadcast(checkpoints(self.folder / "checkpoints")[-1:]):
-            checkpoint = read_checkpoint(path, keys=self.keys)
+            checkpoint = read_checkpoint(path, key=self.key)
             self.backend.load(checkpoint.weights, checkpoint.moments)
             self.step, self.tokens_seen = checkpoint.step, checkpoint.tokens_seen
             self.resumed_verified = checkpoint.verified

@@ -26,20 +26,9 @@ FREE_SETTINGS = frozenset(
     }
 )
 """Settings of `TrainSettings` that change how training runs, but not the trained weights."""
-PASS_SETTINGS: dict[str, Any] = {"micro_rows": None, "anchor_parts": 1}
-"""Settings that split an optimizer step into passes, with their defaults. Denominators are those of
-the whole step, so that only the loss lk, which reads the α of a pass, depends on them."""
-
-LATER_SETTINGS: dict[str, Any] = {
-    "anchor_share": 0.25,
-    "dpace": None,
-    "optimizer": "adamw",
-    "adamw_learning_rate": None,
-    "early_stopping": None,
-}
-"""Settings that older checkpoints do not know, with the defaults that leave them as they are."""
-FIRST_NAMES = {"acceptance_weighting": "reach"}
-"""Settings of `TrainSettings` that were renamed, with their original names."""
+PASS_SETTINGS = frozenset({"micro_rows", "anchor_parts"})
+"""Settings that split an optimizer step into passes. Denominators are those of the whole step, so
+that only the loss lk, which reads the α of a pass, depends on them."""
 
 
 class Llama4Settings(Settings):
@@ -263,17 +252,10 @@ class TrainSettings(Settings):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """Return all settings that change the weights; a training checkpoint is tied to them.
-
-        Renamed settings keep their original name, so that older checkpoints can be resumed.
-        """
-        return self.former_identity() | ({} if self.loss == "lk" else PASS_SETTINGS)
-
-    def former_identity(self) -> dict[str, Any]:
-        """Return the `identity` of older checkpoints, which had all `PASS_SETTINGS` in it."""
-        later = {name for name, value in LATER_SETTINGS.items() if getattr(self, name) == value}
-        fields = self.model_dump(exclude=FREE_SETTINGS | later)
-        return {FIRST_NAMES.get(name, name): value for name, value in fields.items()}
+        """Return all settings that change the weights; a training checkpoint is tied to them."""
+        return {
+            name: value for name, value in self.model_dump().items() if not is_free(name, self.loss)
+        }
 
 
 def is_free(name: str, loss: str) -> bool:

@@ -182,6 +182,6 @@ def test_a_broken_suite_leaves_the_run_unchanged(folder: Path) -> None:
     (folder / "bad.jsonl").write_text('{"text": "no messages"}\n')
     before = snapshot(folder / "runs")
     output = refused(folder, "eval", "--suite", "bad.jsonl")
-    assert "expected messages, found text" in output
+    assert "messages: expected a value, found nothing" in output
     assert "bad.jsonl:1" in output
     assert snapshot(folder / "runs") == before

@@ -20,13 +20,13 @@ from draftlab.progress import Monitor
 from draftlab.report.conditions import row_labels
 from draftlab.target_model.model import Target
 from draftlab.text.suites import Suite
+from draftlab.vllm.process import PYTHON_VARIABLE
 from tests.helpers import fake_vllm
 
 # the fake vLLM begins an answer with the prompt's first token and accepts that many modulo K + 1
 SUITE = Suite("toy", "t", tuple((f"p{i}", (i, 7)) for i in (4, 5, 6)))
 SETTINGS = {
     "engine": "vllm",
-    "vllm": {"python": sys.executable},
     "max_new_tokens": 9,
     "timing_prompts": 2,
     "timing_tokens": 5,
@@ -46,6 +46,7 @@ def evaluator(target: Target, head: Eagle3Head) -> Evaluator:
 @pytest.fixture
 def report(evaluator: Evaluator, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Report:
     monkeypatch.setenv("PYTHONPATH", str(fake_vllm.write(tmp_path / "site")))
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
     return evaluator.run()
 
 
@@ -115,7 +116,7 @@ def test_a_failure_of_vllm_leaves_the_rows_of_draftlab(
     [("draft_temperature", 0.5), ("greedy_below", 0.5), ("verification", "block")],
 )
 def test_settings_that_vllm_lacks_are_refused(setting: str, value: float | str) -> None:
-    settings = EvalSettings.model_validate(SETTINGS | {setting: value})
+    settings = EvalSettings.model_validate(SETTINGS | {"temperatures": 0.8, setting: value})
     with pytest.raises(
         UserError, match=f"settings that vLLM has too, found {setting} = {value}"
     ) as error:
@@ -123,7 +124,10 @@ def test_settings_that_vllm_lacks_are_refused(setting: str, value: float | str) 
     assert "leave them out" in error.value.do
 
 
-def test_a_missing_vllm_is_reported_before_decoding() -> None:
-    check_settings(EvalSettings.model_validate(SETTINGS))
+def test_a_missing_vllm_is_reported_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = EvalSettings.model_validate(SETTINGS)
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
+    check_settings(settings)
+    monkeypatch.setenv(PYTHON_VARIABLE, "/no/python")
     with pytest.raises(UserError, match="found no program"):
-        check_settings(EvalSettings.model_validate(SETTINGS | {"vllm": {"python": "/no/python"}}))
+        check_settings(settings)

@@ -354,7 +354,7 @@ def test_the_options_of_the_command(head: Path, target: Path, tmp_path: Path) ->
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 0, result.output
     assert "--spec-draft-p-min 0." in (tmp_path / "out" / "launch.md").read_text()
-    assert "export: 7 speculative tokens, as the head was calibrated for" in result.stderr
+    assert "export: K = 7 speculative tokens, as the head was calibrated for" in result.stderr
     words = ["export", "--head", head, "--target", target, "--to", "vllm", "--bake-temperature"]
     result = CliRunner().invoke(app, [str(word) for word in words])
     assert result.exit_code == 2

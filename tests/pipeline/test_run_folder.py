@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.files import read_json, write_json
+from draftlab.files import read_json
 from draftlab.pipeline import run_folder
 from draftlab.pipeline.recipe import Recipe, flatten, parse_recipe
 from draftlab.pipeline.run_folder import Run, find_run
 from draftlab.pipeline.stage_records import record_path, recorded_with
-from draftlab.pipeline.stages import FORMER_DEFAULTS, STAGES, Stage
+from draftlab.pipeline.stages import STAGES
 
 ANSWERS, HEAD, EVAL, EXPORT = (STAGES[n] for n in ("answers", "head", "eval", "export"))
 FILES = {"answers": {"prompts.sha256": "1"}, "eval": {"eval.suite.sha256": "2"}}
@@ -260,40 +260,3 @@ def test_inputs_are_those_of_a_stage_and_of_earlier_ones(tmp_path: Path) -> None
     assert first.inputs(EVAL) != second.inputs(EVAL)
     finish_stages(first, "answers")
     assert read_json(record_path(tmp_path, ANSWERS))["inputs"] == first.inputs(ANSWERS)
-
-
-def test_records_from_before_a_setting_existed_have_its_former_default(tmp_path: Path) -> None:
-    store = STAGES["store"]
-    with Run(tmp_path, {"record.dtype": "fp8"}, {}).recorded_stage(store) as folder:
-        folder.mkdir()
-    now = {"record.dtype": "fp8", "record.backend": "transformers"}
-    assert Run(tmp_path, now, {}).status(store).changes == {}
-    other = Run(tmp_path, now | {"record.backend": "vllm"}, {}).status(store)
-    assert other.changes == {"record.backend": ("transformers", "vllm")}
-
-
-@pytest.mark.parametrize("stage", STAGES.values(), ids=list(STAGES))
-def test_a_setting_that_an_older_record_lacks_had_the_effect_of_its_default(
-    tmp_path: Path, stage: Stage
-) -> None:
-    run = finish_stages(make_run(tmp_path))
-    path = record_path(tmp_path, stage)
-    record = read_json(path)
-    added = [key for key in run.settings if key in record["inputs"] and key not in FORMER_DEFAULTS]
-    for key in added:
-        inputs = {name: value for name, value in record["inputs"].items() if name != key}
-        write_json(path, record | {"inputs": inputs})
-        assert run.status(stage).changes == {}, key
-    assert added
-
-
-def test_a_setting_that_an_older_record_lacks_and_that_is_set_now_is_a_change(
-    tmp_path: Path,
-) -> None:
-    finish_stages(make_run(tmp_path))
-    path = record_path(tmp_path, HEAD)
-    record = read_json(path)
-    del record["inputs"]["head.markov_rank"]
-    write_json(path, record)
-    now = make_run(tmp_path, head={"family": "dspark", "markov_rank": 64}).status(HEAD)
-    assert now.changes["head.markov_rank"] == (256, 64)

@@ -114,11 +114,6 @@ def test_accumulation_changes_nothing(tmp_path: Path) -> None:
     assert_same_weights(whole, parts, rtol=1e-3, atol=1e-4)
 
 
-OLD_KEY = "e6281ff784b6457290d94c5afbd35af5066dc39ee53483a23fd5fc840e1be939"
-"""Key that a checkpoint of `CUT` had while micro_rows and anchor_parts were part of it."""
-CUT = {"steps": 1, "micro_rows": 2, "anchor_parts": 3}
-
-
 def test_a_training_continues_with_other_passes(tmp_path: Path) -> None:
     """Few GPUs or too little memory must not mean a training from step 0."""
     target, monitor = orthogonal_parts(), RecordingMonitor()
