@@ -49,9 +49,8 @@ def _norm_before_residual(recipe: Recipe, folder: Path) -> tuple[bool, str]:
         return False, ""
     path = record_path(folder, STAGES["head"])
     inputs = read_record(path)["inputs"] if path.exists() else {}
-    if inputs.get("head.family") == family.name:
-        # Records of older versions lack the setting, whose only value was False.
-        return inputs.get(NORM_BEFORE_RESIDUAL, False), "as this run's training began"
+    if inputs.get("head.family") == family.name and NORM_BEFORE_RESIDUAL in inputs:
+        return inputs[NORM_BEFORE_RESIDUAL], "as this run's training began"
     for program in recipe.export.formats:
         layout = family.layouts().get(program)
         if isinstance(layout, Layout) and not layout.reads_norm_before_residual:

@@ -37,7 +37,7 @@ from draftlab.store.shard_files import open_shard_files
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.locate import local_target, resolve_device, resolve_target
 from draftlab.target_model.parts import check_llama_style
-from draftlab.text.chat_template import special_ids, stop_ids, tokenizer_sha256
+from draftlab.text.chat_template import stop_ids, tokenizer_sha256
 from draftlab.text.mask_token import choose_mask_token
 from draftlab.text.prompts import prompt_file
 from draftlab.text.tokenizer_check import check_tokenizer
@@ -211,12 +211,7 @@ def _check_tokenizer(planned: Planned) -> Iterable[str]:
     if planned.family.has_mask_token:
         with at("head.mask_token"):
             stops = stop_ids(tokenizer, folder)
-            token = choose_mask_token(recipe.head.mask_token, tokenizer, rows, stops, None)
-        if token < len(tokenizer) and token not in special_ids(tokenizer):
-            yield (
-                f"warning: head.mask_token: {tokenizer.convert_ids_to_tokens(token)!r} is a token "
-                "of ordinary text, and the training is refused if the conversations contain it"
-            )
+            choose_mask_token(recipe.head.mask_token, tokenizer, rows, stops, None)
 
 
 def _check_head(planned: Planned) -> Iterable[str]:

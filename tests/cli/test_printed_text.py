@@ -17,7 +17,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from draftlab.cli import console
+from draftlab.cli import plain_text
 from draftlab.cli.console import ConsoleMonitor, guard
 from draftlab.cli.plain_text import PlainConsole
 from draftlab.errors import UserError
@@ -101,8 +101,8 @@ def test_progress_and_errors(terminal: bool) -> None:
 
 
 def test_lines_and_json_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
-    console.echo(HOSTILE)
-    console.echo_json(json.dumps({"name": HOSTILE}, ensure_ascii=False))
+    plain_text.echo(HOSTILE)
+    plain_text.echo_json(json.dumps({"name": HOSTILE}, ensure_ascii=False))
     line, as_json = capsys.readouterr().out.splitlines()
     assert CONTROL.search(line + as_json) is None
     assert json.loads(as_json) == {"name": HOSTILE}
@@ -112,7 +112,7 @@ def test_messages_of_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     factory = logging.getLogRecordFactory()
     try:
-        console.clean_library_messages()
+        plain_text.clean_library_messages()
         record = logging.getLogger("x").makeRecord("x", 30, "f", 1, "%s", (HOSTILE,), None)
         assert CONTROL.search(record.getMessage()) is None
         assert CONTROL.search(warnings.formatwarning(HOSTILE, UserWarning, "f", 1)) is None

@@ -80,7 +80,8 @@ def test_sound_heads_are_not_called_faulty(case: str, count: int) -> None:
     """Nor is a weak head called healthy, or a good one weak."""
     claimed = {"good head": {"healthy"}, "weak head": {"weak"}}[case]
     assert states(case, count) <= claimed | {"undecided"}
-    assert make_diagnosis("h", "t", [], search=sample(case, 64, 0)).state in claimed
+    whole = make_diagnosis("h", "t", [], layout="draftlab", search=sample(case, 64, 0))
+    assert whole.state in claimed
 
 
 @pytest.mark.parametrize("count", [12, 24])
@@ -110,7 +111,7 @@ def test_known_mistakes_are_found_with_the_default_number_of_prompts(case: str) 
     count = DoctorSettings().max_prompts
     assert count <= len(SCORES[case]["positions"])
     search = sample(case, count, 0)
-    diagnosis = make_diagnosis("h", "t", [], search=search)
+    diagnosis = make_diagnosis("h", "t", [], layout="draftlab", search=search)
     assert (diagnosis.state, search.best and search.best.name) == ("faulty", search.others[0].name)
 
 
@@ -118,7 +119,7 @@ def test_the_number_of_missing_prompts_is_named() -> None:
     search = sample("good head", 5, 0)
     needed = search.others[0].gain.needed
     assert needed == 12  # 16 variants: 16 / 2^12 < 0.005 < 16 / 2^11
-    verdict = make_diagnosis("h", "t", [], search=search).verdict
+    verdict = make_diagnosis("h", "t", [], layout="draftlab", search=search).verdict
     assert verdict.startswith("not enough prompts: 7 more prompts at least would tell 16 other")
 
 

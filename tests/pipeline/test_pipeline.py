@@ -99,7 +99,7 @@ def test_the_target_is_freed_where_others_need_the_memory(
     folder: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     """Training, and vLLM that records, come after a stage that has loaded the target."""
-    monkeypatch.setattr(preflight, "find_python", lambda _: Path())
+    monkeypatch.setattr(preflight, "find_python", Path)
     settings = ["record.backend=vllm"] if stage == "store" else []
     run = pipeline("name=freed", *settings)
     models, alive, load_target = [], [], target_worker.load_target

@@ -143,12 +143,13 @@ def test_a_window_that_no_layer_has_is_refused() -> None:
     parse_recipe({"name": "r", "head": head | {"layer_types": ["sliding_attention"]}})
 
 
-def test_a_mask_token_of_ordinary_text_is_named(tmp_path: Path) -> None:
+def test_a_mask_token_of_ordinary_text_is_refused(tmp_path: Path) -> None:
     workshop = new_workshop(tmp_path)
     plan = ("run", "small.yaml", "--plan", "head.family=peagle")
-    said = "is a token of ordinary text, and the training is refused if"
-    assert said in draftlab(workshop, *plan, "head.mask_token=Q").output
-    assert said not in draftlab(workshop, *plan).output
+    refused = draftlab(workshop, *plan, "head.mask_token=Q")
+    assert refused.exit_code == 2
+    assert "is no added token, so that ordinary text can contain it" in refused.output
+    assert draftlab(workshop, *plan).exit_code == 0
 
 
 def test_a_template_that_ends_prompts_as_its_answers_begin_needs_no_generation_prompt(

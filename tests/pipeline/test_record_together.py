@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 from pathlib import Path
 
 import psutil
@@ -17,6 +18,7 @@ from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.vllm import hidden_states as vllm_states
+from draftlab.vllm.process import PYTHON_VARIABLE
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import contents, copy_of_finished, draftlab
 from tests.helpers.vllm_stand_in import StandIn
@@ -48,6 +50,7 @@ def test_record_backend_vllm_computes_the_states(
 ) -> None:
     target = load_target(TargetSettings(path=str(workshop / "toy"), device="cpu"))
     monkeypatch.setattr(vllm_states, "VllmProcess", StandIn(target, []))
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
     settings = ("record.backend=vllm",)
     refused = draftlab(workshop, "record", "small.yaml", *settings)
     assert "record.backend: 'transformers' in the run, 'vllm' now" in refused.output
