@@ -33,7 +33,13 @@ def test_the_time_to_the_first_token_does_not_depend_on_the_order_of_rows(
         [NamedHead("reference", head)],
         load_suite("embedded:heldout", tokenizer, Monitor()),
         stop_ids(tokenizer, target.folder),
-        EvalSettings(k=3, temperatures=temperatures, max_prompts=32, max_new_tokens=64),
+        EvalSettings(
+            k=3,
+            temperatures=temperatures,
+            max_prompts=64,
+            max_new_tokens=64,
+            timing_prompts=64,
+        ),
         monitor=Monitor(),
     ).run()
     drafted = [row.ttft_ms for row in report.rows if row.k == 3]

@@ -59,7 +59,7 @@ def strangers_run(request: pytest.FixtureRequest, tmp_path: Path, marker: Path) 
 VERBS = {
     "eval --run": ("eval", "--run", "q"),
     "eval --run PATH": ("eval", "--run", "runs/q"),
-    "eval --head": ("eval", "--head", "runs/q/head"),
+    "eval --head": ("eval", "--head", "runs/q/head", "--suite", "embedded:heldout"),
     "eval of the latest": ("eval",),
     "doctor": ("doctor", "runs/q/head", "--device", "cpu"),
     "doctor of a run": ("doctor", "q"),

@@ -67,7 +67,7 @@ def test_a_window_gives_the_bits_of_a_full_store(
             return StandIn(target, [])(setup)
 
         monkeypatch.setattr(hidden_states, "VllmProcess", start)
-        monkeypatch.setattr(preflight, "find_python", lambda _: None)
+        monkeypatch.setattr(preflight, "find_python", lambda: None)
     heads = []
     for run, keep in (("full", "all"), ("small", "window")):
         arguments = (f"name={run}", *SETTINGS, *OPTIONS[option], f"record.keep={keep}")

@@ -283,7 +283,7 @@ def test_certificates_and_alpha_by_position_have_their_own_sections() -> None:
 
 
 def test_a_table_that_is_cut_shows_that_it_scrolls() -> None:
-    page = render_html(sample.report())
+    page = render_html(sample.report(), [])
     style = page[: page.index("</style>")]
     assert "overflow-x: auto" in style
     assert "local" in style  # its edges are covered by shadows
