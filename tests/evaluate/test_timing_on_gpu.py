@@ -33,17 +33,13 @@ def test_the_time_to_the_first_token_does_not_depend_on_the_order_of_rows(
         [NamedHead("reference", head)],
         load_suite("embedded:heldout", tokenizer, Monitor()),
         stop_ids(tokenizer, target.folder),
-        EvalSettings(
-            k=3,
-            temperatures=temperatures,
-            max_prompts=64,
-            max_new_tokens=64,
-            timing_prompts=64,
-        ),
+        EvalSettings(k=3, temperatures=temperatures, max_prompts=32, max_new_tokens=64),
         monitor=Monitor(),
     ).run()
+    # A prefill takes 1 ms and scatters by a fifth. One graph that is captured in the ten timed
+    # prefills, or one kernel that is compiled there, would at least double their mean.
     drafted = [row.ttft_ms for row in report.rows if row.k == 3]
     assert len(drafted) == 3
-    assert max(drafted) <= 1.2 * min(drafted)
+    assert max(drafted) <= 1.5 * min(drafted)
     plain = [row.ttft_ms for row in report.rows if row.k == 0]
-    assert max(plain) <= 1.2 * min(plain)
+    assert max(plain) <= 1.5 * min(plain)
