@@ -91,7 +91,7 @@ def median_timing(
 
     Acceptance is that of all rounds.
     """
-    whole = workload.timing(runs, config, batch)
+    whole = workload.timing(runs, config, batch, None)
     if whole is None or whole.step_ms is None:
         return whole
     ms, tokens, steps = round_sums(runs[config], batch)

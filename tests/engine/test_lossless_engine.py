@@ -103,8 +103,8 @@ def test_another_rows_draft_probabilities_are_noticed(
 ) -> None:
     right = Step._draft_distribution
 
-    def shuffled(self, layout, k):
-        q = right(self, layout, k)
+    def shuffled(self, layout):
+        q = right(self, layout)
         return q if q is None else q[torch.arange(len(layout.index)).roll(1)]
 
     monkeypatch.setattr(Step, "_draft_distribution", shuffled)

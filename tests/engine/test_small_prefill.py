@@ -20,8 +20,8 @@ class CountingPrefill(SmallPrefill):
         self.shapes = [*getattr(self, "shapes", []), shape]
         return super().__call__(sequences, shape)
 
-    def batches(self, sequences, *, drafts):
-        batches = super().batches(sequences, drafts=drafts)
+    def batches(self, sequences):
+        batches = super().batches(sequences)
         self.left = [len(batch) for batch, shape in batches if shape is None]
         return batches
 
@@ -64,7 +64,7 @@ def test_prompts_that_fit_no_shape_or_several() -> None:
         engine.small_prefill.shapes = []
         requests = [Request(str(n), ids * length, 4) for n, length in enumerate(lengths)]
         answers = {g.id: g.token_ids for g in run(engine, requests)}
-        expected = [PrefillShape(*shape, limited=False, drafts=True) for shape in shapes]
+        expected = [PrefillShape(*shape, limited=False) for shape in shapes]
         assert (engine.small_prefill.shapes, engine.small_prefill.left) == (expected, left)
         alone = Engine(target, batch=1, max_length=600)
         for request in requests[:: max(len(requests) // 3, 1)]:

@@ -99,7 +99,7 @@ def test_a_disturbed_round_does_not_spoil_a_step(
         one = runs[head].generations[row]
         runs[head].generations[row] = replace(one, total_s=one.total_s + 300.0)
     disturbed = bench_adviser.median_timing(made, runs, head, batch)
-    assert made.timing(runs, head, batch).step_ms > 5 * calm.step_ms
+    assert made.timing(runs, head, batch, None).step_ms > 5 * calm.step_ms
     assert (disturbed.step_ms, disturbed.speedup) == (calm.step_ms, calm.speedup)
     assert disturbed.tokens_per_step == calm.tokens_per_step == 2
     assert "1 of 5 rounds took more than 1.5 times the median" in capsys.readouterr().out

@@ -107,7 +107,7 @@ def test_other_trainers_wait_for_the_device_as_rarely(monkeypatch: pytest.Monkey
 
 def test_dense_formula_is_that_of_the_anchors() -> None:
     with torch.device("meta"):
-        head = new_head(bench.head_config(bench.SHAPES["8b"]))
+        head = new_head(sys.modules["train_work"].head_config(bench.SHAPES["8b"]))
     flops = chain_flops(head, StepWork(1, [1] * 7, 1, bench.mean_context([2048])))
     assert flops == pytest.approx(16.5e9, rel=0.003)
     assert bench.matrix_rate(torch.device("cpu"), torch.float32) > 1e8

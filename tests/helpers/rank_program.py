@@ -32,7 +32,8 @@ SIGNALLED = "ddp-eagle3-signalled"
 DIVERGING = tuple(f"{parallel}-eagle3-diverging" for parallel in ("ddp", "zero1", "zero3"))
 MUON = {"optimizer": "muon", "learning_rate": 2e-3, "adamw_learning_rate": 1e-3}
 SETTINGS: dict[str, dict[str, Any]] = {
-    name: {"learning_rate": 1e30, "warmup": 0.0} for name in DIVERGING
+    name: {"learning_rate": 10.0, "final_learning_rate": 1.0, "weight_decay": 1e38, "warmup": 0.0}
+    for name in DIVERGING
 }
 """Settings of cases; a name that ends in muon or muon-resumed has those of Muon too."""
 
