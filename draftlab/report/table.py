@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +21,8 @@ from draftlab.report.load import LoadTable, load_tables
 from draftlab.report.verdict import title, verdicts
 
 _ACCEPTANCE = "acceptance\nat 1…K"
+_MIN_ACCEPTANCE = 10
+"""Characters of two positions in a line, and of the title."""
 MAX_WIDTH = 14  # a condition's longer texts wrap if the console is narrow
 
 
@@ -48,7 +51,7 @@ _MEASURED = (
     Column("K", lambda row: str(row.k) if fmt.has_drafter(row) else "none"),
     Column("drafting", fmt.drafting, left=True),
     Column("AL", lambda row: fmt.with_interval(row.acceptance_length, row.acceptance_length_ci)),
-    # If the console is too narrow, the column that grows with K wraps.
+    # If the console is too narrow, the column that grows with K wraps, or is left out.
     Column(
         _ACCEPTANCE,
         lambda row: " ".join(f"{a:.2f}" for a in row.counters.acceptance_at or []),
@@ -87,8 +90,17 @@ def _lines(row: Row) -> list[tuple[Row, Row | Timing, bool]]:
     return [(row, timing, i == 0) for i, timing in enumerate(row.timings or [row])]
 
 
-def _table(report: Report) -> Table:
+def _table(report: Report, console: Console) -> Table:
+    """Return the table of rows, without acceptance by position where the console is too narrow."""
     columns = _columns(report)
+    table = _table_of(columns, report)
+    needed = Measurement.get(console, console.options.update(max_width=10_000), table).minimum
+    if needed <= console.width:
+        return table
+    return _table_of([column for column in columns if column.name != _ACCEPTANCE], report)
+
+
+def _table_of(columns: Sequence[Column], report: Report) -> Table:
     table = new_table()
     for column in columns:
         table.add_column(
@@ -96,6 +108,7 @@ def _table(report: Report) -> Table:
             justify="left" if column.left else "right",
             no_wrap=not column.wraps,
             overflow="fold",
+            min_width=_MIN_ACCEPTANCE if column.name == _ACCEPTANCE else None,
         )
     for row in report.rows:
         for line in _lines(row):
@@ -165,7 +178,7 @@ def print_report(report: Report, console: Console, printed: Sequence[str] = ()) 
     console.print(Text(title(report), style="bold"))
     for verdict in verdicts(report):
         console.print(Text(verdict))
-    console.print(_table(report))
+    console.print(_table(report, console))
     for table in category_tables(report, headlines=True):
         console.print(_by_category(table))
     for table in load_tables(report.load):

@@ -37,6 +37,8 @@ _HELP = (
     "NAME:PATH[#category], speed-bench:FOLDER[#subset[/category]]), or a JSONL file of "
     "conversations"
 )
+MAX_SINGLE = 16
+"""Most categories of a suite in which they have fewer than two prompts on average."""
 Prompts = tuple[tuple[str, tuple[int, ...]], ...]
 """Prompts as (id, token ids)."""
 Chat = tuple[str, Messages, Tools, str | None]
@@ -169,9 +171,10 @@ def _render(
 
 
 def _categories(chats: Sequence[Chat]) -> dict[str, str]:
-    """Return the categories by id; none where all prompts have the same one."""
+    """Return the categories by id; none where there is one, or nearly one for each prompt."""
     categories = {i: category for i, _, _, category in chats if category}
-    return categories if len(set(categories.values())) > 1 else {}
+    count = len(set(categories.values()))
+    return categories if 2 <= count <= max(len(categories) / 2, MAX_SINGLE) else {}
 
 
 def suite_sha256(source: str) -> str | None:

@@ -28,12 +28,6 @@ def test_goodput_is_predicted_under_load() -> None:
     assert "6 are within 5 %" in report.adviser["check"]["text"]
 
 
-def test_configurations_without_a_fixed_k_have_no_place_in_a_table_by_k() -> None:
-    points = [sample.load_point(4, k) for k in (0, 1, 3, 5)]
-    odd = sample.load_point(4, 7, fixed_k=False, goodput_tok_s=1.0)
-    assert advise([], load=[*points, odd]) == advise([], load=points)
-
-
 @pytest.mark.parametrize("prefill_ms", [0.1, 8.0, 60.0])
 @pytest.mark.parametrize("ks", [(0, 1, 3, 5), (0, 1, 2, 4, 8)])
 def test_prefills_in_steps_grow_with_the_tokens_of_a_step(

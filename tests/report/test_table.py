@@ -191,3 +191,13 @@ def test_the_console_imports_no_large_library() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert output.strip() == "set()"
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_narrow_console_has_whole_figures_or_none(width: int) -> None:
+    rows = [sample.row(head=name, k=3) for name in ("a head", "another one")]
+    text = printed(sample.report(rows), width)
+    assert all(len(line) <= width for line in text.splitlines())
+    shown = " ".join(f"{a / rows[0].drafts:.2f}" for a in rows[0].accepted_at)
+    assert (shown in text) == (width > 80)
+    assert f"{rows[0].acceptance_length:.2f}" in text
