@@ -98,7 +98,7 @@ REFUSED = [
         ("head.norm_before_fc=maybe", "norm_before_fc"),
         ("head.mask_token=5", "mask_token"),
         (
-            "head={family: dspark, sliding_window: 64, layer_types: [full_attention]}",
+            "head.family=dspark head.sliding_window=64 head.layer_types=[full_attention]",
             "expected a layer with sliding_attention",
         ),
         ("record.boundaries=[9]", "expected boundaries in 0..4"),
@@ -167,7 +167,10 @@ REFUSED = [
         (conversation(messages=[{"content": "x"}]), "role"),
         (conversation(messages=[{"role": "robot", "content": "x"}]), "role"),
         (conversation(messages=[{"role": "user", "content": None}]), "null"),
-        (conversation(messages=[{"role": "user", "content": 5}]), "number"),
+        (
+            conversation(messages=[{"role": "user", "content": 5}]),
+            "expected a text or a list, found 5",
+        ),
         (conversation(label=1), "label"),
         (conversation(id=[1]), "id"),
         (conversation() + "\n" + conversation(messages=[{"role": "user", "content": "b"}]), "a"),

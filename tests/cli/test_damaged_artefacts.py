@@ -54,7 +54,8 @@ def edit(path: str, **fields: Any) -> Damage:
 
 READERS = (
     f"inspect {HEAD}",
-    f"eval --head {HEAD} --target toy --max-prompts 1 --max-new-tokens 4 --out e",
+    f"eval --head {HEAD} --target toy --suite prompts.jsonl --max-prompts 1 --max-new-tokens 4 "
+    "--out e",
     f"export --head {HEAD} --target toy --to vllm --out x",
     f"doctor {HEAD} --target toy",
 )

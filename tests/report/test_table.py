@@ -195,7 +195,8 @@ def test_the_console_imports_no_large_library() -> None:
 
 @pytest.mark.parametrize("width", [80, 120])
 def test_a_narrow_console_has_whole_figures_or_none(width: int) -> None:
-    rows = [sample.row(head=name, k=3) for name in ("a head", "another one")]
+    times = {"tpot_ms": 9.84, "ttft_ms": 31.42, "speedup": 1.5, "speedup_ci": (1.41, 1.62)}
+    rows = [sample.row(head=name, k=3, **times) for name in ("a head", "another one")]
     text = printed(sample.report(rows), width)
     assert all(len(line) <= width for line in text.splitlines())
     shown = " ".join(f"{a / rows[0].drafts:.2f}" for a in rows[0].accepted_at)
