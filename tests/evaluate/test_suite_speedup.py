@@ -7,7 +7,7 @@ import pytest
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
-from draftlab.evaluate.metrics import acceptance_fields, timing
+from draftlab.evaluate.metrics import Decoded, acceptance_fields, timing
 from draftlab.evaluate.results import Timing
 from draftlab.evaluate.timing import TimedRun
 from draftlab.intervals import MIN_INTERVAL_PROMPTS
@@ -151,3 +151,12 @@ def test_the_interval_contains_the_speed_up_of_all_prompts() -> None:
         shares.append(found.speedup / whole)
     assert held >= 38
     assert np.abs(np.log(shares)).max() < 0.03
+
+
+def test_repeated_prompts_are_one_each() -> None:
+    """A batch that is larger than the suite decodes prompts again; intervals are over prompts."""
+    answers = [generation(3 + i, 1.0, STEP_MS) for i in range(3)]
+    whole = Decoded.of(answers * 2, distinct=3)
+    assert len(whole) == 3
+    assert whole.tokens.tolist() == [2 * (len(one.token_ids) - 1) for one in answers]
+    assert len(Decoded.of(answers * 2)) == 6

@@ -103,7 +103,8 @@ def test_the_reference_head_is_calibrated_and_exported(tmp_path: Path) -> None:
         return result.stdout
 
     head = ("--head", "reference", "--target", "embedded")
-    options = ("--max-prompts", 32, "--timing-prompts", 0, "--temps", "0,0.8", "--batch", 32)
+    options = ("--k", 4, "--max-prompts", 32, "--timing-prompts", 0, "--temps", "0,0.8")
+    options += ("--batch", 32)
     text = draftlab("eval", *head, "--calibrate", *options, "--out", tmp_path / "eval")
     assert "confidence, T = 0:" in text
     report = Report.read(tmp_path / "eval" / "report.json")
