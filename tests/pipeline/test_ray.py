@@ -212,7 +212,8 @@ def test_a_node_that_joins_late_works(tmp_path: Path) -> None:
 def test_the_first_error_names_its_node(cluster: Any, tmp_path: Path) -> None:
     copy_of_finished(tmp_path)
     command = ("small.yaml", "--force", "--ray", cluster.address)
-    driver = Driver(tmp_path, "train", *command, "train.learning_rate=1.0e+30")
+    diverges = ("train.learning_rate=10", "train.weight_decay=1.0e+30")
+    driver = Driver(tmp_path, "train", *command, *diverges)
     assert driver.wait() == 2, driver.text
     assert re.search(r"error: node \S+: expected finite numbers", driver.text), driver.text
     assert len(re.findall("will train", driver.text)) == 1  # such an error is not repeated

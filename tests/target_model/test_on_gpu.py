@@ -6,6 +6,7 @@ architecture of the zoo; layers and experts are also checked at the sizes of rea
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,12 @@ ARCHITECTURES = [*ZOO, "qwen2", "olmo2"]
 
 
 @pytest.fixture(autouse=True)
-def exact_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+def exact_float32() -> Iterator[None]:
     """Turn TF32 off: it rounds float32 products to 10 bits."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def load(folder: Path, device: str, dtype: str, **options: Any) -> Target:
