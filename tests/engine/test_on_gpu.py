@@ -7,7 +7,6 @@ is compared with itself, with CUDA graphs and without.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -35,15 +34,7 @@ from tests.helpers.hybrid_zoo import HYBRID
 from tests.helpers.zoo import ZOO, random_texts, wide, zoo_folder
 
 K, MAX_LENGTH = 4, 160
-
-
-@pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    """Turn TF32 off: it rounds float32 products to 10 bits."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+pytestmark = pytest.mark.usefixtures("exact_float32")
 
 
 def random_head(target: Target, **changes: Any) -> Any:

@@ -18,6 +18,15 @@ on_gpu = pytest.mark.parametrize("device", DEVICES[1:])
 """Runs a test, marked `gpu`, with device="cuda"."""
 
 
+@pytest.fixture
+def exact_float32() -> Iterator[None]:
+    """Turn TF32 off: it rounds float32 products to 10 bits."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
 def to_device(value: Any, device: str | torch.device) -> Any:
     """Return `value` with every tensor in it on `device`; containers and dataclasses are copied."""
     if isinstance(value, Tensor):

@@ -6,7 +6,6 @@ architecture of the zoo; layers and experts are also checked at the sizes of rea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +38,7 @@ from tests.helpers.zoo import ZOO, wide, zoo_folder
 
 LENGTHS = (170, 3, 33, 1, 290)  # longer than windows, chunks and steps of temperatures
 ARCHITECTURES = [*ZOO, "qwen2", "olmo2"]
-
-
-@pytest.fixture(autouse=True)
-def exact_float32() -> Iterator[None]:
-    """Turn TF32 off: it rounds float32 products to 10 bits."""
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32 = before
+pytestmark = pytest.mark.usefixtures("exact_float32")
 
 
 def load(folder: Path, device: str, dtype: str, **options: Any) -> Target:
