@@ -133,19 +133,15 @@ def advise(
 
 
 def _suite_advice(rows: Sequence[Row], probes: Sequence[Probe]) -> Iterator[Advice]:
-    """Yield the advice for a suite's rows: for each of their conditions, at each batch.
-
-    There is none at a batch where the machine was disturbed while some K was timed.
-    """
+    """Yield the advice for a suite's rows: for each of their conditions, at each batch."""
     tables = timing_tables(rows, probes)
     by_key: dict[Any, list[Row]] = {}
     for row in sorted((row for row in rows if row.drafts), key=lambda row: row.k):
         by_key.setdefault(conditions(row), []).append(row)
     for key, members in by_key.items():
-        disturbed = {t.batch for row in members for t in row.timings if t.disturbed}
         for batch in (timing.batch for timing in members[-1].timings):
             table = tables.get(key)
-            if table is None or batch in disturbed or batch not in table.batches:
+            if table is None or batch not in table.batches:
                 continue
             if (one := _advice(table, members, batch)) is not None:
                 yield one

@@ -16,16 +16,13 @@ def speed(row: Row) -> tuple[float, float]:
 def headline_rows(rows: Sequence[Row]) -> tuple[list[Row], Row]:
     """Return the rows at the lowest temperature, and the one that the verdict is about.
 
-    It is the fastest, or that with the largest AL if there is no speed-up to rely on: all rows of a
-    temperature are compared with the same plain decoding, so one disturbed row leaves none.
+    It is the fastest, or that with the largest AL if there is no speed-up.
 
     Args:
         rows: of one head on one suite, with drafts; at least one.
     """
     lowest = min(row.temperature for row in rows)
     here = [row for row in rows if row.temperature == lowest]
-    if any(t.disturbed for row in here for t in row.timings[:1]):
-        here = [row.model_copy(update={"speedup": None, "speedup_ci": None}) for row in here]
     return here, max(here, key=speed)
 
 

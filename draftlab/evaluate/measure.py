@@ -10,7 +10,6 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.evaluate.decoding_config import DecodingConfig, more_ks
-from draftlab.evaluate.speedup_model import Probe
 from draftlab.evaluate.timing import Decoder
 from draftlab.evaluate.workload import EngineResults, Workload
 from draftlab.target_model.paged_cache import PagedCache
@@ -137,23 +136,7 @@ def _time_batch(
     for t in workload.settings.temperatures:
         configs = workload.configs_at(t) + (extra if t == first else [])
         runs = workload.time({c: engines[c] for c in configs}, t, batch, results.engine)
-        for config in configs:
-            if config not in extra:
-                workload.add_timing(results, runs, t, config, batch)
-                continue
-            timing = workload.timing(runs, config, batch, None)
-            if timing is not None and config.head:
-                results.probes.append(
-                    Probe(
-                        workload.suite.name,
-                        results.engine,
-                        config.head.name,
-                        t,
-                        config.draft_probs,
-                        config.k,
-                        timing,
-                    )
-                )
+        workload.add_timings(results, runs, t, batch)
 
 
 def _extra_configs(workload: Workload, temperature: float) -> list[DecodingConfig]:

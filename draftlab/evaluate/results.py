@@ -14,9 +14,6 @@ from draftlab.files import read_json, write_json
 from draftlab.settings import describe_errors
 
 SCHEMA_VERSION = 5
-FASTEST_STEP = 0.99
-"""Least time of a step with drafts over one without; below 1, since answers at temperatures above 0
-differ, and so do the lengths at which steps are timed."""
 
 
 class Lossless(BaseModel):
@@ -59,8 +56,8 @@ class Timing(BaseModel):
     `step_ratio_ci` is the interval of `step_ms` over a step of plain decoding. `floor_ms` is the
     time to read the weights of a step once at the measured copy rate of the device.
 
-    Intervals are None for fewer than six prompts. The speed-ups are None where the machine was
-    disturbed (`disturbed`).
+    Intervals are None for fewer than six prompts. `disturbance` says why there are no speed-ups,
+    where the machine was disturbed while the batch was timed (`metrics.without_disturbed`).
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -81,24 +78,7 @@ class Timing(BaseModel):
     timed_speedup: float | None = None
     timed_speedup_ci: tuple[float, float] | None = None
     step_ratio_ci: tuple[float, float] | None = None
-
-    @property
-    def disturbed(self) -> bool:
-        """Whether a step with drafts was timed as faster than one without, beyond its interval.
-
-        It does all that the other does, so the two were timed under different conditions.
-        """
-        return self.step_ratio_ci is not None and self.step_ratio_ci[1] < FASTEST_STEP
-
-    @property
-    def disturbance(self) -> str:
-        """Why there is no speed-up if the machine was disturbed."""
-        plain_ms = self.baseline_tpot_ms or 0.0
-        return (
-            f"the machine was disturbed while it was timed at batch {self.batch}: a step with "
-            f"drafts took {self.step_ms:.2f} ms and one without {plain_ms:.2f} ms, so there is no "
-            "speed-up"
-        )
+    disturbance: str | None = None
 
 
 class Percentiles(BaseModel):

@@ -89,7 +89,7 @@ class Measured:
     @classmethod
     def from_timing(cls, timing: Timing) -> Measured | None:
         """Return the measurement of a timing's prompts; None if the machine was disturbed."""
-        if timing.disturbed:
+        if timing.disturbance:
             return None
         acceptance = _acceptance(timing.acceptance_at, timing.tokens_per_step)
         intervals = timing.timed_speedup_ci, timing.step_ratio_ci

@@ -74,6 +74,5 @@ def measure_vllm(workload: Workload) -> EngineResults:
                         run = workload.time({config: engine}, t, batch, results.engine)
                         runs.setdefault((t, batch), {}).update(run)
     for (t, batch), by_config in runs.items():
-        for config in by_config:
-            workload.add_timing(results, by_config, t, config, batch)
+        workload.add_timings(results, by_config, t, batch)
     return results

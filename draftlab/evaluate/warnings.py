@@ -63,7 +63,7 @@ def row_warnings(row: Row) -> list[str]:
     if row.self_check and (failure := failure_message(row.self_check)):
         warnings.append(failure)
     for timing in row.timings:
-        if timing.disturbed:
+        if timing.disturbance:
             warnings.append(f"{timing.disturbance}; repeat the evaluation on a quiet machine")
         if timing.speedup_ci is None:
             continue

@@ -18,7 +18,7 @@ from draftlab.evaluate.decoding_config import (
 )
 from draftlab.evaluate.load import LoadRun, decode_under_load, load_streams
 from draftlab.evaluate.load_metrics import load_point
-from draftlab.evaluate.metrics import Decoded, timing
+from draftlab.evaluate.metrics import Decoded, timing, without_disturbed
 from draftlab.evaluate.results import LoadPoint, Timing
 from draftlab.evaluate.settings import LOAD_ROUNDS, EvalSettings
 from draftlab.evaluate.speedup_model import Probe
@@ -47,7 +47,7 @@ class EngineResults:
         generations: answers to the whole suite, in its order.
         timings: one entry per timed batch size; no entry if nothing was timed.
         steps: what the prompts of the first timed batch size took, with the configuration and
-            without drafts (None: it is that of plain decoding).
+            without drafts (None: there is nothing to compare with).
         probes: timings of K's without rows, for the adviser.
         load: measurements under load.
         warnings: warnings for every row of this engine.
@@ -165,23 +165,32 @@ class Workload:
         with one_thread(self.target.device):
             return time_in_turn(engines, batches, progress)
 
-    def add_timing(
+    def add_timings(
         self,
         results: EngineResults,
         runs: Mapping[DecodingConfig, TimedRun],
         temperature: float,
-        config: DecodingConfig,
         batch: int,
     ) -> None:
-        """Add the times of a configuration that decoded the suite to the results."""
-        key, distinct = (temperature, config), len(self.suite.prompts)
-        one = self.timing(runs, config, batch, results.generations[key])
-        if one is None:
-            return
-        results.timings.setdefault(key, []).append(one)
-        plain = runs[PLAIN_DECODING].generations if config != PLAIN_DECODING else None
-        decoded = Decoded.of(runs[config].generations, distinct)
-        results.steps.setdefault(key, (decoded, plain and Decoded.of(plain, distinct)))
+        """Add the times of all configurations at one batch to the results.
+
+        Those of a configuration that did not decode the suite are probes.
+        """
+        distinct = len(self.suite.prompts)
+        plain = Decoded.of(runs[PLAIN_DECODING].generations, distinct)
+        counted = {config: results.generations.get((temperature, config)) for config in runs}
+        timings = {c: self.timing(runs, c, batch, counted[c]) for c in runs}
+        known = {config: one for config, one in timings.items() if one is not None}
+        for config, one in without_disturbed(known).items():
+            key = temperature, config
+            if counted[config] is not None:
+                results.timings.setdefault(key, []).append(one)
+                base = plain if one.baseline_tpot_ms and not one.disturbance else None
+                decoded = Decoded.of(runs[config].generations, distinct)
+                results.steps.setdefault(key, (decoded, base))
+            elif config.head:
+                conditions = self.suite.name, results.engine, config.head.name, temperature
+                results.probes.append(Probe(*conditions, config.draft_probs, config.k, one))
 
     def timing(
         self,

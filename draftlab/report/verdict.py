@@ -56,8 +56,8 @@ def _of_rows(report: Report, rows: Sequence[Row], *, several: bool) -> str:
 def _no_verdict(rows: Sequence[Row]) -> str:
     """Return why rows have no speed-up with an interval."""
     timings = [row.timings[0] for row in rows if row.timings]
-    if disturbed := [timing for timing in timings if timing.disturbed]:
-        return f"no verdict: {disturbed[0].disturbance}; repeat the evaluation"
+    if disturbed := [timing.disturbance for timing in timings if timing.disturbance]:
+        return f"no verdict: {disturbed[0]}; repeat the evaluation"
     if timings:
         timed = min(timings[0].prompts, rows[0].prompts)
         return (

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.evaluate.advice_check import check_left_out, check_summary
 from draftlab.evaluate.cost_model import Shape, find_cliffs
 from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig
+from draftlab.evaluate.metrics import without_disturbed
 from draftlab.evaluate.results import Timing
 from draftlab.evaluate.speedup_model import Measured, SpeedupTable
 from draftlab.evaluate.timing import TimedRun
@@ -79,8 +80,10 @@ def measure(
                 if (timing := median_timing(workload, runs, config, batch)) is not None
             ]
 
-        for one in parts.measure(f"{name}, batch {batch}", part) or ():
-            timings[batch, one["k"]] = Timing.model_validate(one["timing"])
+        found = parts.measure(f"{name}, batch {batch}", part) or ()
+        timings |= without_disturbed(
+            {(batch, one["k"]): Timing.model_validate(one["timing"]) for one in found}
+        )
     return timings
 
 

@@ -364,4 +364,4 @@ def test_without_a_k_the_first_temperature_measures_several(
         *[(0.8, "a head", 3, probs) for probs in (False, True)],
     ]
     for row in report.rows[1:4]:
-        assert row.speedup is not None or row.timings[0].disturbed
+        assert row.speedup is not None or row.timings[0].disturbance

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
+from draftlab.evaluate.adviser import advise
+from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.metrics import Decoded, acceptance_fields, timing
 from draftlab.evaluate.results import Timing
+from draftlab.evaluate.rows import new_rows
+from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import TimedRun
+from draftlab.evaluate.workload import EngineResults, Workload
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.hub.card import _eval_results
 from draftlab.intervals import MIN_INTERVAL_PROMPTS
+from draftlab.progress import Monitor
+from draftlab.report.html import _cards
+from draftlab.report.verdict import verdicts
+from draftlab.target_model.model import Target
 from draftlab.text.suites import Suite
+from tests.helpers import sample_report as sample
 
 PLAIN_MS, STEP_MS = 3.0, 4.0
 
@@ -90,20 +104,59 @@ def test_the_interval_holds_the_variation_of_both_parts() -> None:
     assert width(varied, suite) == pytest.approx(np.hypot(steps, tokens), rel=0.15)
 
 
-def test_a_drafted_step_faster_than_a_plain_one_has_no_speed_up() -> None:
-    drafted = [generation(10, 0.3, 138.0 + i % 3) for i in range(10)]
-    found = times(drafted, [plain(13, 154.0)] * 10, None)
-    assert found.disturbed
-    assert (found.speedup, found.speedup_ci, found.timed_speedup) == (None, None, None)
-    assert "a step with drafts took 138.90 ms and one without 154.00 ms" in found.disturbance
-    assert found.step_ms == pytest.approx(138.9)  # what was measured stays
+@pytest.mark.parametrize("faulty", [3, 2], ids=["a row", "a probe"])
+def test_a_drafted_step_faster_than_a_plain_one_leaves_no_speed_up_of_its_batch(
+    target: Target, head: Eagle3Head, faulty: int
+) -> None:
+    """All K's of a temperature are compared with the same plain decoding; T = 0.8 has its own."""
+    names = [f"q{i}" for i in range(8)]
+    suite = Suite("toy", "t", tuple((n, (1,)) for n in names), dict.fromkeys(names, "c"))
+    settings = EvalSettings(k=(1, 3), temperatures=(0, 0.8), draft_probs="off")
+    workload = Workload(
+        target, (NamedHead("a head", head),), suite, frozenset(), settings, Monitor()
+    )
+    results = EngineResults("draftlab", "1")
+    for t in settings.temperatures:
+        runs = {}
+        for config in [*workload.configs, replace(workload.configs[1], k=2)]:
+            wrong = t == 0 and config.k == faulty
+            step_ms = 2.0 if wrong else PLAIN_MS + config.k
+            answers = [
+                generation(20, 0.7 * bool(config.k), step_ms, k=config.k, name=name)
+                for name in names
+            ]
+            runs[config] = TimedRun(answers, 1.0)
+            if config.k != 2:
+                results.generations[t, config] = answers
+        workload.add_timings(results, runs, t, 1)
+    rows = new_rows(workload, [results], 1)
+    found = {(row.temperature, row.k): row for row in rows if row.k}
+    assert found.keys() == {(t, k) for t in (0, 0.8) for k in (1, 3)}
+    for (t, k), row in found.items():
+        timing, (category,) = row.timings[0], row.categories
+        speedups = (
+            row.speedup, row.speedup_ci, timing.speedup, timing.speedup_ci,
+            timing.timed_speedup, timing.timed_speedup_ci, category.speedup, category.speedup_ci,
+        )  # fmt: skip
+        assert {value is None for value in speedups} == {t == 0}
+        assert any("took 2.00 ms and one without 3.00 ms" in w for w in row.warnings) == (t == 0)
+        assert timing.step_ms == pytest.approx(2.0 if (t, k) == (0, faulty) else 3.0 + k)
+
+    report = sample.report(rows).model_copy(update={"adviser": advise(rows, results.probes)})
+    assert [one["temperature"] for one in report.adviser["advice"]] == [0.8]
+    assert "no verdict: the machine was disturbed" in verdicts(report)[0]
+    cards = _cards(rows)
+    assert [row.speedup is None for _, row in cards] == [row.temperature == 0 for _, row in cards]
+    published = [one.metric_name for row in rows for one in _eval_results(row)]
+    assert sum("Speed-up" in name for name in published) == 2
+    assert not any("Speed-up" in name and "T = 0," in name for name in published)
 
 
 def test_within_its_interval_a_faster_step_gains_no_more_than_its_tokens() -> None:
     drafted = [generation(10, 1.0, PLAIN_MS * (0.8 + 0.04 * i)) for i in range(10)]
     found = times(drafted, [plain(21)] * 10, None)
     assert found.step_ms < PLAIN_MS
-    assert not found.disturbed
+    assert not found.disturbance
     assert found.speedup == found.tokens_per_step == 2.0
     assert found.speedup_ci[1] == 2.0
 

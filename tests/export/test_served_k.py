@@ -86,8 +86,3 @@ OVER_SUITES = [("one", 2, 1.69), ("one", 4, 1.4), ("other", 2, 1.0), ("other", 4
 def test_the_fastest_k(rows: list[Row], expected: int | None) -> None:
     found = fastest_k(rows)
     assert (found and found[0]) == expected
-
-
-def test_a_disturbed_measurement_names_no_k() -> None:
-    disturbed = sample.with_timing(timed(5, 2.0), 9.0, step_ratio_ci=(0.7, 0.97))
-    assert fastest_k([timed(2, 1.4), disturbed]) is None

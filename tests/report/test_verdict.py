@@ -108,24 +108,12 @@ def test_verdict_and_adviser_have_one_speed_up() -> None:
 
 
 def test_a_disturbed_machine_gives_no_verdict() -> None:
-    """A step with drafts does all that one without does, so it cannot be faster."""
-    report = timed_report(step_ratio_ci=(0.7, 0.97), speedup=None, speedup_ci=None)
+    report = timed_report(disturbance="the machine was disturbed", speedup=None, speedup_ci=None)
     (sentence,) = verdicts(report)
-    assert "as fast" not in sentence
-    assert f"has AL {report.rows[1].acceptance_length:.2f}; no verdict: " in sentence
-    assert "a step with drafts took 12.00 ms and one without 9.84 ms" in sentence
-    assert "repeat the evaluation" in sentence
-    assert report.adviser is None  # its step without drafts is that of the disturbed machine
-
-
-def test_one_disturbed_row_leaves_no_verdict_to_the_others() -> None:
-    """All rows of a temperature are compared with the same plain decoding."""
-    report = timed_report()
-    other = sample.with_timing(sample.row(keep=0.6, k=5), 9.0, step_ratio_ci=(0.7, 0.97))
-    rows = [*report.rows, other]
-    (sentence,) = verdicts(report.model_copy(update={"rows": rows}))
-    assert "no verdict: the machine was disturbed" in sentence
-    assert sample.with_adviser(rows).adviser is None
+    length = f"{report.rows[1].acceptance_length:.2f}"
+    reason = "no verdict: the machine was disturbed; repeat the evaluation."
+    assert sentence.endswith(f" has AL {length}; {reason}")
+    assert report.adviser is None
 
 
 def test_too_few_timed_prompts_give_no_verdict() -> None:
