@@ -43,10 +43,12 @@ HeadOption = Annotated[
     typer.Option(help='Head folder instead of a run; "reference" is the built-in head.'),
 ]
 TargetOption = Annotated[
-    str | None, typer.Option(help='Target of --head: a folder, a Hub id or "embedded".')
+    str | None,
+    typer.Option(help='Target: a folder, a Hub id or "embedded"; by default that of the run.'),
 ]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code that comes with the target.")
+    bool,
+    typer.Option("--trust-remote-code", help="Run code that comes with the target of --target."),
 ]
 
 PROGRESS_INTERVAL_S = 15.0  # between lines of progress in a log

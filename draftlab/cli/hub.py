@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.cli.console import Debug, TrustRemoteCode, guard, monitor
+from draftlab.cli.console import Debug, TargetOption, TrustRemoteCode, guard, monitor
 from draftlab.cli.settings_options import SettingsOptions
 from draftlab.export.settings import ExportSettings
 
@@ -29,6 +29,7 @@ def push(
             "--to", help="Layout: speculators, vllm, sglang or llamacpp.", metavar="LAYOUT"
         ),
     ] = "speculators",
+    target: TargetOption = None,
     chosen: Any = None,
     base_model: Annotated[
         str | None,
@@ -62,7 +63,7 @@ def push(
         from draftlab.pipeline.head_workspace import open_head
 
         workspace = open_head(
-            run_name, None, None, trust_remote_code=trust_remote_code, monitor=monitor
+            run_name, None, target, trust_remote_code=trust_remote_code, monitor=monitor
         )
         path = out or workspace.folder / "hub" / repo.replace("/", "--")
         folder = write_upload_folder(

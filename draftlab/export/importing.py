@@ -33,7 +33,7 @@ from draftlab.progress import Monitor
 from draftlab.settings import describe_errors
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
-from draftlab.target_model.locate import load_config, resolve_target
+from draftlab.target_model.locate import check_named, load_config, resolve_target
 from draftlab.target_model.parts import load_parts
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256
@@ -128,6 +128,7 @@ def _target_settings(
     """Return the target that the user or the head's config names."""
     if isinstance(target, TargetSettings):
         return target
+    check_named(target, trust_remote_code)
     if target is None and foreign.verifier is None:
         raise UserError(
             "expected the name of the head's target, but its config names none",

@@ -179,16 +179,7 @@ def _export_tensors(
         head = new_head(export.head)
     refuse_faults(tensor_faults(head, tensors), folder / WEIGHTS)
     if layout.ships_embeddings and export.head.embeddings == "target":
-        try:
-            parts = load_parts(Path(target_folder), trust_remote_code=trust_remote_code)
-        except UserError:
-            raise
-        except Exception as error:  # transformers and safetensors raise many types
-            raise UserError(
-                f"the target's embeddings cannot be read: {error}",
-                where=target_folder,
-                do="copy or download the target again",
-            ) from None
+        parts = load_parts(Path(target_folder), trust_remote_code=trust_remote_code)
         tensors[EMBEDDINGS] = parts.embeddings
     cast = {name: _cast(name, tensor, export.dtype) for name, tensor in tensors.items()}
     return layout.tensors(cast, export)

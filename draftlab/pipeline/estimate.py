@@ -26,6 +26,7 @@ from draftlab.pipeline.sizes import (
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.shard_cache import DEFAULT_SIZE, SIZE
 from draftlab.store.urls import local_folder
+from draftlab.target_model.locate import explain_loading
 from draftlab.train.checkpoint import MAX_CHECKPOINTS
 
 CHECKPOINTS = MAX_CHECKPOINTS + 1
@@ -69,7 +70,8 @@ def estimate_stages(recipe: Recipe) -> list[Estimate]:
     check_shapes(recipe, config.get_text_config())
     gpu = GPUS.get(recipe.hardware.gpu or "")
     on_cpu = runs_on_cpu(recipe)
-    target = TargetSize.of(recipe, config, on_cpu=on_cpu)
+    with explain_loading("the target", recipe.target.path):
+        target = TargetSize.of(recipe, config, on_cpu=on_cpu)
     conversations = Conversations.of(recipe, target.max_length)
     identity = planned_identity(recipe, config)
     head = HeadSize.of(check_head(recipe, config), recipe, on_cpu=on_cpu)

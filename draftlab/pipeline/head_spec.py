@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from transformers import AutoConfig
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
@@ -27,6 +26,7 @@ from draftlab.target_model.locate import (
     hub_answers,
     hub_error,
     load_config,
+    read_config,
     resolve_target,
 )
 from draftlab.target_model.settings import TargetSettings
@@ -46,7 +46,7 @@ def target_config(target: TargetSettings) -> Any:
         return load_config(folder, trust_remote_code=target.trust_remote_code)
     answers = hub_answers()
     try:
-        return AutoConfig.from_pretrained(
+        return read_config(
             target.path,
             revision=target.revision,
             trust_remote_code=target.trust_remote_code,

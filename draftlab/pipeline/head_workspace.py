@@ -18,9 +18,8 @@ from draftlab.files import check_folder, known_sha256
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.pipeline.api import export_head, new_evaluator, write_report
 from draftlab.pipeline.held_out_prompts import held_out_prompts
-from draftlab.pipeline.recipe import flatten
+from draftlab.pipeline.recipe import RECIPE, flatten
 from draftlab.pipeline.resolve import (
-    RECIPE,
     find_head,
     find_target,
     name_in_reports,
@@ -31,6 +30,7 @@ from draftlab.pipeline.run_folder import RUNS, find_run, lock
 from draftlab.pipeline.stage_records import recorded_with
 from draftlab.pipeline.stages import REPORT, STAGES
 from draftlab.progress import Monitor
+from draftlab.target_model.locate import check_named
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.suites import suite_sha256
 
@@ -151,8 +151,9 @@ def open_head(
         UserError: there is no such run or head, or the head's target is not known.
     """
     if head is None:
+        check_named(target, trust_remote_code)
         folder = find_run(run_name)
-        recipe = recipe_of(folder, trust_remote_code=trust_remote_code)
+        recipe = recipe_of(folder)
         if not (folder / "head" / CONFIG).is_file():
             raise UserError(
                 "expected the run to have a trained head, found none",
@@ -160,8 +161,9 @@ def open_head(
                 do=f"`draftlab train {quote(str(folder / RECIPE))}` finishes it",
             )
         settings = recipe.target
-        if target is not None:
-            settings = settings.model_copy(update={"path": target})
+        if target is not None:  # the recipe's revision is one of another target
+            code = {"trust_remote_code": trust_remote_code, "revision": None}
+            settings = settings.model_copy(update={"path": target, **code})
         say_target(settings, "--target" if target else str(folder / RECIPE), monitor)
         return HeadWorkspace(
             folder / "head", folder.name, settings, recipe.eval, recipe.export, folder, True

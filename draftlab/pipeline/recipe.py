@@ -24,6 +24,8 @@ from draftlab.target_model.settings import TargetSettings
 from draftlab.text.settings import DraftVocabSettings, PromptSettings, RegenerateSettings
 from draftlab.train.settings import HeadSettings, TrainSettings
 
+RECIPE = "recipe.yaml"
+"""Name of the recipe in a run folder and in an upload."""
 LATEST = "latest"
 """Name of the link to the latest run."""
 MAX_NAME = 250
@@ -190,15 +192,38 @@ REMOVED_SETTINGS = {
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply `key=value` overrides (dotted keys, YAML values).
 
+    The recipe of a run may be a stranger's, so only overrides can let a target's code run.
+
     Raises:
         UserError: the file is missing or not YAML, a key is unknown (the message has the nearest
             name), or a value does not fit.
     """
     tree = read_yaml(path)
     tree.setdefault("name", path.stem)
+    is_of_run = path.name == RECIPE or (path.parent / "stages").is_dir()
+    if is_of_run and isinstance(target := tree.get("target"), dict):
+        target.pop("trust_remote_code", None)
     for override in overrides:
         _override(tree, override)
-    return parse_recipe(tree, where=path, overrides=overrides)
+    recipe = parse_recipe(tree, where=path, overrides=overrides)
+    if is_of_run and recipe.target.trust_remote_code:
+        _check_names_code(recipe, path, {text.partition("=")[0].strip() for text in overrides})
+    return recipe
+
+
+def _check_names_code(recipe: Recipe, path: Path, keys: set[str]) -> None:
+    """Raise a `UserError` unless overrides name the target, and its revision, whose code runs."""
+    missing = [] if keys & {"target", "target.path"} else ["target"]
+    if recipe.target.revision is not None and "target.revision" not in keys:
+        missing.append("target.revision")
+    if missing:
+        raise UserError(
+            f"expected the overrides to name {' and '.join(missing)}, too, since they let the "
+            "target's code run: the recipe of a run may be a stranger's",
+            where=path,
+            do=f"add {' '.join(f'{key}=VALUE' for key in missing)}, or copy the recipe elsewhere "
+            "under another name, once you have read it",
+        )
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

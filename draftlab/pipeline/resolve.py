@@ -10,14 +10,13 @@ from draftlab.errors import UserError
 from draftlab.files import read_json
 from draftlab.formatting import distinct_name
 from draftlab.heads.folder import CONFIG, NATIVE, load_config
-from draftlab.pipeline.recipe import Recipe, load_recipe
+from draftlab.pipeline.recipe import RECIPE, Recipe, load_recipe
 from draftlab.pipeline.run_folder import RUNS
 from draftlab.progress import Monitor
-from draftlab.target_model.locate import resolve_target
+from draftlab.target_model.locate import check_named, resolve_target
 from draftlab.target_model.settings import EMBEDDED, TargetSettings
 
 REFERENCE = "reference"
-RECIPE = "recipe.yaml"
 HOW_TO_NAME_A_HEAD = 'give a head folder, a run (its name or its folder), or "reference"'
 
 
@@ -76,17 +75,9 @@ def run_of(folder: Path) -> Path | None:
     return None
 
 
-def recipe_of(run_folder: Path, *, trust_remote_code: bool = False) -> Recipe:
-    """Return the resolved recipe of a run.
-
-    The run may be a stranger's, so its recipe does not decide whether a target's code may run.
-
-    Args:
-        trust_remote_code: the user's own word on it.
-    """
-    recipe = load_recipe(run_folder / RECIPE)
-    target = recipe.target.model_copy(update={"trust_remote_code": trust_remote_code})
-    return recipe.model_copy(update={"target": target})
+def recipe_of(run_folder: Path) -> Recipe:
+    """Return the resolved recipe of a run, which lets no code of a target run."""
+    return load_recipe(run_folder / RECIPE)
 
 
 def name_in_reports(folder: Path, others: set[str] | None = None) -> str:
@@ -116,14 +107,14 @@ def find_target(
     for it.
 
     Args:
-        trust_remote_code: whether code that comes with the target may run; a recipe beside the head
-            does not decide it.
+        trust_remote_code: whether code that comes with the named target may run.
         monitor: receives a line that says which target was taken, and from where.
 
     Raises:
         UserError: no target is named, the head belongs to no run, and it was trained for another
-            target than the embedded one.
+            target than the embedded one; or code may run and no target is named.
     """
+    check_named(name, trust_remote_code)
     settings, source = TargetSettings(path=name or EMBEDDED), "--target"
     if name is None and (run := run_of(head)) is not None:
         settings, source = recipe_of(run).target, str(run / RECIPE)

@@ -24,8 +24,8 @@ from draftlab.errors import UserError
 from draftlab.process_environment import name_accelerator
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.locate import (
+    explain_loading,
     load_config,
-    load_error,
     resolve_device,
     resolve_target,
 )
@@ -43,20 +43,16 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
         UserError: the target has none, or it does not load.
     """
     folder = resolve_target(settings)
-    try:
+    advice = "copy the tokenizer files there, such as tokenizer.json"
+    with explain_loading("the target's tokenizer", folder, advice):
         tokenizer = AutoTokenizer.from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code
         )
-    except Exception as error:  # OSError, ValueError, and what the tokenizers library raises
-        advice = "copy the tokenizer files there, such as tokenizer.json"
-        raise load_error("the target's tokenizer", folder, error, advice) from None
-    # Of a folder without a tokenizer transformers makes one of the special tokens alone.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise UserError(
-            "expected the target's tokenizer, found none with words",
-            where=folder,
-            do="copy the tokenizer files there, such as tokenizer.json",
-        )
+        # Of a folder without a tokenizer transformers makes one of the special tokens alone.
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise UserError(
+                "expected the target's tokenizer, found none with words", where=folder, do=advice
+            )
     template = tokenizer.chat_template
     if isinstance(template, str):
         tokenizer.chat_template = settings.template(template)
@@ -74,10 +70,11 @@ def load_target(settings: TargetSettings) -> Target:
         UserError: the checkpoint is missing, corrupt or unsupported.
     """
     folder, device = resolve_target(settings), resolve_device(settings.device)
-    model, notes = load_model(folder, settings, device)
-    replace_layers(model)
-    target = Target(model.eval().requires_grad_(False), folder, settings.path, notes)
-    target.check_parts()
+    with explain_loading("the target", folder):
+        model, notes = load_model(folder, settings, device)
+        replace_layers(model)
+        target = Target(model.eval().requires_grad_(False), folder, settings.path, notes)
+        target.check_parts()
     return target
 
 
@@ -97,7 +94,7 @@ def load_model(
         dtype = "float32" if device.type == "cpu" else "auto"
     shard_files(folder)
     options: dict[str, Any] = {"trust_remote_code": settings.trust_remote_code}
-    try:
+    with explain_loading("the target", folder):
         config = load_config(folder, trust_remote_code=settings.trust_remote_code)
         placement = plan_placement(config, settings.gpus, device, **options)
         if placement is not None:
@@ -113,11 +110,6 @@ def load_model(
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 **options,
             )
-    except UserError:
-        raise
-    except Exception as error:  # transformers and safetensors raise many types for a bad checkpoint
-        advice = "check that config.json fits the weights and that all files are complete"
-        raise load_error("the target", folder, error, advice) from None
     if mismatched := sorted(info["mismatched_keys"]):
         name, found, expected = mismatched[0]
         raise UserError(

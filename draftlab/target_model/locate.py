@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -83,11 +84,56 @@ def load_error(what: str, where: Path | str, error: Exception, do: str) -> UserE
         return UserError(
             f"{what} needs code that the checkpoint ships, and draftlab runs none unless told to",
             where=where,
-            do="read its Python files; then say --trust-remote-code, or in a recipe that you name "
-            "target.trust_remote_code: true (a recipe that lies in a run folder does not count)",
+            do="read its Python files; then add --target TARGET --trust-remote-code, or write "
+            "target.trust_remote_code: true into your recipe (behind the recipe.yaml of a run, "
+            "whose word does not count, write target=TARGET target.trust_remote_code=true)",
         )
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return UserError(f"{what} does not load: {kind}{error}", where=where, do=do)
+
+
+@contextmanager
+def explain_loading(
+    what: str,
+    where: Path | str,
+    do: str = "check that config.json fits the weights and that all files are complete",
+) -> Iterator[None]:
+    """Turn what transformers, safetensors or a checkpoint's own code raises into a `load_error`."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # they raise many types
+        raise load_error(what, where, error, do) from None
+
+
+def check_named(target: object, trust_remote_code: bool) -> None:
+    """Check that who trusts a target's code names the target, too.
+
+    Args:
+        target: what the user names; None: files, which may be a stranger's, name it.
+
+    Raises:
+        UserError: the user trusts code without a name.
+    """
+    if trust_remote_code and target is None:
+        raise UserError(
+            "expected --target beside --trust-remote-code, found none: files that may be a "
+            "stranger's do not say whose code runs",
+            where="command line",
+            do="name the target whose Python files you have read: --target TARGET",
+        )
+
+
+def read_config(path: Path | str, **options: Any) -> Any:
+    """Return a config of transformers; raise an AttributeError if it lacks a decoder's sizes."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(path, **options)
+    text = config.get_text_config()
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+        getattr(text, name)  # which a config class of the checkpoint's own may not have
+    return config
 
 
 def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
@@ -96,17 +142,9 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     Raises:
         UserError: it does not load, or its RoPE has a base that is no positive number.
     """
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # OSError, ValueError, and what remote code raises
-        raise load_error(
-            "the target's config",
-            folder,
-            error,
-            "check that the folder is complete and that transformers knows the architecture",
-        ) from None
+    advice = "check that the folder is complete and that transformers knows the architecture"
+    with explain_loading("the target's config", folder, advice):
+        config = read_config(folder, trust_remote_code=trust_remote_code)
     check_rope(config, folder / "config.json")
     return config
 

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftlab.errors import UserError
 from draftlab.files import other_kind, read_fields
-from draftlab.target_model.locate import load_config
+from draftlab.target_model.locate import explain_loading, load_config
 
 _NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "embedding_norm")
 
@@ -158,24 +158,25 @@ def check_llama_style(folder: Path, *, trust_remote_code: bool = False) -> None:
         UserError: logits are scaled or capped, or the final norm is not an RMS norm times its
             weight.
     """
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    text = config.get_text_config()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    norm = copy.deepcopy(text_decoder(model)[2]).to_empty(device="cpu").float()
-    x = torch.linspace(-1, 2, text.hidden_size)[None]
-    faults = []
-    with torch.no_grad():
-        for parameter in norm.parameters():
-            parameter.copy_(torch.linspace(0.5, 1.5, len(parameter)))
-        weight, eps = next(norm.parameters()), getattr(text, "rms_norm_eps", 0.0)
-        expected = F.rms_norm(x, x.shape[-1:], weight, eps)
-        if not torch.allclose(norm(x), expected, atol=1e-4):
-            faults.append(f"its final norm ({type(norm).__name__}) is not Llama's")
-    if _logit_scale(text) != 1:
-        faults.append("its logits are scaled")
-    if getattr(text, "final_logit_softcapping", None):
-        faults.append("its logits are capped")
+    with explain_loading("the target", folder):
+        config = load_config(folder, trust_remote_code=trust_remote_code)
+        text = config.get_text_config()
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        norm = copy.deepcopy(text_decoder(model)[2]).to_empty(device="cpu").float()
+        x = torch.linspace(-1, 2, text.hidden_size)[None]
+        faults = []
+        with torch.no_grad():
+            for parameter in norm.parameters():
+                parameter.copy_(torch.linspace(0.5, 1.5, len(parameter)))
+            weight, eps = next(norm.parameters()), getattr(text, "rms_norm_eps", 0.0)
+            expected = F.rms_norm(x, x.shape[-1:], weight, eps)
+            if not torch.allclose(norm(x), expected, atol=1e-4):
+                faults.append(f"its final norm ({type(norm).__name__}) is not Llama's")
+        if _logit_scale(text) != 1:
+            faults.append("its logits are scaled")
+        if getattr(text, "final_logit_softcapping", None):
+            faults.append("its logits are capped")
     if faults:
         raise UserError(
             f"expected a Llama-style target for an EAGLE head, found {type(model).__name__}: "
@@ -191,23 +192,24 @@ def load_parts(folder: Path, *, trust_remote_code: bool = False) -> TargetParts:
     Returns:
         The parts in the checkpoint's dtype, on the CPU.
     """
-    config = load_config(folder, trust_remote_code=trust_remote_code)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    norm = text_decoder(skeleton)[2]
-    names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
-    embed_name = names[id(skeleton.get_input_embeddings().weight)]
-    embeddings = read_tensor(folder, embed_name)
-    tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
-    head_name = names[id(skeleton.get_output_embeddings().weight)]
-    lm_head = embeddings if tied or head_name == embed_name else read_tensor(folder, head_name)
-    weights = {
-        name: read_tensor(folder, names[id(parameter)])
-        for name, parameter in norm.named_parameters()
-    }
-    norm = norm.to_empty(device="cpu")
-    norm.load_state_dict(weights, assign=True)
-    return _parts(embeddings, norm.requires_grad_(False), lm_head, config)
+    with explain_loading("the target", folder):
+        config = load_config(folder, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        norm = text_decoder(skeleton)[2]
+        names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
+        embed_name = names[id(skeleton.get_input_embeddings().weight)]
+        embeddings = read_tensor(folder, embed_name)
+        tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
+        head_name = names[id(skeleton.get_output_embeddings().weight)]
+        lm_head = embeddings if tied or head_name == embed_name else read_tensor(folder, head_name)
+        weights = {
+            name: read_tensor(folder, names[id(parameter)])
+            for name, parameter in norm.named_parameters()
+        }
+        norm = norm.to_empty(device="cpu")
+        norm.load_state_dict(weights, assign=True)
+        return _parts(embeddings, norm.requires_grad_(False), lm_head, config)
 
 
 def shard_files(folder: Path) -> list[Path]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
+from draftlab.errors import UserError
 from draftlab.pipeline.head_workspace import open_head
 from draftlab.pipeline.recipe import Recipe, load_recipe, to_yaml
-from draftlab.pipeline.resolve import find_target, recipe_of, reference_head
+from draftlab.pipeline.resolve import find_target, reference_head
 from draftlab.target_model.settings import TargetSettings
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import draftlab
@@ -66,7 +68,12 @@ VERBS = {
     "export": ("export", "--run", "q", "--to", "vllm"),
     "push": ("push", "q", "me/mine", "--dry-run", "--base-model", "me/base"),
     "inspect": ("inspect", "q"),
+    "train": ("train", "runs/q/recipe.yaml"),
+    "run --rehearse": ("run", "runs/q/recipe.yaml", "--rehearse"),
+    "record --plan": ("record", "runs/q/recipe.yaml", "--plan"),
 }
+NO_LINE = ("inspect", "train", "run --rehearse", "record --plan")
+"""Verbs that do not say which target they take."""
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -77,7 +84,7 @@ def test_code_of_a_target_beside_a_head_does_not_run(
     result = draftlab(strangers_run.parents[1], *VERBS[verb])
     assert not marker.exists()
     assert "internal error" not in result.output
-    if verb != "inspect":
+    if verb not in NO_LINE:
         assert "target: runs/q/target, from" in result.stderr
         assert "q/recipe.yaml" in "".join(result.stderr.split())
 
@@ -94,21 +101,106 @@ def test_code_of_a_target_beside_a_head_does_not_run(
 def test_it_runs_when_the_command_line_says_so(
     verb: str, strangers_run: Path, marker: Path
 ) -> None:
-    draftlab(strangers_run.parents[1], *VERBS[verb], "--trust-remote-code")
+    workshop, named = strangers_run.parents[1], ("--target", "runs/q/target")
+    refusal = draftlab(workshop, *VERBS[verb], "--trust-remote-code")
+    assert "expected --target beside --trust-remote-code" in refusal.stderr
+    assert not marker.exists()
+    draftlab(workshop, *VERBS[verb], "--trust-remote-code", *named)
     assert marker.exists()
+
+
+@pytest.mark.parametrize("strangers_run", ["config"], indirect=True)
+def test_an_unfinished_run_is_not_trusted_by_its_advice(strangers_run: Path, marker: Path) -> None:
+    """Without a head `eval` advises to train; a stranger may leave out stages/, too."""
+    shutil.rmtree(strangers_run / "head")
+    (strangers_run / "stages").rmdir()
+    advice = draftlab(strangers_run.parents[1], "eval", "--run", "runs/q").stderr
+    recipe = re.search("`draftlab train (.*)`", " ".join(advice.split()))[1]
+    result = draftlab(strangers_run.parents[1], "train", recipe)
+    assert "needs code that the checkpoint ships" in result.stderr
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "missing"),
+    [
+        (["target.trust_remote_code=true"], "target and target.revision"),
+        (["target.trust_remote_code=true", "target=org/name"], "target.revision"),
+        (["target.trust_remote_code=true", "target.path=x", "target.revision=main"], ""),
+        (["target={path: x, trust_remote_code: true}"], ""),
+        ([], "no trust"),
+    ],
+)
+def test_overrides_that_trust_code_name_it(
+    overrides: list[str], missing: str, tmp_path: Path
+) -> None:
+    """A revision such as refs/pr/7 has code of whoever made it."""
+    settings = TargetSettings(path="org/name", revision="refs/pr/7", trust_remote_code=True)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(to_yaml(Recipe(name="q", target=settings)))
+    if missing in ("", "no trust"):
+        assert load_recipe(path, overrides).target.trust_remote_code is (not missing)
+        return
+    with pytest.raises(UserError, match=f"the overrides to name {missing}, too"):
+        load_recipe(path, overrides)
+
+
+def test_a_named_target_has_not_the_revision_of_a_strangers_recipe(strangers_run: Path) -> None:
+    recipe = strangers_run / "recipe.yaml"
+    recipe.write_text(recipe.read_text().replace("revision: null", "revision: refs/pr/7"))
+    workspace = open_head(str(strangers_run), None, "org/name", trust_remote_code=True)
+    assert workspace.target.trust_remote_code
+    assert workspace.target.revision is None
+
+
+CODE = {
+    "no sizes": "class C(PretrainedConfig):\n    model_type = 'mine'\n"
+    "    def __init__(self, **k): super().__init__()\n",
+    "broken config": "class C(LlamaConfig):\n    model_type = 'mine'\n"
+    "    def get_text_config(self, *a, **k): raise KeyError(1)\n",
+    "broken model": "class C(LlamaConfig):\n    model_type = 'mine'\n"
+    "class M(PreTrainedModel):\n    config_class = C\n"
+    "    def __init__(self, *a, **k): raise AttributeError('boo')\n",
+}
+
+
+@pytest.mark.parametrize("strangers_run", ["config"], indirect=True)
+@pytest.mark.parametrize("code", CODE)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("eval", "--run", "q", "--suite", "embedded:heldout", "--target", "runs/q/target"),
+        ("doctor", "q", "--target", "runs/q/target"),
+        ("train", "runs/q/recipe.yaml", "--plan", "target=runs/q/target"),
+    ],
+)
+def test_what_trusted_code_raises_is_no_bug_of_draftlab(
+    arguments: tuple[str, ...], code: str, strangers_run: Path
+) -> None:
+    target = strangers_run / "target"
+    fields = json.loads((target / "config.json").read_text())
+    fields["auto_map"]["AutoModelForCausalLM"] = "mine.M"
+    (target / "config.json").write_text(json.dumps(fields))
+    imported = "from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel\n"
+    (target / "mine.py").write_text(imported + CODE[code])
+    trust = "target.trust_remote_code=true" if arguments[0] == "train" else "--trust-remote-code"
+    result = draftlab(strangers_run.parents[1], *arguments, trust)
+    assert result.exit_code == 2, result.output
+    assert "does not load: " in result.stderr
 
 
 @pytest.mark.parametrize("strangers_run", ["config"], indirect=True)
 @pytest.mark.parametrize("verb", ["eval --run", "doctor"])
 def test_the_refusal_says_how_to_trust_it(verb: str, strangers_run: Path) -> None:
     text = " ".join(draftlab(strangers_run.parents[1], *VERBS[verb]).output.split())
-    assert "read its Python files; then say --trust-remote-code" in text
+    assert "read its Python files; then add --target TARGET --trust-remote-code" in text
 
 
-def test_a_recipe_that_the_user_names_is_trusted(strangers_run: Path) -> None:
-    assert load_recipe(strangers_run / "recipe.yaml").target.trust_remote_code
-    assert not recipe_of(strangers_run).target.trust_remote_code
-    assert recipe_of(strangers_run, trust_remote_code=True).target.trust_remote_code
+def test_a_recipe_outside_of_runs_is_trusted(strangers_run: Path, tmp_path: Path) -> None:
+    own = Path(shutil.copy(strangers_run / "recipe.yaml", tmp_path / "own.yaml"))
+    assert load_recipe(own).target.trust_remote_code
+    beside = Path(shutil.copy(own, strangers_run / "own.yaml"))
+    assert not load_recipe(beside).target.trust_remote_code
 
 
 def test_the_target_is_said_with_what_names_it(
