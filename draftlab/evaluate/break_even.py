@@ -50,6 +50,7 @@ class BreakEven:
         text: the result in one line.
     """
 
+    suite: str
     engine: str
     chain: str | None
     parallel: str | None
@@ -83,6 +84,7 @@ def _compare(chain: Advice, parallel: Advice) -> BreakEven:
     first = max(slower, default=0) + 1
     k = first if first <= points[-1].k else None
     return BreakEven(
+        suite=chain.suite,
         engine=chain.engine,
         chain=chain.head,
         parallel=parallel.head,

@@ -14,23 +14,20 @@ from draftlab.evaluate.results import Report, Row
 from draftlab.report import formatting as fmt
 
 _DRAFTERS = ("chain", "parallel")
-_PAIR_KEYS = ("engine", "chain", "parallel", "temperature", "draft_probs")
+_CONDITIONS = ("suite", "engine", "temperature", "draft_probs")
+_PAIR_KEYS = (*_CONDITIONS, "chain", "parallel")
 
 
 def lines(report: Report) -> list[tuple[str, str]]:
-    """Return (title, text) of each pair of heads and batch, at their first temperature."""
-    texts: dict[tuple[Any, ...], tuple[str, str]] = {}
-    for pair in _pairs(report):
-        key = (pair["engine"], pair["chain"], pair["parallel"], pair["batch"])
-        texts.setdefault(key, (_title(pair), pair["text"]))
-    return list(texts.values())
+    """Return (title, text) of each pair of heads under the same conditions."""
+    return [(_title(report, pair), pair["text"]) for pair in _pairs(report)]
 
 
 def tables(report: Report) -> list[dict[str, Any]]:
     """Return a table per pair: title, text, whether it was timed, and a row for each K."""
     return [
         {
-            "title": f"{_title(pair)} ({pair['engine']})",
+            "title": f"{_title(report, pair)} ({pair['engine']})",
             "text": pair["text"],
             "timed": pair["batch"] is not None,
             "rows": [_table_row(report, pair, point) for point in pair["points"]],
@@ -66,15 +63,12 @@ def _untimed_pairs(rows: Sequence[Row]) -> dict[tuple[Any, ...], dict[str, Any]]
     points: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     by_drafter = [[row for row in rows if row.drafter == kind and row.drafts] for kind in _DRAFTERS]
     for chain, parallel in product(*by_drafter):
-        conditions = [(r.engine, r.temperature, r.draft_probs, r.k) for r in (chain, parallel)]
-        if conditions[0] == conditions[1]:
-            engine, temperature, draft_probs, k = conditions[0]
+        conditions = _conditions(chain)
+        if chain.k == parallel.k and conditions == _conditions(parallel):
             lengths = chain.acceptance_length, parallel.acceptance_length
-            points.setdefault(
-                (engine, chain.head, parallel.head, temperature, draft_probs), []
-            ).append(
+            points.setdefault((*conditions, chain.head, parallel.head), []).append(
                 {
-                    "k": k,
+                    "k": chain.k,
                     "chain_length": lengths[0],
                     "parallel_length": lengths[1],
                     "share": lengths[1] / lengths[0],
@@ -97,19 +91,24 @@ def _untimed_pair(key: tuple[Any, ...], points: list[dict[str, Any]]) -> dict[st
     }
 
 
-def _title(pair: Mapping[str, Any]) -> str:
-    """Return "head against peagle, T = 0, batch 1"."""
-    names = f"{pair['chain']} against {pair['parallel']}"
-    return fmt.conditions_text(pair["temperature"], pair["draft_probs"], pair["batch"], names)
+def _conditions(row: Row) -> tuple[Any, ...]:
+    return tuple(getattr(row, name) for name in _CONDITIONS)
+
+
+def _title(report: Report, pair: Mapping[str, Any]) -> str:
+    """Return "head against peagle, T = 0, batch 1", with the suite if there are several."""
+    names = [f"{pair['chain']} against {pair['parallel']}"]
+    if len({row.suite for row in report.rows}) > 1:
+        names.append(pair["suite"].rpartition("/")[2])
+    return fmt.conditions_text(pair["temperature"], pair["draft_probs"], pair["batch"], *names)
 
 
 def _ttft_ms(report: Report, pair: Mapping[str, Any], kind: str, k: int) -> float | None:
     """Return the time to first token of a head of the pair; None if that K was not timed."""
-    keys = ("engine", "temperature", "draft_probs")
+    conditions = tuple(pair[name] for name in _CONDITIONS)
     for row in report.rows:
-        if (row.head, row.drafter, row.k) == (pair[kind], kind, k) and all(
-            getattr(row, key) == pair[key] for key in keys
-        ):
+        found = row.head, row.drafter, row.k, _conditions(row)
+        if found == (pair[kind], kind, k, conditions):
             for timing in row.timings:
                 if timing.batch == pair["batch"]:
                     return timing.ttft_ms

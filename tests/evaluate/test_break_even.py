@@ -168,3 +168,24 @@ def test_without_times_only_acceptance_is_compared() -> None:
     assert text in html
     assert "needed" not in html
     assert "<h2>Times</h2>" not in html
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_heads_are_compared_on_one_suite(timed: bool) -> None:
+    """Each suite has a sentence with its own shares and its own times."""
+    by_suite = {}
+    for suite, keep, ttft in (("easy", 0.7, 1.0), ("hard", 0.3, 2.0)):
+        changes = {"suite": f"folder/{suite}"} | ({} if timed else sample.NOT_TIMED)
+        by_suite[suite] = []
+        for row in rows(keep):
+            timings = [one.model_copy(update={"ttft_ms": ttft}) for one in row.timings if timed]
+            by_suite[suite].append(row.model_copy(update=changes | {"timings": timings}))
+    report = sample.with_adviser([row for members in by_suite.values() for row in members])
+    batch = ", batch 1" if timed else ""
+    lines, tables = break_even_text.lines(report), break_even_text.tables(report)
+    assert len(lines) == len(tables) == 2
+    for (title, text), table, (suite, members) in zip(lines, tables, by_suite.items(), strict=True):
+        alone = sample.with_adviser(members)
+        assert title == f"chained against at once, {suite}, T = 0{batch}"
+        assert text == table["text"] == break_even_text.lines(alone)[0][1]
+        assert table["rows"] == break_even_text.tables(alone)[0]["rows"]
