@@ -21,12 +21,13 @@ each timed K is predicted from the others.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from draftlab.evaluate.advice_check import Check, check_left_out, check_summary
 from draftlab.evaluate.break_even import break_even
+from draftlab.evaluate.headline import drafting_pays
 from draftlab.evaluate.load_adviser import load_advice
 from draftlab.evaluate.results import LoadPoint, Row
 from draftlab.evaluate.speedup_model import (
@@ -47,14 +48,15 @@ PREDICTS = (
 class Prediction:
     """The predicted effect of K drafts a step on the whole suite.
 
-    The last five fields belong to the timed prompts. They are None if K was not timed, the last
-    four also if it was not timed between two other values of K (see `Check`).
+    The last five fields belong to the timed prompts alone, which also decode with K's that the
+    suite is not decoded with. They are None if K was not timed, the last four also if it was not
+    timed between two other values of K (see `Check`).
 
     Attributes:
-        speedup, speedup_ci: that of the row, if there is one that was timed at this batch; else
-            predicted. The 95 % interval is over the prompts of the suite and of the timing pass;
-            None: there are too few.
-        measured_speedup: measured on the timed prompts.
+        measured: whether `speedup` is that of a row that was timed at this batch; else predicted.
+        speedup_ci: the 95 % interval over the prompts of the suite and of the timing pass; None:
+            there are too few.
+        timed_speedup: measured on the timed prompts.
     """
 
     k: int
@@ -62,9 +64,10 @@ class Prediction:
     tokens_per_step: float
     step_ms: float
     tpot_ms: float
+    measured: bool
     speedup: float
     speedup_ci: tuple[float, float] | None
-    measured_speedup: float | None = None
+    timed_speedup: float | None = None
     left_out_speedup: float | None = None
     error: float | None = None
     met: bool | None = None
@@ -78,7 +81,8 @@ class Advice:
     Attributes:
         drafter: "chain" or "parallel".
         plain_ms: TPOT without drafting.
-        best_k: the K with the highest predicted speed-up.
+        best_k: the K with the highest measured speed-up, unless another one is predicted to be
+            faster beyond both intervals.
         text: the advice in one line.
     """
 
@@ -172,20 +176,21 @@ def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> Advice | No
         interval = _interval(speedup, [_half_width(ones, k) for ones in (lengths, ratios)])
         if k in own:
             speedup, interval = own[k].speedup, own[k].speedup_ci
-        measured = table.measured.get((batch, k))
+        timed = table.measured.get((batch, k))
         prediction = Prediction(
             k,
             acceptance.length,
             acceptance.tokens,
             step,
             step / acceptance.tokens,
+            k in own,
             speedup,
             interval,
-            measured and measured.speedup,
+            timed and timed.speedup,
         )
         check = check_left_out(table, batch, k)
         predictions.append(replace(prediction, **asdict(check)) if check else prediction)
-    best = max(predictions, key=lambda p: p.speedup)
+    best = _best(predictions)
     return Advice(
         suite=largest.suite,
         engine=largest.engine,
@@ -196,7 +201,7 @@ def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> Advice | No
         batch=batch,
         plain_ms=table.measured[batch, 0].step_ms,
         best_k=best.k,
-        text=_text(best, predictions, batch, own),
+        text=_text(best, predictions, batch),
         predictions=tuple(predictions),
     )
 
@@ -220,13 +225,21 @@ def _interval(speedup: float, widths: Sequence[float | None]) -> tuple[float, fl
     return speedup * math.exp(-width), speedup * math.exp(width)
 
 
-def _text(
-    best: Prediction, predictions: Sequence[Prediction], batch: int, measured: Collection[int]
-) -> str:
+def _best(predictions: Sequence[Prediction]) -> Prediction:
+    """Return the prediction of the best K (see `Advice`)."""
+    measured = [one for one in predictions if one.measured]
+    best = max(measured or predictions, key=lambda p: p.speedup)
+    limit = best.speedup_ci[1] if best.speedup_ci else math.inf
+    clear = [p for p in predictions if p.speedup_ci and p.speedup_ci[0] > limit]
+    return max(clear, key=lambda p: p.speedup, default=best)
+
+
+def _text(best: Prediction, predictions: Sequence[Prediction], batch: int) -> str:
     """Return "best K = 5 at batch 1: 1.90× [1.80, 2.01], measured".
 
-    Beside a predicted speed-up the text has that of the nearest measured K. It also names the
-    left-out K whose prediction a measurement refutes most clearly.
+    Beside a predicted speed-up the text has that of the nearest measured K, and beside a measured
+    one a higher prediction. It also names the left-out K whose prediction a measurement refutes
+    most clearly.
     """
 
     def speedup(one: Prediction) -> str:
@@ -234,10 +247,14 @@ def _text(
         return f"{one.speedup:.2f}×{limits or ''}"
 
     text = f"best K = {best.k} at batch {batch}: {speedup(best)}"
-    text += ", measured" if best.k in measured else ", predicted"
-    if measured and best.k not in measured:
-        nearest = min(measured, key=lambda k: abs(k - best.k))
-        text += f"; measured at K = {nearest}: {speedup(predictions[nearest - 1])}"
+    text += ", measured" if best.measured else ", predicted"
+    measured = [one for one in predictions if one.measured]
+    if measured and not best.measured:
+        nearest = min(measured, key=lambda p: abs(p.k - best.k))
+        text += f"; measured at K = {nearest.k}: {speedup(nearest)}"
+    highest = max(predictions, key=lambda p: p.speedup)
+    if highest.k != best.k:
+        text += f"; K = {highest.k} is predicted not to be clearly faster: {speedup(highest)}"
     refuted = [p for p in predictions if p.met is False]
     if refuted:
         worst = max(refuted, key=lambda p: abs(p.error or 0.0))
@@ -245,8 +262,11 @@ def _text(
             f"; the prediction of K = {worst.k} from the other timed K's is off by "
             f"{100 * (worst.error or 0.0):+.0f} %"
         )
-    if best.speedup <= 1:
+    pays = drafting_pays(best.speedup_ci)
+    if pays is False:
         text += "; drafting does not pay here"
+    elif pays is None:
+        text += "; it is not shown whether drafting pays here"
     elif best.k == predictions[-1].k:
         text += "; no larger K was measured"
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from draftlab.evaluate.results import Row
 
@@ -13,42 +14,64 @@ def speed(row: Row) -> tuple[float, float]:
     return row.speedup or 0.0, row.acceptance_length or 0.0
 
 
-def headline_rows(rows: Sequence[Row]) -> tuple[list[Row], Row]:
-    """Return the rows at the lowest temperature, and the one that the verdict is about.
+def drafting_pays(interval: tuple[float, float] | None) -> bool | None:
+    """Return whether a speed-up is above 1; None if its interval, as it is printed, contains 1."""
+    if interval is None:
+        return None
+    low, high = (round(end, 2) for end in interval)
+    return None if low <= 1 <= high else low > 1
 
-    It is the fastest, or that with the largest AL if there is no speed-up.
 
-    Args:
-        rows: of one head on one suite, with drafts; at least one.
+def headlines(rows: Sequence[Row]) -> list[tuple[list[Row], Row]]:
+    """Return the rows at the lowest temperature of each engine, head and suite, with their best.
+
+    The best one is the fastest, or that with the largest AL if there is no speed-up. Rows without
+    drafts are left out.
     """
-    lowest = min(row.temperature for row in rows)
-    here = [row for row in rows if row.temperature == lowest]
-    return here, max(here, key=speed)
+    groups: dict[tuple[str, str | None, str], list[Row]] = {}
+    for row in rows:
+        if row.drafter != "none":
+            groups.setdefault((row.engine, row.head, row.suite), []).append(row)
+    found = []
+    for members in groups.values():
+        lowest = min(row.temperature for row in members)
+        here = [row for row in members if row.temperature == lowest]
+        found.append((here, max(here, key=speed)))
+    return found
 
 
-def fastest_k(rows: Sequence[Row]) -> tuple[int, float, float] | None:
-    """Return the fastest measured K at the lowest temperature, its speed-up and the temperature.
+class FastestK(NamedTuple):
+    """The fastest K of a head on one engine, at the lowest temperature.
 
-    Over several suites it is the geometric mean of their speed-ups. None: no speed-up with an
-    interval was measured.
+    Attributes:
+        speedup: over several suites the geometric mean of theirs.
+        measured: number of K's that have a speed-up on every suite.
+    """
+
+    k: int
+    speedup: float
+    temperature: float
+    engine: str
+    measured: int
+
+
+def fastest_k(rows: Sequence[Row]) -> FastestK | None:
+    """Return the fastest measured K, on vLLM if that measured any; None without an interval.
 
     Args:
         rows: of one head, with drafts.
     """
-    by_suite: dict[str, list[Row]] = {}
-    for row in rows:
-        by_suite.setdefault(row.suite, []).append(row)
-    logs: dict[int, dict[str, float]] = {}
-    temperature = 0.0
-    for suite, members in by_suite.items():
-        here, headline = headline_rows(members)
-        temperature = headline.temperature
-        for row in here:
+    engines = sorted({row.engine for row in rows}, key=lambda name: not name.startswith("vllm"))
+    for engine in engines:
+        suites = headlines([row for row in rows if row.engine == engine])
+        logs: dict[int, dict[str, float]] = {}
+        for row in (row for here, _ in suites for row in here):
             if row.speedup and row.speedup_ci:
                 best = logs.setdefault(row.k, {})
-                best[suite] = max(best.get(suite, -math.inf), math.log(row.speedup))
-    means = {k: sum(v.values()) / len(v) for k, v in logs.items() if len(v) == len(by_suite)}
-    if not means:
-        return None
-    k = max(means, key=lambda one: means[one])
-    return k, math.exp(means[k]), temperature
+                best[row.suite] = max(best.get(row.suite, -math.inf), math.log(row.speedup))
+        means = {k: sum(v.values()) / len(v) for k, v in logs.items() if len(v) == len(suites)}
+        if means:
+            k = max(means, key=lambda one: means[one])
+            temperature = suites[0][1].temperature
+            return FastestK(k, math.exp(means[k]), temperature, engine, len(means))
+    return None

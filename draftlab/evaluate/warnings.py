@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from draftlab.evaluate.cost_model import Cliff, Shape, find_cliffs
 from draftlab.evaluate.decoding_config import NamedHead
+from draftlab.evaluate.headline import drafting_pays
 from draftlab.evaluate.results import LoadPoint, Row
 from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
@@ -20,8 +21,6 @@ MIN_PROMPTS = 30
 MIN_TIMED_PROMPTS = 10
 MAX_CLIFFS = 3
 """Warnings of slow steps for a head under the same conditions."""
-SLOWDOWN = 0.995
-"""A speed-up below this is a slowdown; 0.995 is still printed as 1.00."""
 
 
 def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
@@ -67,10 +66,10 @@ def row_warnings(row: Row) -> list[str]:
             warnings.append(f"{timing.disturbance}; repeat the evaluation on a quiet machine")
         if timing.speedup_ci is None:
             continue
-        low, high = timing.speedup_ci
-        if high < SLOWDOWN:
+        pays = drafting_pays(timing.speedup_ci)
+        if pays is False:
             warnings.append(f"drafting slows decoding down at batch {timing.batch}")
-        elif low < SLOWDOWN:
+        elif pays is None:
             warnings.append(
                 f"the intervals do not show whether drafting pays at batch {timing.batch}"
             )

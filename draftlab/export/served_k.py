@@ -43,8 +43,9 @@ def _measured(path: Path, folder: Path) -> tuple[int, str] | None:
     digest = known_sha256(folder / WEIGHTS)
     names = {name for name, known in report.environment.get("heads", {}).items() if known == digest}
     rows = [row for row in report.rows if row.head in names]
-    best = fastest_k([row for row in rows if row.engine.startswith("vllm")] or rows)
+    best = fastest_k(rows)
     if best is None:
         return None
-    k, speedup, temperature = best
-    return k, f"the fastest measured at T = {temperature:g} ({speedup:.2f}×)"
+    which = "the fastest" if best.measured > 1 else "the only one"
+    engine = f" with {best.engine}" if len({row.engine for row in rows}) > 1 else ""
+    return best.k, f"{which} measured{engine} at T = {best.temperature:g} ({best.speedup:.2f}×)"

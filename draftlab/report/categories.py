@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from draftlab.evaluate.headline import headline_rows
+from draftlab.evaluate.headline import headlines as headlines_of
 from draftlab.evaluate.results import Report, Row
 from draftlab.report import formatting as fmt
 from draftlab.report.conditions import row_labels
@@ -25,20 +25,9 @@ def category_tables(report: Report, *, headlines: bool = False) -> list[Category
     Args:
         headlines: only for the rows that the verdict is about.
     """
-    drafted = [row for row in report.rows if fmt.has_drafter(row)]
     labels = dict(zip(map(id, report.rows), row_labels(report.rows), strict=True))
-    if headlines:
-        groups: dict[tuple[str | None, str], list[Row]] = {}
-        for row in drafted:
-            groups.setdefault((row.head, row.suite), []).append(row)
-        best = [headline_rows(rows)[1] for rows in groups.values()]
-        drafted = [row for row in drafted if any(_same(row, one) for one in best)]
-    return [_table(labels[id(row)], row) for row in drafted if row.categories]
-
-
-def _same(row: Row, other: Row) -> bool:
-    keys = ("engine", "head", "suite", "temperature", "draft_probs", "k")
-    return all(getattr(row, key) == getattr(other, key) for key in keys)
+    rows = [row for _, row in headlines_of(report.rows)] if headlines else report.rows
+    return [_table(labels[id(row)], row) for row in rows if row.categories]
 
 
 def _table(label: str, row: Row) -> CategoryTable:

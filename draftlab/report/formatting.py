@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from draftlab.evaluate.results import Report, Row
 
@@ -168,17 +167,16 @@ def conditions_text(temperature_: float, draft_probs_: bool, batch: int | None, 
 
 
 def advice(report: Report) -> list[tuple[str, str]]:
-    """Return (conditions, text) of the advice for each head and batch, at the first temperature."""
+    """Return (conditions, text) of each advice."""
     entries = (report.adviser or {}).get("advice", [])
     engines, heads, suites = ({one[key] for one in entries} for key in ("engine", "head", "suite"))
-    lines: dict[tuple[Any, ...], tuple[str, str]] = {}
+    lines = []
     for one in entries:
         names = [one["head"]] * (len(heads) > 1) + [one["engine"]] * (len(engines) > 1)
         names += [one["suite"].rpartition("/")[2]] * (len(suites) > 1)
         conditions = conditions_text(one["temperature"], one["draft_probs"], None, *names)
-        key = (one["suite"], one["engine"], one["head"], one["batch"])
-        lines.setdefault(key, (conditions, one["text"]))
-    return list(lines.values())
+        lines.append((conditions, one["text"]))
+    return lines
 
 
 def advice_check(report: Report) -> str:

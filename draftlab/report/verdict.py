@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftlab.evaluate.headline import headline_rows
+from draftlab.evaluate.headline import drafting_pays, headlines
 from draftlab.evaluate.results import Report, Row
 from draftlab.formatting import count_text
 from draftlab.intervals import MIN_INTERVAL_PROMPTS
@@ -22,33 +22,42 @@ def title(report: Report) -> str:
 
 
 def verdicts(report: Report) -> list[str]:
-    """Return a sentence for each head and suite, about its lowest temperature: the speed-up and K.
+    """Return a sentence for each engine, head and suite, about its lowest temperature.
 
-    "At T = 0 and K = 4 quickstart makes decoding 1.60× as fast [1.52, 1.68] (tokens a step of 64
-    prompts, step times of 10 of them); K = 3 would be best (predicted 1.65×)." If the measured K is
-    predicted to be the best, it "is best". Where drafting does not pay, no K is. Without times the
-    sentence states the acceptance length; there is no verdict from too few prompts, or where the
-    machine was disturbed.
+    "At T = 0, batch 1 and K = 4 quickstart makes decoding 1.60× as fast [1.52, 1.68] (tokens a step
+    of 64 prompts, step times of 10 of them); K = 3 would be faster (predicted 1.85×)." It claims no
+    more than the intervals show. Without times it states the acceptance length; there is no verdict
+    from too few prompts, or where the machine was disturbed. Engine and suite are named if there
+    are several.
     """
-    drafted = [row for row in report.rows if fmt.has_drafter(row)]
-    suites = dict.fromkeys(row.suite for row in drafted)
-    groups: dict[tuple[str | None, str], list[Row]] = {}
-    for row in drafted:
-        groups.setdefault((row.head, row.suite), []).append(row)
-    return [_of_rows(report, rows, several=len(suites) > 1) for rows in groups.values()]
+    found = headlines(report.rows)
+    engines, suites = ({getattr(row, key) for _, row in found} for key in ("engine", "suite"))
+    return [
+        _of_rows(
+            report,
+            rows,
+            row,
+            f"With {row.engine} at" if len(engines) > 1 else "At",
+            f" of {fmt.suite_name(row)}" if len(suites) > 1 else "",
+        )
+        for rows, row in found
+    ]
 
 
-def _of_rows(report: Report, rows: Sequence[Row], *, several: bool) -> str:
-    """Return the verdict of a head's rows on one suite, which is named if there are several."""
-    rows, row = headline_rows(rows)
-    where = f"At {fmt.conditions_text(row.temperature, row.draft_probs, None)} and K = {row.k}"
-    name = Path(row.head or "the head").name
-    suite = f" of {fmt.suite_name(row)}" if several else ""
+def _of_rows(report: Report, rows: Sequence[Row], row: Row, at: str, suite: str) -> str:
+    """Return the verdict about the best of rows that differ in K and kind of drafting."""
+    batch = row.timings[0].batch if row.timings else None
+    conditions = fmt.conditions_text(row.temperature, row.draft_probs, batch)
+    where, name = f"{at} {conditions} and K = {row.k}", Path(row.head or "the head").name
     if row.speedup is None or row.speedup_ci is None:
         length = fmt.number(row.acceptance_length, 2)
         return f"{where} {name} has AL {length}{suite and f' on {suite[4:]}'}; {_no_verdict(rows)}."
     low, high = row.speedup_ci
-    effect = f"makes decoding{suite}" if row.speedup >= 1 else f"slows decoding{suite} down:"
+    effect = {
+        True: f"makes decoding{suite}",
+        False: f"slows decoding{suite} down:",
+        None: f"has no clear effect on the speed of decoding{suite}:",
+    }[drafting_pays(row.speedup_ci)]
     sentence = f"{where} {name} {effect} {row.speedup:.2f}× as fast [{low:.2f}, {high:.2f}]"
     return f"{sentence}{_of_prompts(row)}{_best_k(report, row)}."
 
@@ -78,17 +87,17 @@ def _of_prompts(row: Row) -> str:
 
 
 def _best_k(report: Report, row: Row) -> str:
-    """Return the end of the verdict, which names the K that the adviser finds to be the best."""
+    """Return the end of the verdict: whether the adviser finds another K to be clearly faster."""
+    keys = ("suite", "engine", "head", "temperature", "draft_probs")
     for one in (report.adviser or {}).get("advice", []):
-        keys = ("suite", "engine", "head", "temperature", "draft_probs")
-        if all(one[key] == getattr(row, key) for key in keys):
-            predicted = {p["k"]: p["speedup"] for p in one["predictions"]}
+        if all(one[key] == getattr(row, key) for key in keys) and (
+            one["batch"] == row.timings[0].batch
+        ):
             break
     else:
         return ""
-    best = one["best_k"]
-    if predicted[best] <= 1:
-        return ""
-    if best == row.k:
-        return f"; K = {best} is best"
-    return f"; K = {best} would be best (predicted {predicted[best]:.2f}×)"
+    best, predicted = one["best_k"], {p["k"]: p["speedup"] for p in one["predictions"]}
+    if best != row.k:
+        return f"; K = {best} would be faster (predicted {predicted[best]:.2f}×)"
+    others = [k for k in predicted if k != best]
+    return f"; no other K up to {max(predicted)} is clearly faster" if others else ""

@@ -19,6 +19,7 @@ from draftlab.evaluate.speedup_model import (
     SpeedupTable,
     interpolate_acceptance,
 )
+from draftlab.evaluate.warnings import row_warnings
 from draftlab.report import formatting as fmt
 from tests.helpers import sample_report as sample
 from tests.helpers.sample_report import PLAIN_MS, with_timing
@@ -60,8 +61,13 @@ def test_a_counted_k_uses_its_own_tokens_a_step() -> None:
     low, high = at[4]["speedup_ci"]  # of a K that was not measured: the wider parts together
     assert math.log(high / low) / 2 >= math.hypot(*widths) - 1e-9
     assert math.log(high / low) / 2 < sum(widths) * 1.5
-    assert [p["k"] for p in advice["predictions"] if p["measured_speedup"]] == [2, 6]
-    assert advice["best_k"] == max(at, key=lambda k: at[k]["speedup"])
+    assert [p["k"] for p in advice["predictions"] if p["timed_speedup"]] == [2, 6]
+    assert [k for k in at if at[k]["measured"]] == [2, 6]
+    assert at[4]["speedup"] > at[6]["speedup"] > at[2]["speedup"]
+    assert low < at[6]["speedup_ci"][1]  # so K = 4 is not clearly faster than K = 6, the measured
+    assert advice["best_k"] == 6
+    number = f"{at[4]['speedup']:.2f}× [{low:.2f}, {high:.2f}]"
+    assert f", measured; K = 4 is predicted not to be clearly faster: {number}" in advice["text"]
 
 
 def test_acceptance_is_interpolated_between_counted_ks() -> None:
@@ -182,10 +188,19 @@ def test_every_setting_and_batch_has_its_own_advice() -> None:
         assert ("drafting does not pay here" in one["text"]) == (one["batch"] == 32)
 
 
+def test_the_advice_claims_no_more_than_the_warning() -> None:
+    rows = [with_timing(sample.row(k=k, keep=0.2), 1.2 * PLAIN_MS + 0.1 * k) for k in (1, 4)]
+    (advice,) = advise(rows)["advice"]
+    low, high = advice["predictions"][advice["best_k"] - 1]["speedup_ci"]
+    assert low < 1 < high
+    assert "; it is not shown whether drafting pays here" in advice["text"]
+    assert any("do not show whether drafting pays" in text for text in row_warnings(rows[0]))
+
+
 def test_the_text_names_the_nearest_measurement() -> None:
     advice = only_advice([timed(k, 10.0 + k) for k in (1, 8)])
     best = advice["predictions"][advice["best_k"] - 1]
-    assert best["measured_speedup"] is None
+    assert best["timed_speedup"] is None
     low, high = best["speedup_ci"]
     one = advice["predictions"][0]
     assert advice["text"].startswith(
@@ -220,7 +235,7 @@ def test_each_timed_k_is_predicted_from_the_others() -> None:
     shares = [row.tokens_per_step / row.acceptance_length for row in (one, five)]
     expected = PLAIN_MS * length * sum(shares) / 2 / linear(3)
     assert at[3]["left_out_speedup"] == pytest.approx(expected)
-    assert at[3]["error"] == pytest.approx(expected / at[3]["measured_speedup"] - 1)
+    assert at[3]["error"] == pytest.approx(expected / at[3]["timed_speedup"] - 1)
     check = adviser["check"]
     assert (check["timed"], check["met"]) == (1, 1)
     assert 0 < check["mean_error"] <= check["worst_error"] < 0.05

@@ -85,4 +85,31 @@ OVER_SUITES = [("one", 2, 1.69), ("one", 4, 1.4), ("other", 2, 1.0), ("other", 4
 )
 def test_the_fastest_k(rows: list[Row], expected: int | None) -> None:
     found = fastest_k(rows)
-    assert (found and found[0]) == expected
+    assert (found and found.k) == expected
+
+
+VLLM = "vllm (V1, cpu)"
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        ([timed(3, 1.26)], (3, "the only one measured at T = 0 (1.26×)")),
+        # vLLM's rows decide, whatever draftlab's engine reaches
+        (
+            [timed(2, 1.9), timed(3, 1.2, engine=VLLM), timed(2, 1.1, engine=VLLM)],
+            (3, f"the fastest measured with {VLLM} at T = 0 (1.20×)"),
+        ),
+        # unless they have no speed-up
+        (
+            [timed(2, 1.9), timed(3, None, engine=VLLM)],
+            (2, "the only one measured with draftlab-eager at T = 0 (1.90×)"),
+        ),
+    ],
+)
+def test_the_reason_says_what_was_measured(
+    export_head: ExportHead, tmp_path: Path, rows: list[Row], expected: tuple[int, str]
+) -> None:
+    head, path = export_head().head, tmp_path / "report.json"
+    report_of(head, rows).write(path)
+    assert served_k(load_config(head), head, None, path) == expected

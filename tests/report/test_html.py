@@ -168,7 +168,7 @@ def test_the_advisers_tables() -> None:
     low, high = predicted["speedup_ci"]
     assert rows[2][4:] == [
         f"{predicted['speedup']:.2f}× [{low:.2f}, {high:.2f}]",
-        f"{predicted['measured_speedup']:.2f}×",
+        f"{predicted['timed_speedup']:.2f}×",
         "–",  # it cannot be predicted from K = 5 alone
         "–",
     ]
@@ -177,7 +177,7 @@ def test_the_advisers_tables() -> None:
     checked = sample.with_adviser(three)
     predicted = checked.adviser["advice"][0]["predictions"][2]
     assert page(checked).rows("on the timed prompts")[3][5:] == [
-        f"{predicted['measured_speedup']:.2f}×",
+        f"{predicted['timed_speedup']:.2f}×",
         f"{predicted['left_out_speedup']:.2f}×",
         f"{100 * predicted['error']:+.1f} %",
     ]

@@ -136,9 +136,10 @@ def test_batches_and_advice() -> None:
         f"[{low:.2f},", f"{high:.2f}]",
     ]  # fmt: skip
     words = " ".join(text.split())
-    first = report.adviser["advice"][0]
-    assert f"advice, T = 0: {first['text']}" in words
-    assert words.count("advice, ") == 2  # one a batch; the other settings are on the page
+    advice = report.adviser["advice"]
+    assert f"advice, T = 0: {advice[0]['text']}" in words
+    assert f"advice, T = 0.8, sampled drafts: {advice[-1]['text']}" in words
+    assert words.count("advice, ") == len(advice) == 6
     assert max(map(len, text.splitlines())) <= 100
     once = sample.report()
     assert "advice" not in printed(once)

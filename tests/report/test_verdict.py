@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from draftlab.evaluate.results import Report
+from draftlab.evaluate.results import Report, Row
+from draftlab.evaluate.warnings import row_warnings
 from draftlab.report.verdict import title, verdicts
 from tests.helpers import sample_report as sample
 
@@ -12,9 +15,8 @@ from tests.helpers import sample_report as sample
 def advice(k: int, **speedups: float) -> dict[str, object]:
     """Return the adviser's entry for the sample's head at temperature 0, with speed-ups by K."""
     row = sample.row()
-    keys = {
-        key: getattr(row, key) for key in ("suite", "engine", "head", "temperature", "draft_probs")
-    }
+    names = ("suite", "engine", "head", "temperature", "draft_probs", "batch")
+    keys = {name: getattr(row, name) for name in names}
     predictions = [{"k": int(name[1:]), "speedup": value} for name, value in speedups.items()]
     return {"advice": [keys | {"best_k": k, "predictions": predictions}]}
 
@@ -22,48 +24,78 @@ def advice(k: int, **speedups: float) -> dict[str, object]:
 def report(speedup: float | None, adviser: dict[str, object] | None = None) -> Report:
     """Return a report of a row without drafting and rows at K = 4 and, slower, at K = 5."""
     interval = None if speedup is None else (speedup - 0.05, speedup + 0.05)
-    other = None if speedup is None else (0.4, 0.6)
     rows = [
-        sample.baseline(),
-        sample.row(k=4, speedup=speedup, speedup_ci=interval),
-        sample.row(k=5, speedup=speedup and 0.5, speedup_ci=other),
-        sample.row(k=4, temperature=0.8, speedup=speedup and 9.0, speedup_ci=other),
+        row_of(speedup, interval),
+        row_of(speedup and 0.5, speedup and (0.4, 0.6), k=5),
+        row_of(speedup and 9.0, speedup and (8.0, 9.9), temperature=0.8),
     ]
-    return sample.report(rows).model_copy(update={"adviser": adviser})
+    return sample.report([sample.baseline(), *rows]).model_copy(update={"adviser": adviser})
+
+
+def row_of(speedup: float | None, interval: tuple[float, float] | None, **changes: Any) -> Row:
+    """Return a row that was timed at batch 1 and has this speed-up."""
+    times = {"speedup": speedup, "speedup_ci": interval}
+    row = sample.row(**changes | times)
+    return row if speedup is None else sample.with_timing(row, 10.0, prompts=64, **times)
+
+
+BEGINNING = "At T = 0, batch 1 and K = 4 head "
+PROMPTS = "(tokens a step and step times of 64 prompts)"
 
 
 @pytest.mark.parametrize(
-    ("speedup", "adviser", "expected"),
+    ("speedup", "adviser", "effect", "end"),
     [
-        (1.6, None, "At T = 0 and K = 4 head makes decoding 1.60× as fast [1.55, 1.65]."),
+        (1.6, None, "makes decoding 1.60× as fast [1.55, 1.65]", "."),
         (
             1.6,
-            advice(4, k4=1.6),
-            "At T = 0 and K = 4 head makes decoding 1.60× as fast [1.55, 1.65]; K = 4 is best.",
+            advice(4, k3=1.5, k4=1.6),
+            "makes decoding 1.60× as fast [1.55, 1.65]",
+            "; no other K up to 4 is clearly faster.",
         ),
+        (1.6, advice(4, k4=1.6), "makes decoding 1.60× as fast [1.55, 1.65]", "."),
         (
             1.6,
             advice(3, k3=1.7, k4=1.6),
-            "At T = 0 and K = 4 head makes decoding 1.60× as fast [1.55, 1.65]; K = 3 would "
-            "be best (predicted 1.70×).",
+            "makes decoding 1.60× as fast [1.55, 1.65]",
+            "; K = 3 would be faster (predicted 1.70×).",
+        ),
+        (0.8, None, "slows decoding down: 0.80× as fast [0.75, 0.85]", "."),
+        (
+            0.99,
+            None,
+            "has no clear effect on the speed of decoding: 0.99× as fast [0.94, 1.04]",
+            ".",
         ),
         (
-            0.8,
-            advice(3, k3=1.1),
-            "At T = 0 and K = 4 head slows decoding down: 0.80× as fast [0.75, 0.85]; K = 3 would "
-            "be best (predicted 1.10×).",
-        ),
-        (
-            0.8,
-            advice(3, k3=0.9, k4=0.8),
-            "At T = 0 and K = 4 head slows decoding down: 0.80× as fast [0.75, 0.85].",
+            1.0,
+            None,
+            "has no clear effect on the speed of decoding: 1.00× as fast [0.95, 1.05]",
+            ".",
         ),
     ],
 )
 def test_the_verdict_is_of_the_fastest_row_at_the_lowest_temperature(
-    speedup: float, adviser: dict[str, object] | None, expected: str
+    speedup: float, adviser: dict[str, object] | None, effect: str, end: str
 ) -> None:
-    assert verdicts(report(speedup, adviser)) == [expected]
+    one = report(speedup, adviser)
+    assert verdicts(one) == [f"{BEGINNING}{effect} {PROMPTS}{end}"]
+    undecided = any("do not show whether" in text for text in row_warnings(one.rows[1]))
+    assert undecided == ("no clear effect" in effect)
+
+
+def test_each_engine_has_its_verdict() -> None:
+    """One whose machine was disturbed takes none from another."""
+    ours = row_of(1.3, (1.25, 1.35), engine="draftlab")
+    vllm = {"engine": "vllm (V1, cpu)"}
+    both = sample.report([ours, row_of(1.6, (1.55, 1.65), **vllm)])
+    first, second = verdicts(both)
+    assert first.startswith(f"With draftlab at{BEGINNING[2:]}makes decoding 1.30× as fast")
+    assert second.startswith(f"With vllm (V1, cpu) at{BEGINNING[2:]}makes decoding 1.60× as fast")
+    disturbed = sample.with_timing(sample.row(speedup=None, **vllm), 9.0, disturbance="disturbed")
+    first, second = verdicts(sample.report([ours, disturbed]))
+    assert "makes decoding 1.30× as fast" in first
+    assert "no verdict: disturbed" in second
 
 
 def test_without_times_the_verdict_is_the_acceptance_length() -> None:
@@ -86,11 +118,8 @@ def timed_report(**changes: object) -> Report:
 
 def test_the_verdict_says_of_which_prompts_it_is() -> None:
     some, every = timed_report(), timed_report(prompts=64)
-    assert (
-        "(tokens a step of 64 prompts, step times of 10 of them); K = 4 is best."
-        in verdicts(some)[0]
-    )
-    assert "] (tokens a step and step times of 64 prompts); K = 4 is best." in verdicts(every)[0]
+    assert "] (tokens a step of 64 prompts, step times of 10 of them); no" in verdicts(some)[0]
+    assert f"] {PROMPTS}; no other K up to 4 is clearly faster." in verdicts(every)[0]
 
 
 def test_verdict_and_adviser_have_one_speed_up() -> None:
