@@ -1,42 +1,63 @@
-"""The folder that an export is written to: written atomically, and never over other files."""
+"""The folder of an export or a push: written atomically, and never over other files."""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from draftlab.errors import UserError
+from draftlab.export.gguf import FILE
+from draftlab.export.serving_tables import CALIBRATION, SPS, STS
+from draftlab.export.weight_files import INDEX, WEIGHTS, weight_files
 
-_EXPORT_FILES = re.compile(
-    r"(config|calibration|sts|sps)\.json|launch\.md|README\.md"
-    r"|model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|.*\.gguf"
-)
-"""Names of the files that an export holds."""
+_MARK = "launch.md"
+"""A file that every export has."""
+_EXPORT_FILES = {"config.json", "README.md", _MARK, CALIBRATION, STS, SPS, WEIGHTS, INDEX, FILE}
 
 
-def check_destination(destination: Path) -> None:
-    """Raise a `UserError` if a folder (absolute) cannot be created or is not an earlier export."""
+def check_destination(
+    destination: Path, kind: str = "earlier export", more: Collection[str] = ()
+) -> None:
+    """Check that a folder can be created, or has only files that draftlab writes into one.
+
+    Args:
+        destination: an absolute path.
+        kind: what may be replaced, for the error.
+        more: names of files beside those of an export.
+
+    Raises:
+        UserError: it cannot be created, or has other content.
+    """
     nearest = next(p for p in (destination, *destination.parents) if p.exists())
     if not nearest.is_dir():
         raise UserError(
-            "expected a folder to export into, found a file",
+            "expected a folder to write, found a file",
             where=nearest,
             do="name a folder: --out FOLDER",
         )
     if nearest != destination:
         return
-    names = sorted(p.name for p in destination.iterdir())
-    foreign = [name for name in names if not _EXPORT_FILES.fullmatch(name)]
-    if foreign or (names and "launch.md" not in names):  # every export has one
+    paths = sorted(destination.iterdir())
+    known = {*_EXPORT_FILES, *more}
+    if (destination / INDEX).is_file():
+        with suppress(UserError):  # of a damaged index no shard is known
+            known |= {
+                file.name
+                for file in weight_files(destination)
+                if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", file.name)
+            }
+    foreign = [p.name for p in paths if p.name not in known or p.is_symlink() or not p.is_file()]
+    if foreign or (paths and destination / _MARK not in paths):
         raise UserError(
-            "expected a new folder or an earlier export, found "
-            + (", ".join(foreign[:5]) or "a model without launch.md"),
+            f"expected a new folder or an {kind}, found "
+            + (", ".join(foreign[:20]) or f"a model without {_MARK}")
+            + f" and {len(foreign) - 20:,} more" * (len(foreign) > 20),
             where=destination,
-            do="give another folder, or an empty one",
+            do="name another folder with --out, or move these files",
         )
 
 

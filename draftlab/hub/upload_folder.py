@@ -13,7 +13,7 @@ import yaml
 
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, Row
-from draftlab.export.destination import atomic_folder
+from draftlab.export.destination import atomic_folder, check_destination
 from draftlab.export.launch_text import is_hub_id
 from draftlab.export.layout import layout_for
 from draftlab.export.serving_tables import CALIBRATION, STS
@@ -30,14 +30,14 @@ from draftlab.hub.privacy import (
 )
 from draftlab.hub.upload import check_repo_id
 from draftlab.pipeline.head_workspace import HeadWorkspace
-from draftlab.pipeline.recipe import read_yaml
+from draftlab.pipeline.recipe import RECIPE, read_yaml
 from draftlab.pipeline.stage_records import head_sha256, read_record, record_path
 from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
-from draftlab.report.html import write_plots
+from draftlab.report.html import is_plot, write_plots
 from draftlab.target_model.locate import resolve_target
 
-README, LAUNCH, RECIPE, REPORT = "README.md", "launch.md", "recipe.yaml", "report.json"
+README, LAUNCH, REPORT = "README.md", "launch.md", "report.json"
 HEAD = "head.json"
 """The name of draftlab.json in the upload. Under its own name it would mark the folder as a head
 folder, but the folder is an export (which `draftlab import` reads)."""
@@ -66,12 +66,8 @@ def write_upload_folder(
             other content.
     """
     path = path.expanduser().resolve()
-    if path.exists() and (not path.is_dir() or _has_other_content(path)):
-        raise UserError(
-            "expected a new folder or one that a push wrote, found other content",
-            where=path,
-            do="name another folder with --out",
-        )
+    plots = {file.name for file in path.glob("*.png") if is_plot(file)} if path.is_dir() else set()
+    check_destination(path, "earlier push", {RECIPE, REPORT, HEAD, *plots})
     report, rows = _read_report(workspace)
     target = workspace.target.path
     if base_model is not None:
@@ -112,12 +108,6 @@ def write_upload_folder(
         )
         write_text(folder / README, card)
     return path
-
-
-def _has_other_content(path: Path) -> bool:
-    """Return whether a folder has files that no push wrote."""
-    names = {file.name for file in path.iterdir()}
-    return bool(names) and not {README, HEAD, REPORT} <= names
 
 
 def _read_report(workspace: HeadWorkspace) -> tuple[Report, list[Row]]:

@@ -209,6 +209,13 @@ def write_plots(report: Report, folder: Path) -> dict[Path, tuple[str, bytes]]:
     return images
 
 
+def is_plot(path: Path) -> bool:
+    """Return whether a PNG file has the name of a plot."""
+    from draftlab.report.plots import PLOTS
+
+    return path.stem.rstrip("_0123456789") in PLOTS
+
+
 def write_html(report: Report, folder: Path) -> Path:
     """Write report.html and a PNG file per plot into `folder`, each atomically.
 
@@ -218,11 +225,9 @@ def write_html(report: Report, folder: Path) -> Path:
     Returns:
         The path of report.html.
     """
-    from draftlab.report.plots import PLOTS
-
     images = write_plots(report, folder)
     for old in folder.glob("*.png"):  # of an earlier report with other rows
-        if old not in images and old.stem.rstrip("_0123456789") in PLOTS:
+        if old not in images and is_plot(old):
             old.unlink()
     if not (folder / "report.json").exists():
         report.write(folder / "report.json")

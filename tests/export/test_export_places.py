@@ -94,6 +94,26 @@ def test_folders_that_are_no_export_are_not_replaced(
     assert (tmp_path / "file").read_text() == "user"
 
 
+@pytest.mark.parametrize(
+    "name", ["target.gguf", "model-00001-of-00009.safetensors", ".git", "sts.json"]
+)
+def test_an_export_with_files_of_others_is_not_replaced(
+    name: str, export_head: ExportHead, tmp_path: Path
+) -> None:
+    """The names are ones that an export has under other conditions: as a file, or in its index."""
+    exported = export_head()
+    for size in ("10KB", "20KB"):  # shards of the first are replaced by other ones
+        export(exported.head, exported.target, exported.folder, max_shard=size)
+    if name.endswith((".gguf", ".safetensors")):
+        (exported.folder / name).write_text("user")
+    else:
+        (exported.folder / name).mkdir()
+    before = contents(exported.folder)
+    with pytest.raises(UserError, match=f"earlier export, found {name}"):
+        export(exported.head, exported.target, exported.folder)
+    assert contents(exported.folder) == before
+
+
 def test_a_rename_that_fails_leaves_the_old_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

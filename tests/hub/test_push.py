@@ -197,12 +197,16 @@ def test_a_run_without_a_current_report_is_refused(workshop: Path) -> None:
 
 
 def test_a_folder_with_other_content_is_not_changed(workshop: Path) -> None:
-    (workshop / "notes").mkdir()
-    (workshop / "notes" / "notes.txt").write_text("text")
+    for _ in range(2):  # its own folder is replaced
+        assert dry_run(workshop, "--out", "notes").exit_code == 0
+    (workshop / "notes/.git").mkdir()
+    (workshop / "notes/.git/HEAD").write_text("ref")
+    (workshop / "notes/photo.png").write_text("text")
+    before = contents(workshop / "notes")
     result = dry_run(workshop, "--out", "notes")
     assert result.exit_code == 2
-    assert "found other content" in result.output
-    assert contents(workshop / "notes") == {"notes.txt": b"text"}
+    assert "an earlier push, found .git, photo.png" in result.output
+    assert contents(workshop / "notes") == before
 
 
 @pytest.mark.parametrize(
