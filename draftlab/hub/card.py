@@ -44,7 +44,8 @@ def model_card(
             `removed`, the names of settings that were removed from it; `data`, (name,
             value) pairs about the training data; `plots`, the file names of the plots.
     """
-    results = [result for row in rows for result in _eval_results(row)]
+    several = {key: len({getattr(row, key) for row in rows}) > 1 for key in ("suite", "engine")}
+    results = [result for row in rows for result in _eval_results(row, several["engine"])]
     name = next(row.head for row in rows if row.head)
     certificate = report.environment.get("certificates", {}).get(name)
     metadata = ModelCardData(
@@ -68,9 +69,7 @@ def model_card(
         base_model=base_model,
         licence=licence,
         launch=launch.split("\n", 1)[1] if launch.startswith("# ") else launch,  # without its title
-        cells=[
-            _result_cells(row, several_suites=len({one.suite for one in rows}) > 1) for row in rows
-        ],
+        cells=[_result_cells(row, several) for row in rows],
         conditions=_conditions(rows, report.environment),
         equality=_equality(rows, certificate),
         certificate=certificate["lines"] if certificate else [],
@@ -109,11 +108,11 @@ def _equality(rows: list[Row], certificate: dict[str, Any] | None) -> list[str]:
     return lines
 
 
-def _eval_results(row: Row) -> Iterator[EvalResult]:
+def _eval_results(row: Row, several_engines: bool = False) -> Iterator[EvalResult]:
     if not formatting.has_drafter(row):
         return
     condition = f"K = {row.k}, T = {formatting.temperature(row.temperature)}"
-    condition += f", {formatting.drafting(row)} drafts"
+    condition += f", {formatting.drafting(row)} drafts" + f", {row.engine}" * several_engines
     for kind, name, value in (
         ("acceptance_length", "Acceptance length", row.acceptance_length),
         ("speedup", "Speed-up over plain decoding", row.speedup),
@@ -129,11 +128,16 @@ def _eval_results(row: Row) -> Iterator[EvalResult]:
             )
 
 
-def _result_cells(row: Row, *, several_suites: bool) -> dict[str, str]:
-    """Return the cells of a row of the results table by column title."""
+def _result_cells(row: Row, several: dict[str, bool]) -> dict[str, str]:
+    """Return the cells of a row of the results table by column title.
+
+    Args:
+        several: whether the rows have several suites, and several engines.
+    """
+    names = {"engine": row.engine, "suite": formatting.suite_name(row)}
     drafted = formatting.has_drafter(row)
     rates = (row.counters.acceptance_at if drafted else None) or ()
-    return ({"suite": formatting.suite_name(row)} if several_suites else {}) | {
+    return {key: name for key, name in names.items() if several[key]} | {
         "T": formatting.temperature(row.temperature),
         "K": str(row.k) if drafted else "no drafting",
         "drafting": formatting.drafting(row),
@@ -153,7 +157,10 @@ def _result_cells(row: Row, *, several_suites: bool) -> dict[str, str]:
 def _conditions(rows: list[Row], environment: dict[str, Any]) -> list[tuple[str, str]]:
     row = rows[0]
     conditions = [
-        ("engine", f"{row.engine} {row.engine_version}"),
+        *(
+            ("engine", f"{one.engine} {one.engine_version}")
+            for one in {row.engine: row for row in rows}.values()
+        ),
         ("device, dtype", f"{row.device}, {row.dtype}"),
         *(
             ("prompts", f"{one.prompts} of {one.suite} (sha256 `{one.suite_sha256[:12]}`)")

@@ -151,6 +151,7 @@ def _export(
         k=exports.k,
         dtype=exports.dtype,
         max_shard=exports.max_shard,
+        report=workspace.folder / "eval" / REPORT,
         calibration=Path(exports.calibration).expanduser() if exports.calibration else None,
         calibration_temperature=exports.calibration_temperature,
         bake_temperature=exports.bake_temperature,

@@ -131,6 +131,17 @@ def test_the_card_has_counters_conditions_and_commands() -> None:
         assert words in text, words
 
 
+def test_several_engines_are_told_apart() -> None:
+    rows = report().rows
+    vllm = [row.model_copy(update={"engine": "vllm", "engine_version": "9"}) for row in rows]
+    text = card(rows=[*rows, *vllm])
+    results = ModelCard(text).data.eval_results
+    assert len({one.metric_name for one in results}) == len(results)
+    assert "| engine | T | K |" in text
+    assert "| engine | vllm 9 |" in text
+    assert "| engine | T | K |" not in card()
+
+
 def test_unknown_values_are_left_out() -> None:
     text = card(base_model=None, licence=None)
     fields = yaml.safe_load(text.split("---\n", 2)[1])

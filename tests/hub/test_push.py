@@ -68,6 +68,19 @@ def test_a_pushed_head_can_be_imported(workshop: Path) -> None:
     assert (workshop / "back" / WEIGHTS).read_bytes() == (head / WEIGHTS).read_bytes()
 
 
+def test_a_push_serves_with_the_k_of_an_export(workshop: Path) -> None:
+    """It is the fastest that the run's report measured, not the one that the head has."""
+    path = workshop / "runs" / "small" / "eval" / "report.json"
+    fields = json.loads(path.read_text())
+    for row in fields["rows"]:
+        if row["drafter"] != "none" and row["temperature"] == 0:
+            row |= {"speedup": 1.26, "speedup_ci": [1.13, 1.4]}
+    path.write_text(json.dumps(fields))
+    line = "export: K = 2 speculative tokens, the only one measured at T = 0 (1.26×)"
+    for result in (draftlab(workshop, "export", "--run", "small"), dry_run(workshop)):
+        assert line in " ".join(result.output.split())
+
+
 def test_the_folder_contains_no_path_of_this_machine(workshop: Path) -> None:
     run = workshop / "runs" / "small"
     recipe, report = run / "recipe.yaml", run / "eval" / "report.json"
