@@ -11,6 +11,9 @@ from typing import Any
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
+from draftlab.evaluate.calibration.result import Calibration
+from draftlab.evaluate.results import LoadPoint, Row
+
 # Okabe and Ito's colours, which colour-blind readers can distinguish; without the pale yellow
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^v"  # its length and that of COLOURS have no common factor: 35 different pairs
@@ -24,14 +27,18 @@ LINE, SYMBOL = 69, 9
 """Characters in a line of a legend, and those that an entry's symbol and spaces take."""
 
 
-def new_figure(*titles: str, height: float = HEIGHT) -> Figure:
+def new_figure(
+    *titles: str, of: Sequence[Row | LoadPoint | Calibration] = (), height: float = HEIGHT
+) -> Figure:
     """Return a figure with one axes for each title, side by side, each 4.8 inches wide.
 
     Args:
         titles: title of each axes; `figure.axes` has the same order.
+        of: what is drawn; the figure's label says of which heads and temperatures it is.
         height: height of the figure in inches.
     """
     figure = Figure(figsize=(WIDTH * len(titles), height), dpi=DPI, layout="constrained")
+    figure.set_label(_subject(of))
     FigureCanvasAgg(figure)
     figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
     for i, title in enumerate(titles, 1):
@@ -44,11 +51,24 @@ def new_figure(*titles: str, height: float = HEIGHT) -> Figure:
     return figure
 
 
-def new_grid(title: str, count: int, *, columns: int) -> Figure:
-    """Return a figure, 4.8 inches wide, of `count` square axes in rows of `columns`."""
+def _subject(of: Sequence[Row | LoadPoint | Calibration]) -> str:
+    """Return "Head quickstart; T = 0, 0.8."."""
+    heads = list(dict.fromkeys(one.head.rpartition("/")[2] for one in of if one.head))
+    temperatures = ", ".join(f"{t:g}" for t in sorted({one.temperature for one in of}))
+    names = f"Head{'s' * (len(heads) > 1)} {', '.join(heads)}; " if heads else ""
+    return f"{names}T = {temperatures}."
+
+
+def new_grid(title: str, count: int, *, columns: int, of: Sequence[Calibration]) -> Figure:
+    """Return a figure, 4.8 inches wide, of `count` square axes in rows of `columns`.
+
+    Args:
+        of: see `new_figure`.
+    """
     rows = -(-count // columns)
     height = 0.75 + rows * (WIDTH / columns + 0.05)
     figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
+    figure.set_label(_subject(of))
     FigureCanvasAgg(figure)
     figure.suptitle(
         "\n".join(textwrap.wrap(title, 46)), fontsize=10, x=0.02, ha="left", fontweight="bold"

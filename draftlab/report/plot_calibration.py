@@ -27,7 +27,7 @@ def reliability(report: Report) -> Iterator[Figure]:
     for one in report.calibrations:
         title = f"Reliability, {name(report, one)}"
         columns = min(one.k, 2 if one.k == 4 else COLUMNS)
-        figure = new_grid(plain(title), one.k, columns=columns)
+        figure = new_grid(plain(title), one.k, columns=columns, of=[one])
         for k, (axes, position) in enumerate(zip(figure.axes, one.positions, strict=True), 1):
             if k > one.k - columns:
                 axes.set_xlabel("predicted", fontsize=8)

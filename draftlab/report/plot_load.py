@@ -17,7 +17,9 @@ def goodput_by_speed(report: Report) -> Iterator[Figure]:
     A curve's points are concurrencies, and their numbers stand beside them. Up and right is better.
     """
     for title, points in load_groups(report.load).items():
-        figure = new_figure(f"Goodput and speed of a request, {title}", height=HEIGHT + 0.6)
+        figure = new_figure(
+            f"Goodput and speed of a request, {title}", of=points, height=HEIGHT + 0.6
+        )
         axes, number = figure.axes[0], 0
         for name, members in by_configuration(points).items():
             shown = [point for point in members if point.user_tok_s is not None]

@@ -54,7 +54,9 @@ def tpot(rows: Sequence[Row]) -> Iterator[Figure]:
     ]
     if not 0 < len(shown) <= MAX_BARS:
         return
-    figure = new_figure("Time per output token", height=1.3 + 0.4 * len(shown))
+    figure = new_figure(
+        "Time per output token", of=[row for row, _ in shown], height=1.3 + 0.4 * len(shown)
+    )
     axes = figure.axes[0]
     for i, (row, _) in enumerate(shown):
         axes.barh(
@@ -99,7 +101,7 @@ def tpot_by_k(report: Report) -> Iterator[Figure]:
     for temperature in sorted({row.temperature for row in rows}):
         here = [one for one in zip(rows, styles, strict=True) if one[0].temperature == temperature]
         where = f"T = {fmt.temperature(temperature)}, batch {batch}"
-        figure = new_figure(f"Time per output token by K, {where}")
+        figure = new_figure(f"Time per output token by K, {where}", of=[row for row, _ in here])
         axes = figure.axes[0]
         names = list(dict.fromkeys(name for _, (name, _) in here))
         for row, (name, style) in here:
@@ -148,7 +150,9 @@ def speedup_by_batch(rows: Sequence[Row]) -> Iterator[Figure]:
     tops = [(t.speedup_ci or (0, t.speedup or 0))[1] for row in shown for t in row.timings]
     for temperature in sorted({row.temperature for row in shown}):
         here = [one for one in zip(shown, styles, strict=True) if one[0].temperature == temperature]
-        figure = new_figure(f"Speed-up by batch, T = {fmt.temperature(temperature)}")
+        figure = new_figure(
+            f"Speed-up by batch, T = {fmt.temperature(temperature)}", of=[row for row, _ in here]
+        )
         axes = figure.axes[0]
         for i, (row, (name, style)) in enumerate(here):
             timed = [timing for timing in row.timings if timing.speedup is not None]

@@ -44,7 +44,7 @@ def acceptance_by_position(rows: Sequence[Row]) -> Iterator[Figure]:
         groups = {"": shown} if shown else {}
     modes = sorted({(row.temperature, fmt.drafting(row)) for row in shown})
     for name, here in groups.items():
-        figure = new_figure("Acceptance by draft position" + f", {name}" * bool(name))
+        figure = new_figure("Acceptance by draft position" + f", {name}" * bool(name), of=here)
         axes = figure.axes[0]
         for i, (row, label) in enumerate(zip(here, row_labels(here), strict=True)):
             mode = row.temperature, fmt.drafting(row)
@@ -72,7 +72,7 @@ def acceptance_length(rows: Sequence[Row]) -> Iterator[Figure]:
     if len(temperatures) < 2:
         return
     styles = series(measured)
-    figure = new_figure("Acceptance length by temperature")
+    figure = new_figure("Acceptance length by temperature", of=measured)
     axes = figure.axes[0]
     present = {
         t: [name for row, (name, _) in zip(measured, styles, strict=True) if row.temperature == t]
@@ -151,7 +151,8 @@ def plots(report: Report) -> list[Plot]:
     for name, (draw, text) in PLOTS.items():
         figures = list(draw(report))
         for i, figure in enumerate(figures, 1):
-            found.append(Plot(name if len(figures) == 1 else f"{name}_{i}", text, figure))
+            file = name if len(figures) == 1 else f"{name}_{i}"
+            found.append(Plot(file, f"{text} {figure.get_label()}", figure))
     return found
 
 

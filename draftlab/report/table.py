@@ -21,20 +21,26 @@ from draftlab.report.load import LoadTable, load_tables
 from draftlab.report.verdict import title, verdicts
 
 _ACCEPTANCE = "acceptance\nat 1…K"
-_MIN_ACCEPTANCE = 10
+_TWO = 10
 """Characters of two positions in a line, and of the title."""
-MAX_WIDTH = 14  # a condition's longer texts wrap if the console is narrow
+_TTFT = "TTFT\nms"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table: a cell for each row, or one for each timed batch of a row."""
+    """A column of the table: a cell for each row, or one for each timed batch of a row.
+
+    Attributes:
+        wraps: whether its texts wrap if the console is narrow.
+        legend: name of the explanation in `fmt.LEGEND`; conditions have none.
+    """
 
     name: str
     cell: Callable[[Row], str] | None = None
     timing_cell: Callable[[Row | Timing], str] | None = None
     wraps: bool = False
     left: bool = False
+    legend: str = ""
 
     def text(self, row: Row, timing: Row | Timing, is_first: bool) -> str:
         """Return the text in a line; it is empty if the value does not exist."""
@@ -49,20 +55,60 @@ class Column:
 _MEASURED = (
     Column("T", lambda row: fmt.temperature(row.temperature)),
     Column("K", lambda row: str(row.k) if fmt.has_drafter(row) else "none"),
-    Column("drafting", fmt.drafting, left=True),
-    Column("AL", lambda row: fmt.with_interval(row.acceptance_length, row.acceptance_length_ci)),
-    # If the console is too narrow, the column that grows with K wraps, or is left out.
+    Column("drafting", fmt.drafting, left=True, legend="drafting"),
+    Column(
+        "AL",
+        lambda row: fmt.with_interval(row.acceptance_length, row.acceptance_length_ci),
+        legend="AL",
+    ),
     Column(
         _ACCEPTANCE,
         lambda row: " ".join(f"{a:.2f}" for a in row.counters.acceptance_at or []),
         wraps=True,
         left=True,
+        legend="acceptance",
     ),
     Column("batch", timing_cell=lambda timing: str(timing.batch)),
-    Column("TPOT\nms", timing_cell=lambda timing: fmt.milliseconds(timing.tpot_ms)),
-    Column("TTFT\nms", timing_cell=lambda timing: fmt.milliseconds(timing.ttft_ms)),
-    Column("speed-up", timing_cell=lambda t: fmt.speedup(t.speedup, t.speedup_ci)),
+    Column("TPOT\nms", timing_cell=lambda timing: fmt.milliseconds(timing.tpot_ms), legend="TPOT"),
+    Column(_TTFT, timing_cell=lambda timing: fmt.milliseconds(timing.ttft_ms), legend="TTFT"),
+    Column(
+        "speed-up",
+        timing_cell=lambda t: fmt.speedup(t.speedup, t.speedup_ci),
+        legend="speed-up",
+    ),
 )
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the table is made narrower.
+
+    Attributes:
+        without: columns that are left out.
+        wraps: whether columns wrap that can.
+        below: whether intervals stand below their values.
+        conditions: most characters of a line of a condition.
+    """
+
+    without: tuple[str, ...] = ()
+    wraps: bool = True
+    below: bool = False
+    conditions: int = 14
+
+    def text(self, column: Column, text: str) -> str:
+        """Return a cell's text, with the interval of a measured value on its own line."""
+        return text.replace(" [", "\n[") if self.below and column.legend else text
+
+
+LAYOUTS = (
+    Layout(wraps=False),
+    Layout(),
+    Layout((_ACCEPTANCE,)),
+    Layout((_ACCEPTANCE,), conditions=10),
+    Layout((_ACCEPTANCE,), below=True),
+    *(Layout((_ACCEPTANCE, _TTFT), below=True, conditions=most) for most in (14, 10, 8, 6)),
+)
+"""From the widest to the narrowest: the first one is used that the console has room for."""
 
 
 def _columns(report: Report) -> list[Column]:
@@ -72,9 +118,8 @@ def _columns(report: Report) -> list[Column]:
     conditions: list[Column] = []
     for name, values in varying.items():
         by_row = dict(zip(map(id, rows), values, strict=True))
-        wraps = max(map(len, values)) > MAX_WIDTH
         if name != "drafting":  # its column is after K
-            conditions.append(Column(name, lambda r, v=by_row: v[id(r)], wraps=wraps, left=True))
+            conditions.append(Column(name, lambda r, v=by_row: v[id(r)], wraps=True, left=True))
     several_batches = any(len(row.timings) > 1 for row in rows)
     shown = {"batch": several_batches, "drafting": "drafting" in varying}
     return conditions + [
@@ -90,30 +135,32 @@ def _lines(row: Row) -> list[tuple[Row, Row | Timing, bool]]:
     return [(row, timing, i == 0) for i, timing in enumerate(row.timings or [row])]
 
 
-def _table(report: Report, console: Console) -> Table:
-    """Return the table of rows, without acceptance by position where the console is too narrow."""
-    columns = _columns(report)
-    table = _table_of(columns, report)
-    needed = Measurement.get(console, console.options.update(max_width=10_000), table).minimum
-    if needed <= console.width:
-        return table
-    return _table_of([column for column in columns if column.name != _ACCEPTANCE], report)
+def _table(report: Report, columns: Sequence[Column], console: Console) -> Table:
+    """Return the table of rows in the widest layout that the console has room for."""
+    wide = console.options.update(max_width=10_000)
+    for layout in LAYOUTS:
+        table = _table_of(report, columns, layout)
+        if Measurement.get(console, wide, table).maximum <= console.width:
+            break
+    return table
 
 
-def _table_of(columns: Sequence[Column], report: Report) -> Table:
+def _table_of(report: Report, columns: Sequence[Column], layout: Layout) -> Table:
     table = new_table()
+    columns = [column for column in columns if column.name not in layout.without]
     for column in columns:
+        wraps = layout.wraps and column.wraps
         table.add_column(
             column.name,
             justify="left" if column.left else "right",
-            no_wrap=not column.wraps,
+            no_wrap=not wraps,
             overflow="fold",
-            min_width=_MIN_ACCEPTANCE if column.name == _ACCEPTANCE else None,
+            max_width=(_TWO if column.legend else layout.conditions) if wraps else None,
         )
     for row in report.rows:
         for line in _lines(row):
             # Text, not str: a name in square brackets must not be read as markup
-            cells = [Text(column.text(*line)) for column in columns]
+            cells = [Text(layout.text(column, column.text(*line))) for column in columns]
             table.add_row(*cells, style="" if fmt.has_drafter(row) else "dim")
     return table
 
@@ -165,7 +212,7 @@ def key_value_grid(items: Iterable[tuple[str, str]], style: str = "") -> Table:
 def print_report(report: Report, console: Console, printed: Sequence[str] = ()) -> None:
     """Print a report: verdict, table, conditions, advice, a short legend and the warnings last.
 
-    It needs 100 columns. Rows without a drafter show only times.
+    Eighty columns are enough. Rows without a drafter show only times.
 
     Args:
         printed: lines that were printed before; a warning that ends one of them is left out.
@@ -178,7 +225,10 @@ def print_report(report: Report, console: Console, printed: Sequence[str] = ()) 
     console.print(Text(title(report), style="bold"))
     for verdict in verdicts(report):
         console.print(Text(verdict))
-    console.print(_table(report, console))
+    columns = _columns(report)
+    table = _table(report, columns, console)
+    console.print(table)
+    shown = {column.header for column in table.columns}
     for table in category_tables(report, headlines=True):
         console.print(_by_category(table))
     for table in load_tables(report.load):
@@ -197,11 +247,11 @@ def print_report(report: Report, console: Console, printed: Sequence[str] = ()) 
         console.print()
         console.print(key_value_grid([(f"certificate, {head}:", "\n".join(certificate))], "bold"))
     console.print()
-    names = ["AL"]
-    names += ["speed-up"] if any(row.speedup is not None for row in rows) else []
-    names += ["drafting"] if any(map(fmt.has_drafter, rows)) else []
-    names += ["goodput"] if report.load else []
-    legend = {name: fmt.LEGEND[name][0] for name in names} | fmt.head_notes(rows)
+    names = {column.legend for column in columns if column.name in shown}
+    names |= {"drafting"} if any(map(fmt.has_drafter, rows)) else set()
+    names |= {"goodput"} if report.load else set()
+    legend = {name: texts[0] for name, texts in fmt.LEGEND.items() if name in names}
+    legend |= fmt.head_notes(rows)
     console.print(key_value_grid(legend.items(), style="dim"))
     texts = warnings(report)
     if new := {text: w for text, w in texts.items() if not any(p.endswith(text) for p in printed)}:

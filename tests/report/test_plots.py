@@ -214,6 +214,22 @@ def test_every_plot_has_labels_and_units_and_its_file_the_conditions(tmp_path: P
     assert figures["acceptance_length"].axes[0].get_ylabel()
 
 
+def test_a_caption_names_heads_and_temperatures() -> None:
+    reports = sample.timed_report(), sample.loaded_report()
+    captions = {plot.name: plot.text for one in reports for plot in plots.plots(one)}
+    texts = {name: text for name, (_, text) in plots.PLOTS.items()}
+    for name, end in {
+        "acceptance_length": "Head head; T = 0, 0.8.",
+        "tpot_by_k_1": "Head head; T = 0.",
+        "tpot_by_k_2": "Head head; T = 0.8.",
+        "speedup_by_batch_2": "Head head; T = 0.8.",
+        "goodput_1": "Head a head; T = 0.",
+    }.items():
+        assert captions[name] == f"{texts[name.rstrip('_12')]} {end}"
+    rows = [sample.row(head=head) for head in ("a", "b")]
+    assert plots.plots(sample.report(rows))[0].text.endswith(" Heads a, b; T = 0.")
+
+
 def test_png_files_are_reproducible_and_change_nothing_global() -> None:
     """Dollar signs in names are not read as mathematics."""
     from matplotlib import _pylab_helpers

@@ -194,12 +194,45 @@ def test_the_console_imports_no_large_library() -> None:
     assert output.strip() == "set()"
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_a_narrow_console_has_whole_figures_or_none(width: int) -> None:
-    times = {"tpot_ms": 9.84, "ttft_ms": 31.42, "speedup": 1.5, "speedup_ci": (1.41, 1.62)}
-    rows = [sample.row(head=name, k=3, **times) for name in ("a head", "another one")]
+TIMES = {"tpot_ms": 19.84, "ttft_ms": 131.42, "speedup": 1.26, "speedup_ci": (1.13, 1.4)}
+KINDS = [("argmax", False), ("sampled", True)]
+NARROW = {
+    "kinds of drafting": [
+        sample.row(k=5, temperature=0.8, draft_probs=on, **TIMES) for _, on in KINDS
+    ],
+    "heads": [sample.row(head=name, k=3, **TIMES) for name in ("a head", "another one")],
+    "all": [
+        sample.with_timing(
+            sample.row(head=head, engine=engine, k=5, temperature=0.8, draft_probs=on),
+            40.0,
+            batch,
+            **TIMES,
+        )
+        for head in ("runs/quickstart/head", "another one")
+        for engine in ("draftlab", "vllm (V1, cpu)")
+        for _, on in KINDS
+        for batch in (1, 8)
+    ],
+}
+
+
+@pytest.mark.parametrize("width", [80, 160])
+@pytest.mark.parametrize("name", NARROW)
+def test_a_console_has_whole_figures(name: str, width: int) -> None:
+    rows = NARROW[name]
     text = printed(sample.report(rows), width)
     assert all(len(line) <= width for line in text.splitlines())
+    lines, values = "\n".join(table(text)), ["1.26×", "[1.13, 1.40]"]
+    values += [f"{rows[0].acceptance_length:.2f}"]
+    values += ["[{:.2f}, {:.2f}]".format(*rows[0].acceptance_length_ci)]
+    assert [lines.count(value) for value in values] == [len(rows)] * 4
     shown = " ".join(f"{a / rows[0].drafts:.2f}" for a in rows[0].accepted_at)
-    assert (shown in text) == (width > 80)
-    assert f"{rows[0].acceptance_length:.2f}" in text
+    assert (shown in lines) == (width > 80)
+
+
+def test_the_columns_are_explained() -> None:
+    for width, hidden in ((160, ()), (80, ("acceptance",))):
+        _, _, below = printed(sample.report(NARROW["heads"]), width).partition("conditions")
+        words = " ".join(below.split())
+        for name in ("AL", "TPOT", "TTFT", "speed-up", "acceptance", "drafting"):
+            assert (f"{name} {fmt.LEGEND[name][0]}" in words) == (name not in hidden)
