@@ -127,8 +127,11 @@ def atomic_path(path: Path, *, writer: str | None = None) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path, pattern: str = ".*.tmp") -> None:
-    """Remove the temporary files and folders (`.NAME.PID.tmp`) of processes that were killed."""
-    for path in folder.glob(pattern):
+    """Remove the temporary files and folders (`.NAME.PID.tmp`) of processes that were killed.
+
+    A folder that is a link stays as it is: it may lead to what is not draftlab's.
+    """
+    for path in () if folder.is_symlink() else folder.glob(pattern):
         pid = re.search(r"\.(\d+)(\.tmp)?$", path.name)
         if pid is None or _is_alive(int(pid[1])):
             continue
@@ -172,9 +175,9 @@ def locked(path: Path) -> Iterator[bool]:
     """Lock a file, which is made if need be; yield whether no other process holds the lock.
 
     The operating system releases the lock when the process dies. The file is opened for writing: an
-    exclusive lock over NFS needs that, so a folder cannot be locked.
+    exclusive lock over NFS needs that, so a folder cannot be locked. No link is followed.
     """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         yield try_lock(descriptor, path)
     finally:

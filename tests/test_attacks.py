@@ -10,8 +10,10 @@ import contextlib
 import json
 import os
 import pickle
+import re
+import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,7 @@ from draftlab.target_model.parts import read_tensor
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import render_text
 from tests.helpers.messages import user
+from tests.helpers.small_run import draftlab
 from tests.helpers.table_target import record_table, samples_of_lengths
 from tests.helpers.toys import toy_target_folder, toy_tokenizer
 
@@ -60,6 +63,7 @@ class Scene:
         self.own.mkdir()
         self.outside.mkdir()
         (self.outside / "secret.txt").write_text(SECRET)
+        (self.outside / f".mine.{2**30}.tmp").write_text("")  # as of a process that was killed
         save_file({"model.norm.weight": torch.ones(3)}, self.outside / "secret.safetensors")
 
     def pickled(self) -> bytes:
@@ -90,6 +94,14 @@ class Scene:
         )
         return settings
 
+    def run(self, trust: str = "") -> Path:
+        """Return a run folder with a head and a target that has code."""
+        run, target = self.own / "run", self.coded_target().path
+        shutil.copytree(reference_head(), run / "head")
+        (run / "stages").mkdir()
+        (run / "recipe.yaml").write_text(f"name: run\ntarget: {{path: {target}{trust}}}\n")
+        return run
+
     def recipe(self, text: str) -> Path:
         path = self.own / "recipe.yaml"
         path.write_text(text)
@@ -98,6 +110,11 @@ class Scene:
     def store(self) -> Path:
         record_table(self.own / "store", SAMPLES)
         return self.own / "store"
+
+    def secrets(self) -> dict[str, tuple[bytes, int]]:
+        """Return bytes and number of links of what lies outside."""
+        files = [path for path in self.outside.rglob("*") if path.is_file()]
+        return {str(path): (path.read_bytes(), path.stat().st_nlink) for path in files}
 
 
 class _Runs:
@@ -178,17 +195,69 @@ def giant_shapes(scene: Scene) -> object:
 
 def run_beside_a_head(scene: Scene) -> object:
     """A run folder whose recipe asks to trust the code of its target."""
-    target = scene.coded_target()
-    run = scene.own / "run"
-    shutil.copytree(reference_head(), run / "head")
-    (run / "stages").mkdir()
-    (run / "recipe.yaml").write_text(
-        f"name: run\ntarget: {{path: {target.path}, trust_remote_code: true}}\n"
-    )
+    run = scene.run(", trust_remote_code: true")
     return load_target(find_target(run / "head", None, "cpu"))
 
 
+def head_names_code(scene: Scene) -> object:
+    """A head in another layout names the target whose code the user trusts."""
+    target = scene.coded_target().path
+    typed(scene, "export", "--head", "reference", "--to", "speculators", "--out", "own/foreign")
+    config = scene.own / "foreign/config.json"
+    fields = json.loads(config.read_text())
+    fields["speculators_config"]["verifier"]["name_or_path"] = target
+    config.write_text(json.dumps(fields))
+    return typed(scene, "import", "own/foreign", "--to", "own/new", "--trust-remote-code")
+
+
 # Runs, recipes
+
+
+def typed(scene: Scene, *arguments: str) -> None:
+    """Run the command line; raise the error that it prints."""
+    result = draftlab(scene.own.parent, *arguments)
+    if result.exit_code == 2 and (error := _PRINTED.search(result.stderr)):
+        raise UserError(error[1], where=error[2], do=error[3])
+    assert result.exit_code == 0, result.output
+
+
+_PRINTED = re.compile(r"^error: (.*)\nwhere: (.*)\ndo: (.*)", re.DOTALL | re.MULTILINE)
+EXPORT = ("export", "--run", "own/run", "--to", "vllm")
+PUSH = ("push", "own/run", "org/name", "--dry-run")
+
+
+def link(name: str, to: str, *arguments: str) -> Callable[[Scene], object]:
+    """Return the attack of a run that has a link."""
+
+    def attack(scene: Scene) -> object:
+        path = scene.run() / name
+        path.parent.mkdir(exist_ok=True)
+        if path.is_dir():
+            path.rmdir()
+        path.symlink_to(scene.outside / to)
+        return typed(scene, *arguments)
+
+    return attack
+
+
+def trained(scene: Scene) -> object:
+    scene.run(", trust_remote_code: true")
+    return typed(scene, "train", "own/run/recipe.yaml")
+
+
+def full_folder(*arguments: str, names: tuple[str, ...]) -> Callable[[Scene], object]:
+    """Return an attack that writes to a folder with files of others beside an export's."""
+
+    def attack(scene: Scene) -> object:
+        scene.run()
+        for name in ("launch.md", "README.md", "head.json", "report.json", *names):
+            path = scene.outside / name
+            path.parent.mkdir(exist_ok=True)
+            path.write_text("mine")
+        (scene.own / "place").symlink_to(scene.outside)
+        return typed(scene, *arguments, "--out", "own/place")
+
+    return attack
 
 
 def record_is_deep(scene: Scene) -> object:
@@ -291,6 +360,19 @@ ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
         "rope",
     ),
     ("run: its recipe trusts its target's code", run_beside_a_head, "code"),
+    ("run: its recipe trusts code, to train", trained, "code"),
+    ("run: stages elsewhere", link("stages", "", *EXPORT), "no links"),
+    ("run: a training elsewhere", link("train", "", *EXPORT), "no links"),
+    ("run: a report elsewhere", link("eval", "", *EXPORT), "no links"),
+    ("run: an export elsewhere", link("export/vllm", "", *EXPORT), "no links"),
+    ("run: metrics elsewhere", link("train/metrics.jsonl", "secret.txt", *EXPORT), "no links"),
+    ("run: answers elsewhere", link("answers.partial.jsonl", "secret.txt", *EXPORT), "no links"),
+    ("run: a lock elsewhere", link(".lock", "new", *EXPORT), "no links"),
+    ("run: uploads elsewhere", link("hub", "", *PUSH), "no links"),
+    ("run: an upload elsewhere", link("hub/org--name", "", *PUSH), "no links"),
+    ("place: an export over a model", full_folder(*EXPORT, names=("a.gguf",)), "a.gguf"),
+    ("place: a push over a repository", full_folder(*PUSH, names=(".git/HEAD",)), ".git"),
+    ("import: code of the target that it names", head_names_code, "--target"),
     ("run: a stage record of brackets", record_is_deep, "brackets"),
     ("run: a URL to overwrite", recipe("name: x\nrun: {url: 's3://b/x'}"), "run.url"),
     ("recipe: a Python object", recipe("!!python/object/apply:os.system ['touch CANARY']"), "YAML"),
@@ -323,6 +405,17 @@ HARMLESS = {"store: temporary files that lead outside", "target: its own code, a
 """Attacks that may be ignored instead of refused."""
 
 
+@pytest.fixture(autouse=True)
+def limited() -> Iterator[None]:
+    """Let an attack take 4 GiB more than there is."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + (4 << 30), before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize(("name", "attack", "words"), ATTACKS, ids=[name for name, *_ in ATTACKS])
 def test_an_attack_does_no_harm(
     tmp_path: Path,
@@ -334,7 +427,7 @@ def test_an_attack_does_no_harm(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     scene = Scene(tmp_path)
-    before = {p.name: (p.read_bytes(), p.stat().st_nlink) for p in scene.outside.iterdir()}
+    before = scene.secrets()
     message = ""
     if name in HARMLESS:
         with contextlib.suppress(UserError):
@@ -347,6 +440,8 @@ def test_an_attack_does_no_harm(
         assert len(caught.value.what.split()) > 3
         assert caught.value.do
     assert not scene.canary.exists()
-    assert {p.name: (p.read_bytes(), p.stat().st_nlink) for p in scene.outside.iterdir()} == before
+    after = scene.secrets()
+    assert before.items() <= after.items()
+    assert {Path(path).read_text() for path in after.keys() - before.keys()} <= {"mine"}
     assert {p.name for p in tmp_path.iterdir()} <= {"own", "outside"}
     assert SECRET not in message + "".join(capfd.readouterr())

@@ -31,6 +31,7 @@ from draftlab.hub.privacy import (
 from draftlab.hub.upload import check_repo_id
 from draftlab.pipeline.head_workspace import HeadWorkspace
 from draftlab.pipeline.recipe import RECIPE, read_yaml
+from draftlab.pipeline.run_folder import check_links
 from draftlab.pipeline.stage_records import head_sha256, read_record, record_path
 from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
@@ -62,9 +63,10 @@ def write_upload_folder(
         licence: the licence's id on the Hub, such as "apache-2.0".
 
     Raises:
-        UserError: the run has no report, the layout does not support the head, or the folder has
-            other content.
+        UserError: the run has no report, the layout does not support the head, the folder has
+            other content, or that of the run has links.
     """
+    check_links(workspace.folder)
     path = path.expanduser().resolve()
     plots = {file.name for file in path.glob("*.png") if is_plot(file)} if path.is_dir() else set()
     check_destination(path, "earlier push", {RECIPE, REPORT, HEAD, *plots})

@@ -238,14 +238,36 @@ class Run:
         return None
 
 
+def check_links(folder: Path) -> None:
+    """Check that a run folder has no links through which a stranger's run would write elsewhere.
+
+    Only the store may be one, since it is often on another disk.
+
+    Raises:
+        UserError: the folder, or that of a stage, has one.
+    """
+    names = ("stages", "train", "hub", *(stage.artefact for stage in STAGES.values()))
+    paths = [*folder.glob("*"), *folder.glob(".*")]
+    for name in set(names) - {STAGES["store"].artefact}:
+        paths += (folder / name).glob("*")
+    for path in sorted(paths):
+        if path.is_symlink() and path != folder / STAGES["store"].artefact:
+            raise UserError(
+                f"expected no links in a run folder, found one to {os.readlink(path)}",
+                where=path,
+                do="put what it leads to in its place, if it belongs to the run, or remove it",
+            )
+
+
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
     """Lock a run folder against other processes.
 
     Raises:
-        UserError: another process holds the lock.
+        UserError: another process holds the lock, or the folder has links (see `check_links`).
     """
     check_folder(folder)
+    check_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
     check_locks(folder)
     with locked(folder / ".lock") as is_free:
