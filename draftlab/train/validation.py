@@ -87,10 +87,10 @@ class Validation:
         if walk is not None:
             found = al_text(walk, self.greedy)
             parts.append(
-                f"predicted AL {found} (K = {self.walk.k}, greedy, {self.walk.drafts} steps)"
+                f"predicted AL (T = 0) {found} (K = {self.walk.k}, {self.walk.drafts} steps)"
             )
         if self.sampled_al is not None:
-            parts.append(f"expected AL {al_text(self.sampled_al, self.sampled)} (T = 1)")
+            parts.append(f"predicted AL (T = 1) {al_text(self.sampled_al, self.sampled)}")
         return " · ".join(parts)
 
     def position_line(self) -> str | None:

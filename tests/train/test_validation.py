@@ -48,9 +48,9 @@ def test_given_answers_predict_no_acceptance_length(
 @pytest.mark.parametrize(
     ("prompts", "line"),
     [
-        (1, "predicted AL not known: 1 prompt of 6 at least (K = 3, greedy, 8 steps)"),
-        (5, "predicted AL not known: 5 prompts of 6 at least (K = 3, greedy, 40 steps)"),
-        (6, "predicted AL 2.000 [2.000, 2.000] of 6 prompts (K = 3, greedy, 48 steps)"),
+        (1, "predicted AL (T = 0) not known: 1 prompt of 6 at least (K = 3, 8 steps)"),
+        (5, "predicted AL (T = 0) not known: 5 prompts of 6 at least (K = 3, 40 steps)"),
+        (6, "predicted AL (T = 0) 2.000 [2.000, 2.000] of 6 prompts (K = 3, 48 steps)"),
     ],
 )
 def test_a_prediction_says_how_many_prompts_it_is_of(prompts: int, line: str) -> None:
@@ -60,6 +60,8 @@ def test_a_prediction_says_how_many_prompts_it_is_of(prompts: int, line: str) ->
     steps = 4 * len(walked)
     counters = Counters(3, drafts=steps, accepted=steps)
     assert line in Validation([1.0], [1.0], [0.1], counters, None, [], walked).line()
+    warm = Validation([1.0], [1.0], [0.1], Counters(3), 2.0, [], [], walked)
+    assert line.partition(" (K")[0].replace("T = 0", "T = 1") in warm.line()
 
 
 def test_an_interval_resamples_prompts() -> None:
