@@ -135,7 +135,8 @@ def speed_fields(
 ) -> dict[str, Any]:
     """Return TPOT and speed-ups of a suite: its tokens a step, with the timed prompts' steps.
 
-    Intervals are percentile bootstraps over the prompts of both.
+    In all of them a step with drafts counts as no faster than one without. Intervals are percentile
+    bootstraps over the prompts of both.
 
     Args:
         plain: the timed prompts without drafts; None: there is nothing to compare with.
@@ -152,27 +153,24 @@ def speed_fields(
 
     per_step, step_ms = suite.tokens.sum() / suite.steps.sum(), timed.ms.sum() / timed.steps.sum()
     with np.errstate(invalid="ignore", divide="ignore"):  # a resample may have no second token
-        fields = {
-            "tpot_ms": step_ms / per_step,
-            "tpot_ms_ci": interval(sums[0] / sums[2] / (tokens / steps)),
-        }
-        if plain is None or not plain.tokens.sum():
-            return fields
-        plain_ms, plain_steps_ms = plain.ms.sum() / plain.steps.sum(), sums[3] / sums[5]
-        speedups = suite_speedup(plain_steps_ms, sums[0] / sums[2], tokens / steps)
-        timed_speedups = sums[3] / sums[4] / (sums[0] / sums[1])
-        fields |= {
-            "baseline_tpot_ms": plain_ms,
-            "step_ratio_ci": interval(sums[0] / sums[2] / plain_steps_ms),
-        }
+        steps_ms, fields = sums[0] / sums[2], {}
+        if plain is not None and plain.tokens.sum():
+            plain_ms, plain_steps_ms = plain.ms.sum() / plain.steps.sum(), sums[3] / sums[5]
+            timed_per_step = timed.tokens.sum() / timed.steps.sum()
+            speedups = suite_speedup(plain_steps_ms, steps_ms, tokens / steps)
+            timed_speedups = suite_speedup(plain_steps_ms, steps_ms, sums[1] / sums[2])
+            fields = {
+                "baseline_tpot_ms": plain_ms,
+                "step_ratio_ci": interval(steps_ms / plain_steps_ms),
+                "speedup": float(suite_speedup(plain_ms, step_ms, per_step)),
+                "speedup_ci": interval(speedups),
+                "timed_speedup": float(suite_speedup(plain_ms, step_ms, timed_per_step)),
+                "timed_speedup_ci": interval(timed_speedups),
+            }
+            step_ms, steps_ms = max(step_ms, plain_ms), np.maximum(steps_ms, plain_steps_ms)
         return fields | {
-            "speedup": float(suite_speedup(plain_ms, step_ms, per_step)),
-            "speedup_ci": interval(speedups),
-            "timed_speedup": plain.ms.sum()
-            / plain.tokens.sum()
-            * timed.tokens.sum()
-            / timed.ms.sum(),
-            "timed_speedup_ci": interval(timed_speedups),
+            "tpot_ms": step_ms / per_step,
+            "tpot_ms_ci": interval(steps_ms / (tokens / steps)),
         }
 
 

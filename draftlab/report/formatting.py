@@ -53,8 +53,9 @@ LEGEND: dict[str, tuple[str, str]] = {
     "TPOT": (
         "milliseconds per output token after the first; [95 % interval over prompts]",
         "The time of a step over the tokens that it emits. The time is measured on the timed "
-        "prompts, Σ (latency − time to first token) / Σ steps; the tokens are counted on all "
-        "prompts of the suite, Σ (output tokens − 1) / Σ steps.",
+        "prompts, Σ (latency − time to first token) / Σ steps, and counts as no shorter than that "
+        "of a step without drafts; the tokens are counted on all prompts of the suite, "
+        "Σ (output tokens − 1) / Σ steps.",
     ),
     "speed-up": (
         "TPOT without drafting / TPOT, of the whole suite; drafting pays above 1",

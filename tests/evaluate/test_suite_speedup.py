@@ -157,8 +157,10 @@ def test_within_its_interval_a_faster_step_gains_no_more_than_its_tokens() -> No
     found = times(drafted, [plain(21)] * 10, None)
     assert found.step_ms < PLAIN_MS
     assert not found.disturbance
-    assert found.speedup == found.tokens_per_step == 2.0
-    assert found.speedup_ci[1] == 2.0
+    assert found.speedup == found.timed_speedup == found.tokens_per_step == 2.0
+    assert found.speedup_ci[1] == found.timed_speedup_ci[1] == 2.0
+    assert found.speedup == pytest.approx(found.baseline_tpot_ms / found.tpot_ms)  # as in a row
+    assert found.tpot_ms_ci[0] <= found.tpot_ms <= found.tpot_ms_ci[1]
 
 
 @pytest.mark.parametrize("prompts", [1, MIN_INTERVAL_PROMPTS - 1, MIN_INTERVAL_PROMPTS])
