@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 from draftlab.evaluate.results import Report
+from draftlab.export.launch_text import is_hub_id
 from draftlab.formatting import distinct_name
 
 REMOVED = "(removed by draftlab push)"
 PRIVATE_SETTINGS = ("regenerate.server.url", "regenerate.server.model", "train.wandb")
 """Settings of a recipe that name servers and accounts."""
-PATH_SETTINGS = ("prompts.source", "eval.suite", "head.init", "export.calibration")
-"""Settings of a recipe that may be paths; folders of a relative one name clients and projects."""
+PATH_SETTINGS = ("prompts.source", "eval.suite", "eval.compare", "head.init", "export.calibration")
+"""Settings of a recipe, beside the target's path, that may be paths; folders of a relative one name
+clients and projects."""
+Paths: TypeAlias = tuple[re.Pattern[str], ...]
 _PART = r"[^\s/\\:;,'\"`<>|(){}\[\]]+"
 _PATH = re.compile(
     # absolute, also behind an option such as -I; a single part, such as /s, is a unit
@@ -29,21 +33,52 @@ _WHOLE_PATH = re.compile(r"(?:/|~/|\.\.?[/\\]|[A-Za-z]:[/\\]|\\\\)[^\n]*")
 _ADDRESS = re.compile(r"\b[A-Za-z][\w+.-]*://[^\s'\"`<>]+")
 
 
-def without_private_values(value: Any) -> Any:
-    """Return a JSON value, its keys too, with only the last part of paths and no addresses."""
+def relative_paths(recipe: dict[str, Any], suites: Iterable[str], targets: Iterable[str]) -> Paths:
+    """Return the paths below the current folder that an upload would name.
+
+    Args:
+        recipe: as it is in the run.
+        suites: sources of prompts.
+        targets: Hub ids, or folders.
+    """
+    values = [target for target in targets if not is_hub_id(target)]
+    values += suites
+    for name in PATH_SETTINGS:
+        section, key = name.split(".")
+        value = (recipe.get(section) or {}).get(key)
+        values += value if isinstance(value, list) else [value or ""]
+    paths = {value.rpartition(":")[2] for value in values if "://" not in value}  # spec-bench:PATH
+    return tuple(
+        re.compile(rf"(?<![\w./\\-]){re.escape(path)}(?![\w-])")
+        for path in sorted(paths, key=len, reverse=True)
+        if "/" in path
+    )
+
+
+def without_private_values(value: Any, paths: Paths = ()) -> Any:
+    """Return a JSON value, its keys too, with only the last part of paths and no addresses.
+
+    Args:
+        paths: relative ones, which look like Hub ids (see `relative_paths`).
+    """
     if isinstance(value, dict):
         keys: set[str] = set()
         return {
-            distinct_name([without_private_values(key)], keys): without_private_values(item)
+            distinct_name([without_private_values(key, paths)], keys): without_private_values(
+                item, paths
+            )
             for key, item in value.items()
         }
     if isinstance(value, list):
-        return [without_private_values(item) for item in value]
+        return [without_private_values(item, paths) for item in value]
     if not isinstance(value, str):
         return value
     if _WHOLE_PATH.fullmatch(value):
         return _last_part(value)
-    return _PATH.sub(lambda match: _last_part(match[0]), _ADDRESS.sub(REMOVED, value))
+    value = _ADDRESS.sub(REMOVED, value)
+    for path in (*paths, _PATH):
+        value = path.sub(lambda match: _last_part(match[0]), value)
+    return value
 
 
 def _last_part(path: str) -> str:
@@ -51,40 +86,31 @@ def _last_part(path: str) -> str:
     return re.split(r"[/\\]", path.rstrip("/\\"))[-1]
 
 
-def without_private_settings(recipe: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def without_private_settings(
+    recipe: dict[str, Any], paths: Paths
+) -> tuple[dict[str, Any], list[str]]:
     """Return a recipe as it may be published, and the names of the settings that it lacks."""
-    recipe, removed = without_private_values(recipe), []
-    for name in (*PRIVATE_SETTINGS, *PATH_SETTINGS):
+    recipe, removed = without_private_values(recipe, paths), []
+    for name in PRIVATE_SETTINGS:
         *sections, key = name.split(".")
         fields = recipe
         for section in sections:
             fields = fields.get(section) or {}
-        if fields.get(key) is None:
-            continue
-        if name in PATH_SETTINGS:
-            fields[key] = _without_folders(fields[key])
-        else:
+        if fields.get(key) is not None:
             fields[key] = REMOVED
             removed.append(name)
     return recipe, removed
 
 
-def _without_folders(value: Any) -> Any:
-    """Return a path, or several of them, without folders; `spec-bench:` before one stays."""
-    if isinstance(value, list):
-        return [_without_folders(one) for one in value]
-    return re.sub(r"[^:]*[/\\]", "", value) if isinstance(value, str) else value
-
-
-def publishable_report(report: Report) -> Report:
+def publishable_report(report: Report, paths: Paths) -> Report:
     """Return a report as it may be published; heads of different names keep different ones."""
     names: set[str] = set()
     renamed = {
-        head: distinct_name([without_private_values(head)], names)
+        head: distinct_name([_last_part(head)], names)
         for head in dict.fromkeys(row.head for row in report.rows if row.head)
     }
     values = _renamed(report.model_dump(mode="json", by_alias=True), renamed)
-    return Report.model_validate(without_private_values(values))
+    return Report.model_validate(without_private_values(values, paths))
 
 
 def _renamed(value: Any, names: dict[str, str]) -> Any:

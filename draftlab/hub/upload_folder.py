@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from draftlab.errors import UserError
-from draftlab.evaluate.results import Report, Row
+from draftlab.evaluate.results import Report
 from draftlab.export.destination import atomic_folder, check_destination
 from draftlab.export.launch_text import is_hub_id
 from draftlab.export.layout import layout_for
@@ -25,6 +25,7 @@ from draftlab.heads.folder import CONFIG, NATIVE, load_config
 from draftlab.hub.card import model_card
 from draftlab.hub.privacy import (
     publishable_report,
+    relative_paths,
     without_private_settings,
     without_private_values,
 )
@@ -70,10 +71,20 @@ def write_upload_folder(
     path = path.expanduser().resolve()
     plots = {file.name for file in path.glob("*.png") if is_plot(file)} if path.is_dir() else set()
     check_destination(path, "earlier push", {RECIPE, REPORT, HEAD, *plots})
-    report, rows = _read_report(workspace)
-    target = workspace.target.path
+    report, head = _read_report(workspace), load_config(workspace.head)
+    target, recipe = workspace.target.path, read_yaml(workspace.folder / RECIPE)
+    targets = (target, str(report.target.get("name")), head.target.name)
+    paths = relative_paths(recipe, (row.suite for row in report.rows), targets)
+    report = publishable_report(report, paths)
     if base_model is not None:
         check_repo_id(base_model, "--base-model")
+        if not is_hub_id(base_model):
+            raise UserError(
+                f"expected the target's id on the Hub, found a folder here: {base_model}",
+                where="--base-model",
+                do="if the Hub has a model of this name, push from another folder: draftlab push "
+                f"{quote(str(workspace.folder))} {repo} …",
+            )
     base_model = base_model or (target if is_hub_id(target) else None)
     if base_model is None:
         monitor.say(
@@ -82,9 +93,8 @@ def write_upload_folder(
         )
     if licence is None:
         monitor.say("warning: push: the card states no licence: give --license, as apache-2.0")
-    head = load_config(workspace.head)
     layout = layout_for(exports.formats[0], head.family)
-    recipe, removed = without_private_settings(read_yaml(workspace.folder / RECIPE))
+    recipe, removed = without_private_settings(recipe, paths)
     if removed:
         monitor.say(f"push: the recipe's values of {', '.join(removed)} are private: removed")
     recipe_text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
@@ -93,34 +103,38 @@ def write_upload_folder(
         plots = [path.name for path in write_plots(report, folder)]
         write_text(folder / RECIPE, recipe_text)
         report.write(folder / REPORT)
-        write_json(folder / HEAD, without_private_values(read_json(workspace.head / CONFIG)))
+        # The export has been compared with the head, and so may lose private values.
+        for name in (NATIVE, CALIBRATION, STS, HEAD):
+            file = workspace.head / CONFIG if name == HEAD else folder / name
+            if file.exists():
+                write_json(folder / name, without_private_values(read_json(file), paths))
         card = model_card(
             repo,
             head,
             report,
-            rows,
+            [row for row in report.rows if row.head in (workspace.name, None)],
             base_model=base_model,
             licence=licence,
             launch=launch,
             layout=layout.title,
             recipe=recipe_text,
             removed=removed,
-            data=_training_data(recipe) + plain_values(without_private_values(head.provenance)),
+            data=_training_data(recipe)
+            + plain_values(without_private_values(head.provenance, paths)),
             plots=plots,
         )
         write_text(folder / README, card)
     return path
 
 
-def _read_report(workspace: HeadWorkspace) -> tuple[Report, list[Row]]:
-    """Return the run's report as it is published, and its rows of this head and plain decoding."""
+def _read_report(workspace: HeadWorkspace) -> Report:
+    """Return the run's report, which has rows of this head."""
     path = workspace.folder / "eval" / REPORT
     evaluate = f"run `draftlab eval --run {quote(workspace.folder.name)}`"
     if not path.is_file():
         raise UserError("expected the run to have a report, found none", where=path, do=evaluate)
-    report = publishable_report(Report.read(path))
-    rows = [row for row in report.rows if row.head in (workspace.name, None)]
-    if not any(row.head for row in rows):
+    report = Report.read(path)
+    if not any(row.head == workspace.name for row in report.rows):
         raise UserError(
             f"expected rows of {workspace.name} in the report, found none", where=path, do=evaluate
         )
@@ -131,7 +145,7 @@ def _read_report(workspace: HeadWorkspace) -> tuple[Report, list[Row]]:
             where=path,
             do=evaluate,
         )
-    return report, rows
+    return report
 
 
 def _export(
@@ -168,10 +182,6 @@ def _export(
     if base_model is None:
         launch = launch.replace(str(target.resolve()), "TARGET")
     write_text(folder / LAUNCH, launch)
-    # The export has been compared with the head; later only the last part of a path has a meaning.
-    for name in (NATIVE, CALIBRATION, STS):
-        if (folder / name).exists():
-            write_json(folder / name, without_private_values(read_json(folder / name)))
     return launch
 
 

@@ -137,6 +137,39 @@ def test_private_settings_are_removed_and_named(workshop: Path) -> None:
         assert names in text
 
 
+def test_folders_of_relative_paths_are_removed_everywhere(workshop: Path) -> None:
+    """They look like Hub ids, and name clients: a target, prompts, suites, compared heads."""
+    (workshop / "acme").mkdir()
+    (workshop / "toy").rename(workshop / "acme/model")
+    run = workshop / "runs/small"
+    names = {"toy": "acme/model", "prompts.jsonl": "acme/prompts.jsonl"}
+    for file in (run / "recipe.yaml", run / "eval/report.json", run / "head" / CONFIG):
+        text = file.read_text().replace("compare: []", "compare: [acme/head-1, org/other]")
+        for old, new in names.items():
+            text = re.sub(rf"(?<=[ \"]){old}(?=[\n\",])", new, text)
+        file.write_text(text)
+    report = run / "eval/report.json"
+    fields = json.loads(report.read_text())
+    fields["rows"] += [row | {"head": "acme/head-1"} for row in fields["rows"] if row["head"]]
+    fields["rows"][0]["warnings"] = ["no tokens in acme/prompts.jsonl; acme/models are others"]
+    report.write_text(json.dumps(fields))
+    os.utime(run / "head" / CONFIG, (0, 0))
+
+    result = dry_run(workshop, "--out", "out", "--to", "vllm")
+    assert result.exit_code == 0, result.output
+    files = contents(workshop / "out")
+    kept = b"acme/models are others"
+    assert not [name for name, data in files.items() if b"acme/" in data.replace(kept, b"")]
+    published = yaml.safe_load(files["recipe.yaml"])
+    assert published["target"]["path"] == "model"
+    assert published["eval"]["compare"] == ["head-1", "other"]
+    assert json.loads(files["head.json"])["target"]["name"] == "model"
+    assert {row.head for row in Report.read(workshop / "out/report.json").rows} >= {"head-1"}
+    refused = dry_run(workshop, "--base-model", "acme/model")
+    assert refused.exit_code == 2
+    assert "found a folder here: acme/model" in refused.stderr
+
+
 @pytest.mark.parametrize(
     ("value", "published"),
     [
