@@ -46,8 +46,7 @@ def verdicts(report: Report) -> list[str]:
 
 def _of_rows(report: Report, rows: Sequence[Row], row: Row, at: str, suite: str) -> str:
     """Return the verdict about the best of rows that differ in K and kind of drafting."""
-    batch = row.timings[0].batch if row.timings else None
-    conditions = fmt.conditions_text(row.temperature, row.draft_probs, batch)
+    conditions = fmt.conditions_text(row.temperature, row.draft_probs, _batch(row))
     where, name = f"{at} {conditions} and K = {row.k}", Path(row.head or "the head").name
     if row.speedup is None or row.speedup_ci is None:
         length = fmt.number(row.acceptance_length, 2)
@@ -60,6 +59,10 @@ def _of_rows(report: Report, rows: Sequence[Row], row: Row, at: str, suite: str)
     }[drafting_pays(row.speedup_ci)]
     sentence = f"{where} {name} {effect} {row.speedup:.2f}× as fast [{low:.2f}, {high:.2f}]"
     return f"{sentence}{_of_prompts(row)}{_best_k(report, row)}."
+
+
+def _batch(row: Row) -> int | None:
+    return row.timings[0].batch if row.timings else None
 
 
 def _no_verdict(rows: Sequence[Row]) -> str:
@@ -90,9 +93,8 @@ def _best_k(report: Report, row: Row) -> str:
     """Return the end of the verdict: whether the adviser finds another K to be clearly faster."""
     keys = ("suite", "engine", "head", "temperature", "draft_probs")
     for one in (report.adviser or {}).get("advice", []):
-        if all(one[key] == getattr(row, key) for key in keys) and (
-            one["batch"] == row.timings[0].batch
-        ):
+        here = all(one[key] == getattr(row, key) for key in keys)
+        if here and one["batch"] == _batch(row):
             break
     else:
         return ""
