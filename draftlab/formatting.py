@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from itertools import chain, count
 from typing import Any
 
-# C0 and C1 control characters, DEL, what reorders text, line separators, halves of a character.
+# C0 and C1 control characters, DEL, what reorders text, line separators, halves of a character, and
+# what is not seen: soft hyphens, spaces without width and the block of tags. Joiners stay.
 _CONTROL = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f"
+    r"\ud800-\udfff\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
 
 
@@ -27,7 +29,12 @@ _PICTURES = {chr(code): chr(0x2400 + code) for code in range(32)} | {"\x7f": "\u
 
 def visible_json(text: str) -> str:
     """Return equal JSON in which escapes stand for the characters that control a terminal."""
-    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+    def escaped(found: re.Match[str]) -> str:
+        units = found[0].encode("utf-16-be", "surrogatepass").hex()
+        return re.sub("....", r"\\u\g<0>", units)
+
+    return _CONTROL.sub(escaped, text)
 
 
 def is_positive(value: Any) -> bool:

@@ -6,16 +6,20 @@ import re
 from urllib.parse import unquote
 
 _USER = re.compile(
-    r"\b(?P<scheme>[A-Za-z][\w+.-]*)://"
-    # user:password@, where the password may contain slashes and host:8000/a@b is none; or user@
-    r"(?P<user>[^\s/?#@:'\"<>]*:(?!\d+/)[^\s@'\"<>]*@|[^\s/?#@:'\"<>]+@)"
+    r"\b(?P<scheme>(?P<store>s3a?|gs|gcs)(?=:)|[A-Za-z][\w+.-]*)://"
+    # user:password@, where the password may contain slashes and host:8000/a@b is none (the bucket
+    # of an object store has no port); or user@
+    r"(?P<user>[^\s/?#@:'\"<>]*:(?(store)|(?!\d+/))[^\s@'\"<>]*@|[^\s/?#@:'\"<>]+@)"
 )
 _PARAMETER = re.compile(r"(?P<name>[?&;#][^\s=&;#?'\"<>]+)=(?P<value>[^\s&;#'\"<>]+)")
 _SECRET_NAME = re.compile(
-    r".*(token|secret|passw|pwd|signature|credential|apikey|api[-_]key|accesskey|access[-_]key).*"
-    r"|(.*[-_.])?(key|sig|pass|auth|authorization|jwt|sas|code)",
+    r".*(token|secret|passw|passphrase|pwd|signature|credential|bearer|session|assertion).*"
+    r"|.*(apikey|api[-_]key|accesskey|access[-_]key).*"
+    r"|(.*[-_.])?(key|sig|pass|pw|auth|authorization|jwt|sas|code)",
     re.IGNORECASE,
 )
+_SECRET_VALUE = re.compile(r"(sk-|hf_|AKIA)[\w-]{8,}")
+"""The shapes of keys of OpenAI, the Hugging Face Hub and AWS."""
 HIDDEN = "(hidden)"
 
 
@@ -51,5 +55,6 @@ def _is_secret_user(found: re.Match[str]) -> bool:
 
 
 def _is_secret_parameter(found: re.Match[str]) -> bool:
-    is_hidden = found["value"].startswith(HIDDEN)
-    return not is_hidden and _SECRET_NAME.fullmatch(unquote(found["name"][1:])) is not None
+    name, value = unquote(found["name"][1:]), unquote(found["value"])
+    is_secret = _SECRET_NAME.fullmatch(name) or _SECRET_VALUE.match(value)
+    return not value.startswith(HIDDEN) and is_secret is not None

@@ -18,6 +18,7 @@ WITH_SECRET = [
     f"https://{SECRET}@host/path",
     f"s3://KEY:{SECRET}@bucket/folder",
     f"s3://KEY:a/b{SECRET}@bucket/folder",
+    f"s3://KEY:12/b{SECRET}@bucket/folder",
     f"sftp://me:{SECRET}@host:22/folder",
     *(
         f"https://host:8000/v1?a=b&{name}={SECRET}"
@@ -25,16 +26,21 @@ WITH_SECRET = [
             *("api_key", "api-key", "apikey", "key", "token", "access_token", "sig", "code"),
             *("X-Amz-Signature", "X-Amz-Security-Token", "X-Goog-Credential", "AWSAccessKeyId"),
             *("subscription-key", "client_secret", "password", "%74oken", "SIG"),
+            *("passphrase", "bearer", "pw", "db_pw", "session", "session_id", "client_assertion"),
         )
     ),
     f"https://account.blob.core.windows.net/c?sv=2024-01-01&sig={SECRET}%3D&se=2027",
     f"https://host/path#access_token={SECRET}",
+    *(f"https://host/path?model={shape}{SECRET}12" for shape in ("sk-", "sk-proj-", "hf_")),
+    f"https://host/path?a=b&user=AKIA{SECRET}12",
 ]
 WITHOUT = [
     "s3://bucket/folder",
     "hf://datasets/me/store@main",
     "sftp://me@host/folder",
     "http://localhost:8000/a@b",
+    "sftp://host:22/a@b",
+    "https://host/v1?lang=sk-SK&pwm=3&head=hf_x",
     "https://host/v1?design=blue&monkey=1",
     "me@example.org wrote key=value",
     "expected a:b, found token=3",

@@ -74,7 +74,14 @@ def test_no_control_sequence_is_printed(renderable: Any, terminal: bool, soft_wr
     assert "[/red][bold]:bomb:" in output
 
 
-@given(st.text(alphabet=st.characters() | st.sampled_from("\x1b\x9b\x07\u202e\n\t")))
+@pytest.mark.parametrize("hidden", ["\u200b", "\ufeff", "\u00ad", "\U000e0041", "\U000e007f"])
+def test_what_is_not_seen_has_a_picture(hidden: str) -> None:
+    """A name that differs from another by it would look the same."""
+    assert visible(f"qw{hidden}en") == "qw\ufffden"
+    assert json.loads(visible_json(f'"{hidden}"')) == hidden
+
+
+@given(st.text(alphabet=st.characters() | st.sampled_from("\x1b\x9b\x07\u202e\U000e0041\n\t")))
 def test_visible_text(text: str) -> None:
     shown = visible(text)
     assert CONTROL.search(shown) is None
