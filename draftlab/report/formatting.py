@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from draftlab.evaluate.results import Report, Row
 
@@ -167,6 +168,12 @@ def conditions_text(temperature_: float, draft_probs_: bool, batch: int | None, 
     if batch is not None:
         parts.append(f"batch {batch}")
     return ", ".join(parts)
+
+
+def belongs_to(one: Mapping[str, Any], row: Row) -> bool:
+    """Return whether an advice is about the row's conditions, at any K and batch."""
+    keys = ("suite", "engine", "head", "temperature", "draft_probs")
+    return all(one[key] == getattr(row, key) for key in keys)
 
 
 def advice(report: Report) -> list[tuple[str, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -117,7 +117,7 @@ def tpot_by_k(report: Report) -> Iterator[Figure]:
         for name, (row, style) in {name: (row, style) for row, (name, style) in here}.items():
             axes.plot([], [], label=name, **style)
             for one in advice:
-                if _belongs_to(one, row):
+                if fmt.belongs_to(one, row):
                     axes.plot(
                         [p["k"] for p in one["predictions"]],
                         [p["tpot_ms"] for p in one["predictions"]],
@@ -131,12 +131,6 @@ def tpot_by_k(report: Report) -> Iterator[Figure]:
         axes.set(xlim=(0.7, max_k + 0.3), ylim=(0, 1.05 * top))  # one scale for all temperatures
         legend(figure)
         yield figure
-
-
-def _belongs_to(one: Mapping[str, Any], row: Row) -> bool:
-    """Return whether an advice belongs to the row's configuration."""
-    keys = ("suite", "engine", "head", "temperature", "draft_probs")
-    return all(one[key] == getattr(row, key) for key in keys)
 
 
 def speedup_by_batch(rows: Sequence[Row]) -> Iterator[Figure]:

@@ -91,10 +91,8 @@ def _of_prompts(row: Row) -> str:
 
 def _best_k(report: Report, row: Row) -> str:
     """Return the end of the verdict: whether the adviser finds another K to be clearly faster."""
-    keys = ("suite", "engine", "head", "temperature", "draft_probs")
     for one in (report.adviser or {}).get("advice", []):
-        here = all(one[key] == getattr(row, key) for key in keys)
-        if here and one["batch"] == _batch(row):
+        if fmt.belongs_to(one, row) and one["batch"] == _batch(row):
             break
     else:
         return ""
