@@ -26,7 +26,14 @@ from draftlab.engine.sampling import Generation, Request, request_seed
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.text.answer_check import answer_fault
-from draftlab.text.server_connection import API_KEY, BASE_URL, OPENER, has_key, key_for, read_json
+from draftlab.text.server_connection import (
+    API_KEY,
+    BASE_URL,
+    has_key,
+    key_for,
+    opener_for,
+    read_json,
+)
 from draftlab.text.settings import RegenerateSettings
 from draftlab.url_secrets import HIDDEN
 
@@ -38,6 +45,8 @@ _TOO_LONG = re.compile(
     re.IGNORECASE,
 )
 """What servers say, with HTTP status 400, of a prompt that does not fit with its answer."""
+_FREE_BYTES, _TOKEN_BYTES = 1 << 20, 200
+"""Most bytes of an answer, and more for each token of the prompt and of what was asked for."""
 _OTHER_SERVER = "use a server with OpenAI's completions interface, and see its log"
 LINE_EVERY_S = 60.0
 """Seconds between two lines about requests that are repeated."""
@@ -75,7 +84,7 @@ class ServerAnswers:
         self.settings, self.tokenizer, self.monitor = settings.server, tokenizer, monitor
         self.concurrency, self.vocab_size = settings.batch, vocab_size
         self._url = (self.settings.url or "").rstrip("/").removesuffix("/v1")
-        self._key = key_for(self._url)
+        self._key, self._opener = key_for(self._url), opener_for(self._url)
         if self._key is None and has_key():
             monitor.say(
                 f"answers: {API_KEY} is not sent to {self._url}; if it is this server's key, set "
@@ -171,8 +180,13 @@ class ServerAnswers:
             raise self._failure(place, f"the answer ended by {finish!r}", "see the server's log")
         tokens, most = choice.get("token_ids"), body["max_tokens"]
         if tokens is None:
-            tokens = self._tokens_of_text(choice)
             most = 2 * most + 16  # another division of the text can have more tokens
+            if len(choice["text"]) > _TOKEN_BYTES * most:
+                found = f"found a text of {len(choice['text']):,} characters"
+                raise self._failure(
+                    place, f"expected at most {most} tokens, {found}", _OTHER_SERVER
+                )
+            tokens = self._tokens_of_text(choice)
         if fault := answer_fault(tokens, self.vocab_size, most):
             raise self._failure(place, fault, _OTHER_SERVER)
         if finish == "stop" and not (tokens and tokens[-1] in request.stop_ids):
@@ -253,12 +267,14 @@ class ServerAnswers:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         data = None if body is None else json.dumps(body).encode()
+        tokens = 0 if body is None else len(body["prompt"]) + body["max_tokens"]
+        max_bytes = _FREE_BYTES + _TOKEN_BYTES * tokens
         http_request = urllib.request.Request(self._url + path, data, headers)
         wait, attempts = FIRST_WAIT_S, self.settings.attempts
         for attempt in range(1, attempts + 1):
             try:
-                with OPENER.open(http_request, timeout=self.settings.timeout_s) as answer:
-                    return read_json(answer)[field]
+                with self._opener.open(http_request, timeout=self.settings.timeout_s) as answer:
+                    return read_json(answer, max_bytes)[field]
             except urllib.error.HTTPError as error:
                 if place_of := error.headers.get("Location"):
                     error.close()

@@ -1,11 +1,17 @@
-"""How a server is reached: who gets the user's key, no redirects, and bounded answers."""
+"""How a server is reached: who gets the user's key, no redirects, answers bounded in size and time.
+
+A server on this machine is reached without a proxy, which would read the key.
+"""
 
 from __future__ import annotations
 
 import ipaddress
 import json
 import os
+import time
 import urllib.request
+from http.client import HTTPConnection, HTTPResponse
+from io import BufferedReader, RawIOBase
 from typing import IO, Any
 from urllib.parse import urlsplit
 
@@ -14,8 +20,6 @@ API_KEY = "OPENAI_API_KEY"
 BASE_URL = "OPENAI_BASE_URL"
 """Environment variable with the address of the server that the key is for, as OpenAI's clients read
 it."""
-MAX_BYTES = 1 << 26
-"""Most bytes of an answer of the server that are read."""
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -25,7 +29,52 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
         return None
 
 
-OPENER = urllib.request.build_opener(_NoRedirects)
+class _UntilDeadline(RawIOBase):
+    """Reads a socket until its timeout has passed in all, which Python counts for each read."""
+
+    def __init__(self, raw: RawIOBase, socket: Any) -> None:
+        self._raw, self._socket = raw, socket
+        self._end = time.monotonic() + socket.gettimeout()
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> Any:
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("timed out")
+        self._socket.settimeout(left)
+        return self._raw.readinto(buffer)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        self._raw.close()
+        super().close()
+
+
+class _Answer(HTTPResponse):
+    def __init__(self, sock: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(sock, *args, **kwargs)
+        self.fp = BufferedReader(_UntilDeadline(self.fp.detach(), sock))
+
+
+class _Timed(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
+    """Has the timeout of a request hold for its whole answer: headers and body."""
+
+    def do_open(self, http_class: Any, *args: Any, **kwargs: Any) -> Any:
+        def connect(*args: Any, **kwargs: Any) -> HTTPConnection:
+            connection: HTTPConnection = http_class(*args, **kwargs)
+            connection.response_class = _Answer
+            return connection
+
+        return super().do_open(connect, *args, **kwargs)
+
+
+def opener_for(url: str) -> urllib.request.OpenerDirector:
+    """Return what opens the requests to a server; the user's proxies serve for other machines."""
+    origin = _origin(url)
+    is_here = origin is not None and _is_loopback(origin[1])
+    proxies = urllib.request.ProxyHandler({} if is_here else None)
+    return urllib.request.build_opener(proxies, _NoRedirects, _Timed)
 
 
 def has_key() -> bool:
@@ -63,15 +112,15 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def read_json(answer: IO[bytes]) -> Any:
+def read_json(answer: IO[bytes], max_bytes: int) -> Any:
     """Return the JSON of an answer.
 
     Raises:
-        ValueError: it is none, is longer than `MAX_BYTES` or is nested too deep.
+        ValueError: it is none, is longer than `max_bytes` or is nested too deep.
     """
-    content = answer.read(MAX_BYTES + 1)
-    if len(content) > MAX_BYTES:
-        raise ValueError(f"an answer of more than {MAX_BYTES:,} bytes")
+    content = answer.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"an answer of more than {max_bytes:,} bytes")
     try:
         return json.loads(content)
     except RecursionError:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -35,6 +37,8 @@ class StubServer(ThreadingHTTPServer):
     Attributes:
         answers: path → the JSON of its answer, or bytes.
         redirect: where requests of completions are sent to; "": nowhere.
+        timeout_s: seconds that `ask` waits for an answer.
+        drip: the beginning of an answer to completions that never ends; b"": none.
         refusal: an HTTP status with which completions are refused, and whose text repeats the key.
     """
 
@@ -45,7 +49,8 @@ class StubServer(ThreadingHTTPServer):
             "/v1/models": {"data": [CARD]},
             "/v1/completions": {"choices": [CHOICE]},
         }
-        self.redirect, self.refusal = "", 0
+        self.redirect, self.refusal, self.drip = "", 0, b""
+        self.timeout_s = 600.0
         self.keys: list[str | None] = []
 
 
@@ -67,6 +72,12 @@ class _Handler(BaseHTTPRequestHandler):
         server.keys.append(key)
         answer = server.answers[self.path]
         content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        if self.path == "/v1/completions" and server.drip:
+            with contextlib.suppress(OSError):  # the client leaves
+                self.wfile.write(server.drip)
+                while True:
+                    self.wfile.write(b" ")
+                    time.sleep(0.05)
         status = 200
         if self.path == "/v1/completions" and (server.redirect or server.refusal):
             status = 307 if server.redirect else server.refusal
@@ -112,7 +123,10 @@ def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def ask(server: StubServer, tokenizer: Any, monitor: RecordingMonitor | None = None) -> Any:
     """Return the answer to `REQUEST`."""
     settings = RegenerateSettings.model_validate(
-        {"backend": "openai", "server": {"url": server.url, "attempts": 1}}
+        {
+            "backend": "openai",
+            "server": {"url": server.url, "attempts": 1, "timeout_s": server.timeout_s},
+        }
     )
     decode = ServerAnswers(settings, tokenizer, monitor or RecordingMonitor(), VOCAB_SIZE)
     (generation,) = decode([REQUEST], 64)
@@ -222,7 +236,8 @@ def test_an_answer_that_is_right(server: StubServer, tokenizer: Any) -> None:
         ({"token_ids": "567"}, "expected a list of token ids"),
         ({"token_ids": None, "text": None}, "expected one choice with token_ids or text"),
         ({"token_ids": None, "text": 7}, "expected one choice with token_ids or text"),
-        ({"token_ids": None, "text": "a b " * 4_000}, "expected at most 24 tokens"),
+        ({"token_ids": None, "text": "a b " * 1_000}, "expected at most 24 tokens, found [12],"),
+        ({"token_ids": None, "text": "a b " * 4_000}, "at most 24 tokens, found a text of 16,000"),
         ({"finish_reason": None}, "the answer ended by None"),
         ({"finish_reason": ["stop"]}, r"the answer ended by \['stop'\]"),
         ({"finish_reason": "content_filter"}, "the answer ended by 'content_filter'"),
@@ -250,6 +265,8 @@ def test_a_choice_that_is_none(
         ("/v1/completions", {"choices": None}, "expected one choice"),
         ("/v1/completions", [CHOICE], "an answer without choices"),
         ("/v1/completions", b"[" * 100_000, "nested too deep"),
+        ("/v1/completions", b"[" + b"[]," * 400_000, "more than 1,049,776 bytes"),
+        ("/v1/models", b" " * (1 << 20) + b"{}", "more than 1,048,576 bytes"),
         ("/v1/completions", b"<html>", "Expecting value"),
         ("/v1/models", {"data": [{"id": 7}]}, "expected a list of models"),
         ("/v1/models", {"data": "the-target"}, "expected a list of models"),
@@ -268,13 +285,37 @@ def test_another_form_of_answer(
     assert server.url in caught.value.where
 
 
-def test_an_endless_answer_is_left(
+@pytest.mark.parametrize("part", ["body", "headers", "a chunked body", "a failure"])
+def test_an_answer_that_drips_is_left(part: str, server: StubServer, tokenizer: Any) -> None:
+    """Each byte comes in time, and the answer never ends."""
+    server.timeout_s = 0.5
+    start = {
+        "body": b"HTTP/1.1 200 OK\r\nContent-Length: 900000\r\n\r\n",
+        "headers": b"HTTP/1.1 200 OK\r\nX: ",
+        "a chunked body": b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nfffff\r\n",
+        "a failure": b"HTTP/1.1 500 Error\r\nContent-Length: 900000\r\n\r\n",
+    }
+    server.drip = start[part]
+    before = time.monotonic()
+    with pytest.raises(UserError, match="timed out"):
+        ask(server, tokenizer)
+    assert time.monotonic() - before < 5
+
+
+def test_a_server_on_this_machine_is_reached_without_a_proxy(
     server: StubServer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_connection, "MAX_BYTES", 10_000)
-    server.answers["/v1/completions"] = b" " * 20_000 + b"{}"
-    with pytest.raises(UserError, match="more than 10,000 bytes"):
+    """A proxy would get the key in clear text."""
+    monkeypatch.setenv(API_KEY, KEY)
+    monkeypatch.delenv("no_proxy", raising=False)
+    with running() as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url)
         ask(server, tokenizer)
+        assert (server.keys, proxy.keys) == ([f"Bearer {KEY}"] * 2, [])
+        monkeypatch.setattr(server_connection, "_is_loopback", lambda host: False)
+        proxy.answers = {server.url + path: answer for path, answer in server.answers.items()}
+        ask(server, tokenizer)
+        assert (len(server.keys), proxy.keys) == (2, [None, None])
 
 
 def test_an_answer_may_fill_what_was_asked_for() -> None:
