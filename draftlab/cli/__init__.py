@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from draftlab.cli.console import Debug, Json, guard, monitor, output, show_report
+from draftlab.cli.console import Debug, Json, Verbs, guard, monitor, output, show_report
 from draftlab.cli.doctor import doctor
 from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
@@ -42,6 +42,7 @@ for _variable, _value in PROCESS_ENVIRONMENT.items():
 
 app = typer.Typer(
     name="draftlab",
+    cls=Verbs,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,6 +23,7 @@ from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
+from typer.core import TyperGroup
 
 from draftlab.cli.plain_text import PlainConsole, echo_json
 from draftlab.errors import UserError
@@ -54,10 +55,26 @@ TrustRemoteCode = Annotated[
 PROGRESS_INTERVAL_S = 15.0  # between lines of progress in a log
 
 
+class Verbs(TyperGroup):
+    """The verbs; a mistake in a command's form is printed as other errors are."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        try:
+            code = super().main(*args, **(options | {"standalone_mode": False}))
+        except typer.BadParameter.__bases__ as error:  # UsageError, which typer does not export
+            if type(error).__name__ != "NoArgsIsHelpError":  # which has printed the help
+                what = error.format_message().rstrip(".")
+                verb = error.ctx.command_path if error.ctx else "draftlab"
+                do = f"`{verb} --help` explains what it takes"
+                _print_error(errors, UserError(what, where="command line", do=do))
+            code = 2
+        sys.exit(code or 0)
+
+
 class ConsoleMonitor(Monitor):
     """Prints lines and a progress bar on a terminal, and lines of progress into a log.
 
-    On a narrow terminal the detail of a bar is cut, and bar, count and remaining time stay.
+    On a narrow terminal the detail of a bar goes on in the next lines.
 
     Attributes:
         warnings: the printed lines that begin with "warning: ".
@@ -66,7 +83,7 @@ class ConsoleMonitor(Monitor):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.warnings: list[str] = []
-        detail = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        detail = Column(ratio=1, overflow="fold")
         self._bars = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=12),
@@ -182,7 +199,7 @@ monitor = ConsoleMonitor(errors)
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 USER_ERRNOS = (*DISK_FULL, errno.EACCES, errno.EPERM, errno.EROFS)
 KIND_ERRNOS = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ELOOP, errno.ENAMETOOLONG)
-RESUMES = "the same command continues where it stopped"
+RESUMES = "the same command keeps what is finished and goes on"
 STARTS_OVER = "nothing was written, and the same command starts over"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,23 @@ from draftlab.target_model.parts import load_parts
 WEIGHTS_KIND = "head's weights"
 
 
-def write_export(
+@dataclass(frozen=True)
+class PlannedExport:
+    """An export that has been checked and is not written yet.
+
+    Attributes:
+        out: the folder, as the user names it.
+        head_folder, target_folder: see `plan_export`.
+    """
+
+    out: Path
+    layout: Layout
+    export: Export
+    head_folder: Path
+    target_folder: Path
+
+
+def plan_export(
     head_folder: Path,
     target_folder: Path,
     out: Path,
@@ -45,15 +62,13 @@ def write_export(
     target_name: str,
     k: int | None = None,
     dtype: torch.dtype | str | None = None,
-    max_shard: str = MAX_SHARD,
     report: Path | None = None,
     calibration: Path | None = None,
     calibration_temperature: float | None = None,
     bake_temperature: bool = False,
     monitor: Monitor | None = None,
-    trust_remote_code: bool = False,
-) -> Path:
-    """Write a head in a program's layout, compare the files with the head, and move them to `out`.
+) -> PlannedExport:
+    """Check that a head can be exported in a program's layout.
 
     Args:
         head_folder: the head.
@@ -64,20 +79,15 @@ def write_export(
         k: tokens that a server drafts; None: see `served_k`.
         report: report.json of the head's evaluation, whose fastest K is the default.
         dtype: of floating tensors; None: the dtype of the head's files.
-        max_shard: size above which the weights are split into several files, such as "5GB".
         calibration: a report with a calibration of this head, for servers.
         calibration_temperature: sampling temperature whose calibration is used; None: the report's
             first.
         bake_temperature: divide the confidence head by the common temperature.
         monitor: prints which defaults were chosen.
-        trust_remote_code: whether code shipped with the target may run.
-
-    Returns:
-        `out`, with config.json, safetensors, launch.md and README.md.
 
     Raises:
-        UserError: a missing or broken head, another target, a head that this layout cannot hold, a
-            folder that cannot be written, or an export whose files differ from the head.
+        UserError: a missing or broken head, another target, a head that this layout cannot hold, or
+            a folder that cannot be written.
     """
     log = (monitor or Monitor()).say
     destination = Path(out).expanduser().resolve()
@@ -115,9 +125,39 @@ def write_export(
             where="export.k",
             do="lower export.k",
         )
-    layout.check(export)
+    try:
+        layout.check(export)
+    except UserError as error:
+        raise UserError(error.what, where=error.where or f"--to {program}", do=error.do) from None
     for warning in serving_warnings(program, export):
         log(warning)
+    return PlannedExport(Path(out), layout, export, head_folder, target_folder)
+
+
+def write_export(
+    *places: Any, max_shard: str = MAX_SHARD, trust_remote_code: bool = False, **options: Any
+) -> Path:
+    """Write a head in a program's layout: `write_planned` of `plan_export`, which has the rest."""
+    planned = plan_export(*places, **options)
+    return write_planned(planned, max_shard=max_shard, trust_remote_code=trust_remote_code)
+
+
+def write_planned(planned: PlannedExport, *, max_shard: str, trust_remote_code: bool) -> Path:
+    """Write an export, compare its files with the head, and move them to its folder.
+
+    Args:
+        max_shard: size above which the weights are split into several files, such as "5GB".
+        trust_remote_code: whether code shipped with the target may run.
+
+    Returns:
+        The folder, with config.json, safetensors, launch.md and README.md.
+
+    Raises:
+        UserError: the files differ from the head, or cannot be written.
+    """
+    layout, export = planned.layout, planned.export
+    head_folder, target_folder = planned.head_folder, planned.target_folder
+    destination = planned.out.expanduser().resolve()
     tensors = _export_tensors(layout, export, head_folder, target_folder, trust_remote_code)
     with atomic_folder(destination) as folder:
         write_weights(tensors, folder, max_shard)
@@ -125,7 +165,7 @@ def write_export(
         for name, content in layout.json_files(export).items():
             write_json(folder / name, content)
         write_text(folder / LAUNCH, layout.launch(export, destination))
-        write_text(folder / README, readme_text(head, export.target_name, layout.title))
+        write_text(folder / README, readme_text(export.head, export.target_name, layout.title))
         del tensors  # the comparison reads them again
         verify_export(
             folder,
@@ -135,7 +175,7 @@ def write_export(
             target_folder,
             trust_remote_code=trust_remote_code,
         )
-    return Path(out)
+    return planned.out
 
 
 def verify_export(

@@ -33,7 +33,7 @@ def check_repo_id(repo: str, where: str = "command line") -> None:
         raise UserError(
             f'expected a repository such as "org/name", found {repo!r}: {error}',
             where=where,
-            do="write owner and name: --repo OWNER/NAME",
+            do="write owner and name: OWNER/NAME",
         ) from None
 
 

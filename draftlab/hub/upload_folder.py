@@ -181,6 +181,7 @@ def _export(
     launch = launch.replace(str(export.resolve()), repo)
     if base_model is None:
         launch = launch.replace(str(target.resolve()), "TARGET")
+        launch += "\nTARGET stands for the folder of the target, which is not on the Hub.\n"
     write_text(folder / LAUNCH, launch)
     return launch
 

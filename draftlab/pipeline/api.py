@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from draftlab.evaluate.results import Report
 from draftlab.evaluate.vllm_compare import check_settings
 from draftlab.export.gguf import convert, find_converter
 from draftlab.export.settings import ExportSettings
-from draftlab.export.write import write_export
+from draftlab.export.write import plan_export, write_planned
 from draftlab.files import check_folder, read_json, same_fingerprint
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head
@@ -217,34 +217,63 @@ def export_head(
     Args:
         report: report.json of the head's evaluation, whose fastest K is the default.
     """
-    settings = settings or ExportSettings()
-    converter = find_converter() if settings.gguf and layout == "llamacpp" else None
+    places, settings = {layout: out}, settings or ExportSettings()
+    return export_layouts(
+        head_folder, target_settings, places, settings=settings, report=report, monitor=monitor
+    )[0]
+
+
+def export_layouts(
+    head_folder: Path,
+    target_settings: TargetSettings,
+    places: Mapping[str, Path],
+    *,
+    settings: ExportSettings,
+    report: Path | None = None,
+    monitor: Monitor,
+) -> list[Path]:
+    """Export a head to several layouts, once all of them have been checked; return their folders.
+
+    Args:
+        places: layout → folder.
+        report: see `export_head`.
+    """
+    converter = find_converter() if settings.gguf and "llamacpp" in places else None
     target_folder = resolve_target(target_settings)
-    path = write_export(
-        head_folder,
-        target_folder,
-        out,
-        layout,
-        target_name=target_settings.path,
-        k=settings.k,
-        dtype=settings.dtype,
-        max_shard=settings.max_shard,
-        report=report,
-        calibration=Path(settings.calibration).expanduser() if settings.calibration else None,
-        calibration_temperature=settings.calibration_temperature,
-        bake_temperature=settings.bake_temperature,
-        monitor=monitor,
-        trust_remote_code=target_settings.trust_remote_code,
-    )
-    monitor.say(
-        f"export: {path} holds the head in {layout} layout; it was loaded back and is equal"
-    )
+    planned = [
+        plan_export(
+            head_folder,
+            target_folder,
+            out,
+            layout,
+            target_name=target_settings.path,
+            k=settings.k,
+            dtype=settings.dtype,
+            report=report,
+            calibration=Path(settings.calibration).expanduser() if settings.calibration else None,
+            calibration_temperature=settings.calibration_temperature,
+            bake_temperature=settings.bake_temperature,
+            monitor=monitor,
+        )
+        for layout, out in places.items()
+    ]
+    paths = []
+    for layout, one in zip(places, planned, strict=True):
+        path = write_planned(
+            one,
+            max_shard=settings.max_shard,
+            trust_remote_code=target_settings.trust_remote_code,
+        )
+        monitor.say(
+            f"export: {path} holds the head in {layout} layout; it was loaded back and is equal"
+        )
+        if converter is not None and layout == "llamacpp":
+            dtype = read_json(path / "config.json")["dtype"]
+            convert(converter, path, target_folder, dtype, monitor)
+        paths.append(path)
     if better := load_config(head_folder).provenance.get("better_validation"):
         monitor.say(
             f"warning: this head is its training's last; the one after step {better['step']:,} had "
             f"a better validation (predicted AL {better['predicted_al']:.3f}) and is in train/best"
         )
-    if converter is not None:
-        dtype = read_json(path / "config.json")["dtype"]
-        convert(converter, path, target_folder, dtype, monitor)
-    return path
+    return paths

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftlab.pipeline.api import evaluate_head, export_head
+from draftlab.pipeline.api import evaluate_head, export_layouts
 from draftlab.pipeline.held_out_prompts import held_out_prompts
 from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.recording import Recording
@@ -53,13 +53,12 @@ def export_run(recipe: Recipe, run: Path, folder: Path, monitor: Monitor) -> Non
     if not recipe.export.formats:
         folder.mkdir(parents=True, exist_ok=True)
         monitor.say("export: nothing is written, since export.formats is empty")
-    for layout in recipe.export.formats:
-        export_head(
-            run / STAGES["head"].artefact,
-            recipe.target,
-            folder / layout,
-            layout,
-            settings=recipe.export,
-            report=run / STAGES["eval"].artefact / REPORT,
-            monitor=monitor,
-        )
+        return
+    export_layouts(
+        run / STAGES["head"].artefact,
+        recipe.target,
+        {layout: folder / layout for layout in recipe.export.formats},
+        settings=recipe.export,
+        report=run / STAGES["eval"].artefact / REPORT,
+        monitor=monitor,
+    )

@@ -16,7 +16,7 @@ from draftlab.export.serving_tables import report_path
 from draftlab.export.settings import ExportSettings
 from draftlab.files import check_folder, known_sha256
 from draftlab.heads.folder import CONFIG, WEIGHTS
-from draftlab.pipeline.api import export_head, new_evaluator, write_report
+from draftlab.pipeline.api import export_layouts, new_evaluator, write_report
 from draftlab.pipeline.held_out_prompts import held_out_prompts
 from draftlab.pipeline.recipe import RECIPE, flatten
 from draftlab.pipeline.resolve import (
@@ -110,18 +110,15 @@ class HeadWorkspace:
         folder = out or self.folder / "export"
         inputs = flatten(settings, "export.") | export_files(settings)
         with self._lock(out), self._recorded("export", inputs, out):
-            return [
-                export_head(
-                    self.head,
-                    self.target,
-                    folder if out and len(settings.formats) == 1 else folder / layout,
-                    layout,
-                    settings=settings,
-                    report=self.folder / STAGES["eval"].artefact / REPORT,
-                    monitor=monitor,
-                )
-                for layout in settings.formats
-            ]
+            alone = out is not None and len(settings.formats) == 1
+            return export_layouts(
+                self.head,
+                self.target,
+                {name: folder if alone else folder / name for name in settings.formats},
+                settings=settings,
+                report=self.folder / STAGES["eval"].artefact / REPORT,
+                monitor=monitor,
+            )
 
     def _lock(self, out: Path | None) -> AbstractContextManager[None]:
         return lock(self.folder) if self.is_run and out is None else nullcontext()

@@ -64,6 +64,7 @@ def inspect_path(name: str | None, sample: int, console: Console, *, verify: boo
         run = path.resolve().parent
         recipe = recipe_of(run) if (run / "recipe.yaml").is_file() else None
         store = Store.open(path, url=recipe.record.url if recipe else None)
+        _check_sample(store, sample)
         _store(store, console, verify)
         if recipe:
             _conversation(store, recipe.target, sample, console)
@@ -135,14 +136,18 @@ def _run(folder: Path, sample: int, console: Console, verify: bool) -> None:
     if (folder / STAGES["eval"].artefact / REPORT).is_file() and "eval" in stages:
         report = quote(str(folder / STAGES["eval"].artefact))
         stages["eval"] += f"; `draftlab inspect {report}` prints it"
+    is_recorded = stages.get("store") == "complete"
+    store = None
+    if is_recorded and not _is_rolling(folder / "store"):
+        recipe = recipe_of(folder)
+        store = Store.open(folder / "store", url=recipe.record.url)
+        _check_sample(store, sample)
     _table(f"run {folder.name}", {"folder": folder, **stages}, console)
     if (folder / "head" / CONFIG).is_file():
         _head(folder / "head", console)
-    if stages.get("store") == "complete" and _is_rolling(folder / "store"):
+    if store is None and is_recorded:
         _window(folder / "store", console)
-    elif stages.get("store") == "complete":
-        recipe = recipe_of(folder)
-        store = Store.open(folder / "store", url=recipe.record.url)
+    elif store is not None:
         _store(store, console, verify)
         _conversation(store, recipe.target, sample, console)
 
@@ -271,13 +276,16 @@ def _window(folder: Path, console: Console) -> None:
     )
 
 
-def _conversation(store: Store, target: TargetSettings, index: int, console: Console) -> None:
+def _check_sample(store: Store, index: int) -> None:
     if not 0 <= index < len(store):
         raise UserError(
             f"expected a sample in 0..{len(store) - 1}, found {index}",
             where="--sample",
             do="choose a number in this range",
         )
+
+
+def _conversation(store: Store, target: TargetSettings, index: int, console: Console) -> None:
     try:
         tokenizer = load_tokenizer(target)
     except UserError as error:

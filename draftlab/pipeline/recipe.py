@@ -104,8 +104,12 @@ def load_yaml(text: str) -> Any:
         raise ValueError(f"expected at most {_MAX_DEPTH} levels, found more") from None
     except LookupError as error:  # `!!bool x`
         raise ValueError(f"expected a value that fits its tag, found {error}") from None
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ValueError(f"{error.problem or error.context}{place}") from None
+    except yaml.YAMLError as error:  # of characters that no YAML has
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def _check_size(root: yaml.Node | None) -> None:
@@ -238,7 +242,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UserError(
             f"expected YAML, found text that is not: {error}",
             where=path,
-            do="correct the line that the message names",
+            do="correct that line",
         ) from None
     if not isinstance(tree, dict):
         found = "nothing" if tree is None else repr(tree)[:60]
@@ -273,10 +277,10 @@ def parse_recipe(
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        errors = merged_errors(error)
+        errors = [(_key(one["loc"], tree), one) for one in merged_errors(error)]
         raise UserError(
-            "the recipe does not fit:\n  " + "\n  ".join(map(_explain, errors)),
-            where=_where((_key(one) for one in errors), where, overrides),
+            "the recipe does not fit:\n  " + "\n  ".join(_explain(*one) for one in errors),
+            where=_where((key for key, _ in errors), where, overrides),
             do="`draftlab recipe schema` prints every setting with its unit and default",
         ) from None
 
@@ -347,13 +351,18 @@ def _override(tree: dict[str, Any], text: str) -> None:
         node[leaf] = parsed
 
 
-def _key(error: Any) -> str:
-    return ".".join(str(part) for part in error["loc"])
+def _key(loc: Sequence[Any], tree: Any) -> str:
+    """Return a dotted name; a number at its end is the place in a list that the tree has."""
+    if len(loc) > 1 and isinstance(loc[-1], int):
+        for part in loc[:-1]:
+            tree = tree.get(part) if isinstance(tree, dict) else None
+        loc = loc if isinstance(tree, list) else loc[:-1]  # one value stands for a list of it
+    return ".".join(map(str, loc))
 
 
-def _explain(error: Any) -> str:
+def _explain(key: str, error: Any) -> str:
     """Return a line for one of `merged_errors`; for an unknown key, with the nearest name."""
-    loc, key = error["loc"], _key(error)
+    loc = error["loc"]
     if error["type"] != "extra_forbidden":
         return f"{key}: {describe_error(error)}"
     model: type[BaseModel] = Recipe

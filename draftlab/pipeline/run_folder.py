@@ -293,9 +293,12 @@ def find_run(name: str | None) -> Path:
     for folder in candidates:
         if (folder / "recipe.yaml").is_file():
             return folder.resolve()
+    found = "none" if name is None else f"none named {name!r}"
+    if name is not None and (there := [folder for folder in candidates if folder.exists()]):
+        found = "a folder without recipe.yaml" if there[0].is_dir() else "a file"
     names = sorted({path.parent.name for path in RUNS.glob("*/recipe.yaml")} - {LATEST})
     raise UserError(
-        f"expected a run, found none named {name!r}" if name else "there is no run yet",
+        f"expected a run, found {found}" if name else "there is no run yet",
         where=name or RUNS,
         do=f"the runs here are: {', '.join(names)}"
         if names

@@ -138,10 +138,10 @@ def describe_products(target: Target, *, cpu_prepacked: bool) -> str:
     dtype = str(target.dtype).removeprefix("torch.")
     reason = why_not_prepacked(target) if cpu_prepacked else "packing is off"
     if reason is not None:
-        return f"plain {dtype} products ({reason})"
+        return f"{dtype} weights as they are ({reason})"
     decoder = prepacked_decoder(target)
     size = f"{decoder.num_bytes / 1e6:,.0f} MB" if decoder else ""
-    return f"{dtype} products packed for oneDNN (a copy of {size})"
+    return f"{dtype} weights packed for this CPU (a copy of {size})"
 
 
 def why_not_prepacked(target: Target) -> str | None:

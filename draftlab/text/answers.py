@@ -162,10 +162,12 @@ def regenerate(
         monitor.say(line)
     cut = f"{counts.unfinished:,} ({counts.unfinished / counts.answers:.0%})"
     _warn_of_cut_answers(counts, settings, monitor)
+    several = counts.answers != counts.conversations
     monitor.say(
-        f"answers: {counts.answers:,} with {counts.tokens:,} tokens in "
-        f"{counts.conversations:,} conversations; {cut} reached their length limit "
-        f"unfinished; {throughput.rate:,.0f} tokens/s"
+        f"answers: {counts.answers:,}"
+        + f" in {count_text(counts.conversations, 'conversation')}" * several
+        + f", of {counts.tokens:,} tokens; {cut} reached their length limit unfinished; "
+        f"{throughput.rate:,.0f} tokens/s"
     )
 
 

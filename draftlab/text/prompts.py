@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json
+from draftlab.files import canonical_json, other_kind
 from draftlab.progress import Monitor
 from draftlab.text.conversations import (
     LINE_HELP,
@@ -35,9 +35,9 @@ def prompt_file(source: str) -> Path:
         folder = Path(str(resources.files("draftlab"))) / "embedded" / "prompts"
         return folder / EMBEDDED_PROMPTS[source]
     path = Path(source).expanduser()
-    if not path.is_file():
+    if found := other_kind(path):
         raise UserError(
-            "expected a JSONL file of conversations, found none",
+            f"expected a JSONL file of conversations, found {found}",
             where=path,
             do=f"give a path, or one of {', '.join(EMBEDDED_PROMPTS)}",
         )

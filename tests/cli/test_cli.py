@@ -77,7 +77,7 @@ def raises(error: BaseException) -> Callable[..., None]:
     ("error", "exit_code", "message"),
     [
         (ZeroDivisionError("oh"), 1, "internal error: ZeroDivisionError: oh"),
-        (KeyboardInterrupt(), 130, "continues where it stopped"),
+        (KeyboardInterrupt(), 130, "keeps what is finished"),
     ],
 )
 def test_internal_errors_and_interruptions(
@@ -138,7 +138,7 @@ def test_a_full_or_read_only_disk_is_a_user_error(
     first, second, third = console.file.getvalue().splitlines()
     assert first == f"error: expected to write a file, found: {os.strerror(number)}"
     assert second.startswith(f"where: {where}")
-    assert third == f"do: {do}; the same command continues where it stopped"
+    assert third == f"do: {do}; the same command keeps what is finished and goes on"
 
 
 def test_long_lines_are_not_wrapped_in_a_log() -> None:

@@ -185,3 +185,46 @@ def test_a_broken_suite_leaves_the_run_unchanged(folder: Path) -> None:
     assert "messages: expected a value, found nothing" in output
     assert "bad.jsonl:1" in output
     assert snapshot(folder / "runs") == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("evla",), "error: No such command 'evla'. Did you mean 'eval'?\nwhere: command line\n"),
+        (("train", "small.yaml", "--ofrce"), "error: No such option: --ofrce"),
+        (("store", "merge"), "`draftlab store merge --help` explains what it takes"),
+        (("train", "small.yaml", "prompts.source=toy", "name=x"), "conversations, found a folder"),
+        (("eval", "--suite", "toy"), "expected a prompt suite or a file, found a folder"),
+        (("inspect", "toy/tokenizer"), "expected a run, found a folder without recipe.yaml"),
+        (
+            ("train", "bad.yaml"),
+            "not: expected ',' or '}', but got ':', line 2, column 5\nwhere: bad",
+        ),
+        (("train", "small.yaml", "eval.k=0"), "\n  eval.k: expected a number greater than or"),
+        (("train", "small.yaml", "eval.k=[1,0]"), "\n  eval.k.1: expected a number greater than"),
+        (("push", "small", "name"), "write owner and name: OWNER/NAME\n"),
+    ],
+)
+def test_a_mistake_is_named_in_few_lines(
+    arguments: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    folder = copy_of_finished(tmp_path)
+    (folder / "bad.yaml").write_text("train: {steps: 3\neval: [\n")
+    (folder / "toy/tokenizer").mkdir()
+    text = refused(folder, *arguments)
+    assert words in text
+    assert len(text.splitlines()) <= 5
+
+
+def test_layouts_are_checked_before_one_is_written(tmp_path: Path) -> None:
+    folder = copy_of_finished(tmp_path)
+    text = refused(folder, "export", "--run", "small", "--to", "vllm,sglang", "--out", "new")
+    assert "where: --to sglang" in text
+    assert not (folder / "new").exists()
+
+
+def test_a_sample_that_is_not_there_is_refused_before_anything_is_printed() -> None:
+    for what in ("small", "runs/small/store"):
+        assert "expected a sample in 0..11" in refused(
+            finished(), "inspect", what, "--sample", "99"
+        )

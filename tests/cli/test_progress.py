@@ -34,6 +34,7 @@ def test_bar_count_and_remaining_time_are_visible_on_a_narrow_terminal(
     monitor.close()
     assert re.match(r"train +[━╸╺ ]{12} 5,000/20,000 +(-:--:--|\d+:\d\d:\d\d) 12,4", line)
     assert len(line.rstrip()) <= width
+    assert "GiB" in file.getvalue()
 
 
 def test_a_log_says_how_long_a_stage_still_takes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ def test_a_signal_ends_the_process_with_a_line(number: signal.Signals) -> None:
     with pytest.raises(SystemExit) as ended, guard(False, monitor=ConsoleMonitor(console)):
         signal.raise_signal(number)
     assert ended.value.code == 128 + number
-    line = f"{number.name}; the same command continues where it stopped\n"
+    line = f"{number.name}; the same command keeps what is finished and goes on\n"
     assert console.file.getvalue() == line
     assert signal.getsignal(number) is before
 

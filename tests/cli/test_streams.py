@@ -108,7 +108,7 @@ def test_ctrl_c_while_torch_is_imported_ends_with_a_line_within_a_second(
     _, err = process.communicate(timeout=60)
     assert time.monotonic() - began < 1
     assert process.returncode == 130
-    assert err.decode() == "interrupted; the same command continues where it stopped\n"
+    assert err.decode() == "interrupted; the same command keeps what is finished and goes on\n"
 
 
 @pytest.mark.parametrize("arguments", [("--version",), ("version",)])

@@ -209,7 +209,7 @@ def test_prompts_use_the_prepacked_path(
 @pytest.mark.skipif(NO_PREPACKING is not None, reason="no packed products")
 def test_an_evaluation_prepacks_by_default(target: Target, head: Any) -> None:
     reports = {}
-    for packed, words in ((True, "packed for oneDNN"), (False, "packing is off")):
+    for packed, words in ((True, "packed for this CPU"), (False, "packing is off")):
         monitor = RecordingMonitor()
         settings = {"temperatures": 0, "timing_prompts": 0, "certify": False, "packed": packed}
         reports[packed] = evaluate(target, head, monitor=monitor, **settings)

@@ -208,10 +208,10 @@ def test_prepacked_weights_are_shared_and_freed_with_the_target(llama: Target) -
     assert path() is not None
     assert prepacked_decoder(llama) is path()
     assert describe_products(llama, cpu_prepacked=False) == (
-        "plain float32 products (packing is off)"
+        "float32 weights as they are (packing is off)"
     )
     line = describe_products(llama, cpu_prepacked=True)
-    assert line.startswith("float32 products packed for oneDNN (a copy of")
+    assert line.startswith("float32 weights packed for this CPU (a copy of")
     llama.decode_paths.clear()
     gc.collect()
     assert path() is None
