@@ -356,7 +356,8 @@ def _key(loc: Sequence[Any], tree: Any) -> str:
     if len(loc) > 1 and isinstance(loc[-1], int):
         for part in loc[:-1]:
             tree = tree.get(part) if isinstance(tree, dict) else None
-        loc = loc if isinstance(tree, list) else loc[:-1]  # one value stands for a list of it
+        if not isinstance(tree, list) and "," not in str(tree):
+            loc = loc[:-1]  # one value stands for a list of it
     return ".".join(map(str, loc))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, known_sha256, other_kind, sha256_text
+from draftlab.files import canonical_json, known_sha256, sha256_text
 from draftlab.progress import Monitor
 from draftlab.text.benchmarks import BENCHMARKS, parse_benchmark, read_rows
 from draftlab.text.chat_template import (
@@ -188,7 +188,9 @@ def suite_sha256(source: str) -> str | None:
 
 
 def _check_known(source: str) -> None:
-    if source not in EMBEDDED_PROMPTS and (found := other_kind(Path(source).expanduser())):
+    path = Path(source).expanduser()
+    if source not in EMBEDDED_PROMPTS and not path.is_file():
+        found = "a folder" if path.is_dir() else "neither"
         raise UserError(f"expected a prompt suite or a file, found {found}", where=source, do=_HELP)
 
 

@@ -231,7 +231,7 @@ def test_bfloat16_is_prepacked_too(tmp_path: Path) -> None:
         pytest.skip(reason)
     target = zoo_target(tmp_path, "llama", dtype="bfloat16", tie_word_embeddings=True)
     assert prepacked_decoder(target) is not None  # it has been compared with transformers
-    assert "bfloat16 products packed" in describe_products(target, cpu_prepacked=True)
+    assert "bfloat16 weights packed" in describe_products(target, cpu_prepacked=True)
 
 
 def test_nothing_is_prepacked_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
