@@ -119,6 +119,19 @@ def test_leftovers_of_killed_processes_are_removed_by_the_next_run(tmp_path: Pat
     assert all(path.exists() for path in (*alive, *kept, tmp_path / "runs/latest"))
 
 
+def test_leftovers_in_a_linked_folder_stay(tmp_path: Path) -> None:
+    """In a run folder only the store may be a link; what is in it belongs to who records it."""
+    leftover, run = tmp_path / f"disk/.x.{dead_pid()}.tmp", tmp_path / "run"
+    for folder in (leftover.parent, run):
+        folder.mkdir()
+    leftover.write_text("")
+    (run / "store").symlink_to(leftover.parent)
+    with lock(run):
+        pass
+    remove_leftovers(run / "store")
+    assert leftover.exists()
+
+
 def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path) -> None:
     with atomic_path(tmp_path / "file") as temporary:
         temporary.write_text("whole")

@@ -102,8 +102,9 @@ class Run:
             written = record_path(self.folder, stage)
             try:
                 if check_store(store, url, written.stat().st_mtime_ns):
+                    # What has the right hash is not hashed again.
                     with suppress(OSError):  # of another user
-                        os.utime(written)  # what has the right hash is not hashed again
+                        os.utime(written, follow_symlinks=False)
             except UnreachableError:  # nothing is known of the shards
                 raise
             except UserError as error:  # a shard is missing or truncated

@@ -166,7 +166,7 @@ def regenerate(
     monitor.say(
         f"answers: {counts.answers:,}"
         + f" in {count_text(counts.conversations, 'conversation')}" * several
-        + f", of {counts.tokens:,} tokens; {cut} reached their length limit unfinished; "
+        + f", {counts.tokens:,} tokens; {cut} reached their length limit unfinished; "
         f"{throughput.rate:,.0f} tokens/s"
     )
 

@@ -102,6 +102,9 @@ def test_the_folder_contains_no_path_of_this_machine(workshop: Path) -> None:
         if not name.endswith((".safetensors", ".png")):
             assert not re.search(r"/(tmp|home|root)/", data.decode()), name
     assert ModelCard.load(workshop / "out" / "README.md").data.base_model is None
+    launch = (workshop / "out/launch.md").read_text()
+    assert "vllm serve TARGET" in launch
+    assert "TARGET stands for the folder of the target" in launch
     published = Report.read(workshop / "out" / "report.json")
     assert {row.head for row in published.rows} == {None, "small", "head", "head (2)"}
     assert {row.suite for row in published.rows} == {"spec-bench:questions.jsonl"}
