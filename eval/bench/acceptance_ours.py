@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 from acceptance_peers import WARMUP_STEPS, Trained
-from acceptance_table import OURS
 
 from draftlab.heads.head import DraftHead
 from draftlab.pipeline.recipe import Recipe, load_recipe
 
+OURS = "ours"
+"""Name of our heads."""
 FOLDER = Path(__file__).parents[2] / "recipes"
 RECIPES = {"eagle3": "quickstart", "peagle": "quickstart_peagle", "dspark": "quickstart_dspark"}
 SETTINGS = {
@@ -30,21 +31,12 @@ SETTINGS = {
 what raised validation's AL at this number of tokens."""
 
 
-def our_recipe(
-    options: argparse.Namespace,
-    filled: float,
-    family: str,
-    seed: int,
-    name: str = OURS,
-    *settings: str,
-) -> Recipe:
+def our_recipe(options: argparse.Namespace, filled: float, family: str, seed: int) -> Recipe:
     """Return our recipe of a family.
 
     Args:
         options: of the command line.
         filled: share of our rows' positions that are tokens.
-        name: of the head, as in the table.
-        settings: beside those of the command line.
     """
     steps = max(1, round(options.tokens / (options.step_tokens * filled)))
     rows = [
@@ -59,8 +51,8 @@ def our_recipe(
     if family not in options.families:  # its recipe makes the store alone
         shared = [one for one in shared if not one.startswith(("head.", "train."))]
     file = FOLDER / f"{RECIPES[family]}.yaml"
-    own = [f"name={run_name(name, family, seed)}", f"seed={seed}"]
-    return load_recipe(file, [*rows, *shared, *settings, *own])
+    own = [f"name={run_name(OURS, family, seed)}", f"seed={seed}"]
+    return load_recipe(file, [*rows, *shared, *own])
 
 
 def run_name(name: str, family: str, seed: int) -> str:

@@ -9,9 +9,9 @@ defaults and once with our learning rate (`acceptance_peers.py`), imported by `d
 all heads decode the same held-out prompts with K drafts a step.
 
 A peer that fails is left out with its reason, and the exit code is then 1; so is SpecForge without
-a GPU. A finished head is not trained again; --minutes begins no further head after a time. Results
-are in --results, by default OUT/results.json, and in OUT/table.md. Seconds are those of the
-training steps; "steady" is without the first 20 steps, in which code is compiled.
+a GPU. A finished head is not trained again. Results are in --results, by default OUT/results.json,
+and in OUT/table.md. Seconds are those of the training steps; "steady" is without the first 20
+steps, in which code is compiled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import shutil
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,8 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
-from acceptance_ours import RECIPES, our_recipe, our_training, run_name
+from acceptance_ours import OURS, RECIPES, our_recipe, our_training, run_name
 from acceptance_peers import MODULES, PEERS, Task, Trained
-from acceptance_table import OURS, TEMPERATURES, Result, mean_al, table
 from options import decode, share_stages
 
 from draftlab.engine.sampling import Sampling
@@ -43,6 +42,7 @@ from draftlab.export.importing import import_head
 from draftlab.files import write_text
 from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
+from draftlab.intervals import bootstrap_interval
 from draftlab.kernels.cuda_device import free_memory
 from draftlab.pipeline.pipeline import Pipeline
 from draftlab.pipeline.recipe import Recipe
@@ -57,6 +57,80 @@ from eval.measurements import Measurements, PrintMonitor, add_options, import_er
 
 OUR_RATES = {"specforge": 4e-3}
 """Our learning rate for a peer's optimizer, where it is not the recipe's: AdamW on all weights."""
+
+
+TEMPERATURES = (0.0, 0.8)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One trained head.
+
+    Attributes:
+        counters: by temperature, drafts and accepted drafts of each prompt, [P][2].
+    """
+
+    name: str
+    family: str
+    seed: int
+    trained: Trained
+    counters: dict[str, list[list[int]]]
+
+
+def mean_al(results: Sequence[Result], temperature: str, index: Any = slice(None)) -> float:
+    """Return the mean of the seeds' AL over some prompts."""
+    values = []
+    for result in results:
+        drafts, accepted = np.array(result.counters[temperature])[index].sum(0)
+        values.append(1 + accepted / drafts)
+    return float(np.mean(values))
+
+
+def interval_text(value: float, low: float, high: float, sign: str = "") -> str:
+    return f"{value:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+
+
+COLUMNS = (
+    "head | seeds | tokens seen | steps | trained parameters | learning rate | AL, T = 0 "
+    "| to ours | AL, T = 0.8 | to ours | seconds | steady | peak GiB"
+)
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return the table. Intervals are over prompts, of the mean over the seeds of both heads."""
+    lines = [f"| {COLUMNS} |", "|---" * len(COLUMNS.split("|")) + "|"]
+    groups: dict[tuple[str, str], list[Result]] = {}
+    for result in results:
+        groups.setdefault((result.family, result.name), []).append(result)
+    for (family, name), group in groups.items():
+        ours = [r for r in groups[family, OURS] if r.seed in {g.seed for g in group}]
+        trained = [r.trained for r in group]
+        cells = [
+            f"{name}, {family}",
+            " ".join(str(r.seed) for r in group),
+            f"{np.mean([t.tokens_seen for t in trained]) / 1e6:.2f} M",
+            f"{np.mean([t.steps for t in trained]):.0f}",
+            f"{trained[0].parameters / 1e6:.2f} M",
+            f"{trained[0].learning_rate:g}",
+        ]
+        for temperature in map(str, TEMPERATURES):
+            count = len(group[0].counters[temperature])
+
+            def difference(index: Any, temperature: str = temperature) -> float:
+                return mean_al(group, temperature, index) - mean_al(ours, temperature, index)  # noqa: B023
+
+            def own(index: Any, temperature: str = temperature) -> float:
+                return mean_al(group, temperature, index)  # noqa: B023
+
+            everything = np.arange(count)
+            cells.append(interval_text(own(everything), *bootstrap_interval(own, count)))
+            ends = bootstrap_interval(difference, count)
+            same = name == OURS
+            cells.append("" if same else interval_text(difference(everything), *ends, "+"))
+        for field in ("seconds", "steady_seconds", "peak_gib"):
+            cells.append(f"{np.mean([getattr(t, field) for t in trained]):.1f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 class Bench:
@@ -95,19 +169,19 @@ class Bench:
         self.left_out.append(line)
         print(f"left out: {line}", flush=True)
 
-    def recipe(self, family: str, seed: int, name: str = OURS, *settings: str) -> Recipe:
+    def recipe(self, family: str, seed: int) -> Recipe:
         """Return our recipe of a family."""
-        return our_recipe(self.options, self.filled, family, seed, name, *settings)
+        return our_recipe(self.options, self.filled, family, seed)
 
-    def ours(self, family: str, seed: int, name: str = OURS, *settings: str) -> Result:
+    def ours(self, family: str, seed: int) -> Result:
         """Train and measure a head of ours."""
 
         def train(folder: Path) -> Trained:
-            recipe = self.recipe(family, seed, name, *settings)
+            recipe = self.recipe(family, seed)
             self.make_head(recipe)
             return our_training(folder, recipe, self.head(folder / "head"))
 
-        return self.measure(name, family, seed, train)
+        return self.measure(OURS, family, seed, train)
 
     def make_head(self, recipe: Recipe) -> None:
         """Train a head of ours on the base's store, if that is not done yet."""
@@ -159,8 +233,6 @@ class Bench:
         """Return a head's result; train and decode with it if that is not done yet."""
         run = run_name(name, family, seed)
         fields = self.parts.measure(run, lambda: self.new_result(name, family, seed, train))
-        if fields is None:
-            raise TimeoutError(f"no time is left for {name} {family}, seed {seed}")
         result = Result(**fields | {"trained": Trained(**fields["trained"])})
         print(f"{run}: AL {mean_al([result], '0.0'):.3f} at T = 0, {result.trained}", flush=True)
         return result
@@ -188,7 +260,7 @@ class Bench:
         return asdict(Result(name, family, seed, trained, counters))
 
     def results(self) -> Iterator[Result]:
-        """Yield all heads' results, until the time is up."""
+        """Yield all heads' results."""
         options = self.options
         for seed, family in product(options.seeds, options.families):
             yield self.ours(family, seed)
@@ -197,8 +269,6 @@ class Bench:
                     continue
                 try:
                     yield self.peer(peer, family, seed, our_rate=our_rate)
-                except TimeoutError:
-                    raise
                 except Exception as error:  # another program's failure; the others go on
                     if not isinstance(error, UserError):
                         traceback.print_exc()
@@ -231,13 +301,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.results = options.results or options.out / "results.json"
     results: list[Result] = []
     bench = Bench(options)
-    try:
-        for result in bench.results():
-            results.append(result)
-            write_text(options.out / "table.md", table(results))
-            print(table(results).splitlines()[-1], flush=True)
-    except TimeoutError as error:
-        bench.left_out.append(str(error))
+    for result in bench.results():
+        results.append(result)
+        write_text(options.out / "table.md", table(results))
+        print(table(results).splitlines()[-1], flush=True)
     text = table(results) + "".join(f"\nleft out: {line}\n" for line in bench.left_out)
     write_text(options.out / "table.md", text)
     print(text)

@@ -1,6 +1,6 @@
 """Time decoding on one CPU thread: draftlab's engine beside a cached loop of transformers.
 
-    python eval/bench/bench_cpu.py [--prompts 24] [--start 0] [--tokens 64] [--k 2,3,4] [--plain]
+    python eval/bench/bench_cpu.py [--prompts 24] [--tokens 64] [--k 2,3,4]
 
 The embedded target and the reference head decode greedily, one prompt at a time, without stop
 tokens. The baseline is the loop of `model.generate` without its bookkeeping: one token a call, a
@@ -17,8 +17,6 @@ import argparse
 import time
 from collections.abc import Callable
 from functools import partial
-from importlib import resources
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,6 +27,7 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
 from draftlab.heads.folder import load_head
 from draftlab.intervals import bootstrap_interval
+from draftlab.pipeline.resolve import find_head
 from draftlab.progress import Monitor
 from draftlab.target_model.cache import cache_name
 from draftlab.target_model.loading import load_target, load_tokenizer
@@ -65,28 +64,24 @@ def decode(engine: Engine, request: Request) -> Timed:
     return generation.tpot_s or float("nan"), generation.token_ids, len(generation.steps)
 
 
-def methods_of(target: Target, ks: list[int], max_length: int, *, plain: bool) -> dict[str, Method]:
+def methods_of(target: Target, ks: list[int], max_length: int) -> dict[str, Method]:
     """Return every method of decoding by name, the baseline first."""
     model = AutoModelForCausalLM.from_pretrained(
         target.folder, dtype=torch.float32, attn_implementation="sdpa"
     ).eval()
-    folder = Path(str(resources.files("draftlab") / "embedded" / "heads" / "reference"))
     head = load_head(
-        folder, embeddings=target.parts.embeddings, dtype=target.dtype, device=target.device
+        find_head("reference"),
+        embeddings=target.parts.embeddings,
+        dtype=target.dtype,
+        device=target.device,
     )
-
-    def engine(k: int, packed: bool) -> Method:
-        drafter = ChainDrafter(head, k, draft_probs=False) if k else None
-        made = Engine(
-            target, drafter, batch=1, max_length=max_length, expect=False, cpu_prepacked=packed
-        )
-        return partial(decode, made)
-
     methods: dict[str, Method] = {LOOP: partial(hf_loop, model)}
-    for packed in (True, False) if plain else (True,):
-        for k in (0, *ks):
-            name = f"K = {k}" if k else "no drafting"
-            methods[f"{name}, {'packed' if packed else 'plain'}"] = engine(k, packed)
+    for k in (0, *ks):
+        drafter = ChainDrafter(head, k, draft_probs=False) if k else None
+        engine = Engine(
+            target, drafter, batch=1, max_length=max_length, expect=False, cpu_prepacked=True
+        )
+        methods[f"K = {k}" if k else "no drafting"] = partial(decode, engine)
     return methods
 
 
@@ -99,21 +94,18 @@ def interval(above: np.ndarray, below: np.ndarray) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=24)
-    parser.add_argument("--start", type=int, default=0, help="prompts of the suite to skip")
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--k", default="2,3,4")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--plain", action="store_true", help="also without prepacked weights")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    settings = TargetSettings(device="cpu", dtype=arguments.dtype)
+    settings = TargetSettings(device="cpu", dtype="float32")
     target = load_target(settings)
     suite = load_suite("embedded:heldout", load_tokenizer(settings), Monitor())
-    chosen = suite.prompts[arguments.start :][: arguments.prompts]
+    chosen = suite.prompts[: arguments.prompts]
     requests = [Request(id_, ids, arguments.tokens) for id_, ids in chosen]
     longest = max(len(request.prompt_ids) for request in requests) + arguments.tokens + 16
     ks = [int(k) for k in arguments.k.split(",")]
-    decoders = methods_of(target, ks, longest, plain=arguments.plain)
+    decoders = methods_of(target, ks, longest)
     names = list(decoders)
     results: dict[str, list[Timed]] = {name: [] for name in names}
     for name in names:  # first calls pay for allocation

@@ -3,18 +3,16 @@
     python eval/bench/bench_decode.py [--batches 1,8,32] [--k 3,5,8] [--results steps.json]
     python eval/bench/bench_decode.py --heads chain,1,2,4 --k 1,3,5,8 --probs off
     python eval/bench/bench_decode.py --heads dspark --k 3,7
-    python eval/bench/bench_decode.py --target hybrid --k 1,3,7 --probs off [--graphs off]
     python eval/bench/bench_decode.py --target small --device cpu --prompt-tokens 8 --tokens 8
 
-The hybrid target has transformers' default shapes of Qwen3.5 (32 layers of width 4096, gated delta
-nets but for every fourth) with the vocabulary of the other. Weights are random. The head is an
-EAGLE3 chain of one layer, with a number in --heads a parallel head of so many layers, or a DSpark
-head of five layers; draft vocabularies have 32,000 tokens, but DSpark's is the target's. Each
-request has a prompt of 512 random tokens and 256 new tokens. Acceptance is synthetic, as in the
-vLLM measurement that it is compared with (vLLM 0.33.0): draft i passes with probability 0.6 if
-those before it did. The verifier of random_models.py decides so after it ran the real one, so a
-step leaves nothing out. Times are the engine's, host included. The time to the first token is
-measured from when a batch of prompts is handed in until the host sees each one's token.
+Weights are random. The head is an EAGLE3 chain of one layer, with a number in --heads a parallel
+head of so many layers, or a DSpark head of five layers; draft vocabularies have 32,000 tokens, but
+DSpark's is the target's. Each request has a prompt of 512 random tokens and 256 new tokens.
+Acceptance is synthetic, as in the vLLM measurement that it is compared with (vLLM 0.33.0): draft i
+passes with probability 0.6 if those before it did. The verifier of random_models.py decides so
+after it ran the real one, so a step leaves nothing out. Times are the engine's, host included. The
+time to the first token is measured from when a batch of prompts is handed in until the host sees
+each one's token.
 
 The floor is the bytes of weights that a step reads over the rate at which they can be streamed:
 4.15 TB/s where a copy moves 4.30, scaled by the copy rate measured at the start. vLLM's times are
@@ -129,7 +127,6 @@ def measure(
     *,
     prompt: int = PROMPT,
     new: int = NEW,
-    graphs: bool | None = None,
 ) -> Measured:
     """Measure an engine with `batch` prompts of `prompt` random tokens and `new` new ones."""
     passing_runs(target.device)  # not inside a graph's capture
@@ -140,7 +137,6 @@ def measure(
         max_length=prompt + new + 32,
         verifier=synthetic_verify if drafter else verify,
         expect=False,
-        graphs=graphs,
     )
     generator = torch.Generator().manual_seed(batch)
     temperature = 1.0 if drafter and drafter.draft_probs else 0.0
@@ -181,8 +177,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--k", default="3,5,8")
     parser.add_argument("--probs", choices=PROBS, default="both", help="draft probabilities")
-    parser.add_argument("--target", choices=("llama", "hybrid", "small"), default="llama")
-    parser.add_argument("--graphs", choices=("on", "off"), default="on", help="CUDA graphs")
+    parser.add_argument("--target", choices=("llama", "small"), default="llama")
     parser.add_argument("--prompt-tokens", type=int, default=PROMPT)
     parser.add_argument("--tokens", type=int, default=NEW, help="of an answer")
     parser.add_argument("--device", default="cuda")
@@ -190,10 +185,10 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     require(gpus=int(device.type == "cuda"))
-    conditions = option_values(options, "target", "graphs", "prompt_tokens", "tokens")
+    conditions = option_values(options, "target", "prompt_tokens", "tokens")
     parts = Measurements(options, conditions, device)
     rate = parts.measure("bytes copied a second", lambda: copy_rate(device))
-    print(f"a copy moves {(rate or 0) / 1e12:.2f} TB/s")
+    print(f"a copy moves {rate / 1e12:.2f} TB/s")
     print("head         batch  K probs  step ms  floor ms  ratio  with KV  vLLM ms  ratio  "
           "tokens/step  tokens/s  TTFT ms")  # fmt: skip
 
@@ -213,9 +208,7 @@ def main() -> None:
                 for probs in PROBS[options.probs] if k else (False,):
                     part = f"{name}, batch {batch}, K = {k}{', probabilities' * probs}"
                     arguments = (name, batch, k, probs, rate, options)
-                    row = parts.measure(part, row_of(target, head, *arguments))
-                    if row is not None:
-                        show(Bench(**row))
+                    show(Bench(**parts.measure(part, row_of(target, head, *arguments))))
 
 
 def head_fields(name: str) -> dict[str, Any]:
@@ -243,11 +236,8 @@ def row_of(
             batch,
             prompt=options.prompt_tokens,
             new=options.tokens,
-            graphs=None if options.graphs == "on" else False,
         )
         moved = (target_bytes(target()) or 0) + (head_bytes(head(name), k) if k else 0)
-        if target().recurrent:
-            moved += 2 * batch * sum(target().state_bytes.values())
         position = sum(target().kv_bytes.values())
         if k:
             chain = head(name).family.drafting == "chain"

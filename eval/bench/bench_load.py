@@ -1,14 +1,12 @@
 """Goodput under load: plain decoding and every K, at each number of requests that always run.
 
     python eval/bench/bench_load.py --results load.json
-    python eval/bench/bench_load.py --target embedded --dtype bfloat16 --results load.json
 
 The 8B target has the shapes of Llama-3.1-8B, random weights and an EAGLE3 chain of one layer; draft
 i passes with probability 0.6 if those before it did, decided behind the real verifier
-(random_models.py). The small target has 22 M parameters, and the embedded one is draftlab's, with
-its reference head, held-out prompts, real acceptance, and stop tokens. Goodput, TPOT and TTFT are
-those of `draftlab eval --concurrency` (docs/methods.md §6.2), by the same code. All configurations
-take turns in every round, of which there are `--rounds` or more: each configuration is measured for
+(random_models.py). The small target has 22 M parameters. Goodput, TPOT and TTFT are those of
+`draftlab eval --concurrency` (docs/methods.md §6.2), by the same code. All configurations take
+turns in every round, of which there are `--rounds` or more: each configuration is measured for
 `--seconds` at least. Graphs are captured before.
 
 It prints a table of goodput in tokens/s with the best of each concurrency, and how well each K is
@@ -26,59 +24,67 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from random_models import HEADS, SMALL_HEAD, random_head, random_target
-from synthetic_workload import synthetic_engine, synthetic_workload
+from random_models import (
+    HEADS,
+    SMALL_HEAD,
+    passing_runs,
+    random_head,
+    random_target,
+    synthetic_verify,
+)
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from draftlab.engine.engine import Engine
 from draftlab.evaluate.adviser import advise
-from draftlab.evaluate.decoding_config import PLAIN_DECODING
+from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig, NamedHead
 from draftlab.evaluate.measure import new_engine, pool_warnings, shared_pool
 from draftlab.evaluate.results import LoadPoint
 from draftlab.evaluate.settings import EvalSettings
+from draftlab.evaluate.timing import Decoder
 from draftlab.evaluate.warnings import with_load_cliff_warnings
 from draftlab.evaluate.workload import Workload
+from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
+from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
+from draftlab.text.suites import Suite
 from eval.measurements import Measurements, add_options, print_table, require
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 TARGETS = {"8b": "llama", "small": "small"}
 
 
-def load_workload(target: str, dtype: str, device: torch.device, **settings: Any) -> Workload:
+def load_workload(target: str, device: torch.device, **settings: Any) -> Workload:
     """Return the workload of a target's name; `settings` are those of `EvalSettings`."""
     prompt_tokens = settings.pop("prompt_tokens")
-    if target == "embedded":
-        from draftlab.pipeline.api import new_evaluator  # needs more packages than random targets
-        from draftlab.pipeline.resolve import find_head, find_target
-
-        head = find_head("reference")
-        name = {"dtype": dtype, "device": str(device)}
-        target_settings = find_target(head, None).model_copy(update=name)
-        chosen = EvalSettings.model_validate(
-            {"max_prompts": 256, "temperatures": 0.0, "draft_probs": "off"} | settings
-        )
-        evaluator = new_evaluator(
-            target_settings, head, chosen, monitor=Monitor(), head_name="reference"
-        )
-        return evaluator.workload
-    loaded = random_target(device, TARGETS[target], dtype=DTYPES[dtype])
+    loaded = random_target(device, TARGETS[target])
     changed = HEADS["chain"] | (SMALL_HEAD if target == "small" else {})
     head = random_head(loaded, device, **changed)
     return synthetic_workload(loaded, head, prompts=64, prompt_tokens=prompt_tokens, **settings)
 
 
-def with_pool(
-    new_workload: Callable[[], Workload],
-) -> Callable[[], tuple[Workload, PagedCache | None]]:
-    """Return a function that makes the workload and its KV cache when it is first called."""
+def synthetic_workload(
+    target: Target, head: DraftHead, *, prompts: int, prompt_tokens: int, **settings: Any
+) -> Workload:
+    """Return a workload of random prompts at T = 0, whose answers end at the token limit alone."""
+    generator = torch.Generator().manual_seed(0)
+    vocab = len(target.parts.embeddings)
+    ids = torch.randint(10, vocab, (prompts, prompt_tokens), generator=generator).tolist()
+    suite = Suite("random", "", tuple((f"r{i}", tuple(row)) for i, row in enumerate(ids)))
+    chosen = EvalSettings.model_validate({"temperatures": 0.0, "packed": False} | settings)
+    heads = (NamedHead("chain", head),)
+    return Workload(target, heads, suite, frozenset(), chosen, Monitor())
 
-    @cache
-    def loaded() -> tuple[Workload, PagedCache | None]:
-        workload = new_workload()
-        return workload, shared_pool(workload)
 
-    return loaded
+def synthetic_engine(
+    workload: Workload, config: DecodingConfig, batch: int, pool: PagedCache | None
+) -> Decoder:
+    """Return the evaluation's engine for a configuration, with synthetic acceptance."""
+    passing_runs(workload.target.device)  # not inside a graph's capture
+    engine = new_engine(workload, config, batch, pool, expect=False)
+    assert isinstance(engine, Engine)
+    if config.head is not None:
+        engine.step.verifier = synthetic_verify
+    return engine
 
 
 def measure(
@@ -86,20 +92,24 @@ def measure(
     concurrency: Sequence[int],
     parts: Measurements,
     *,
-    synthetic: bool,
     rounds: int,
     seconds: float,
 ) -> list[LoadPoint]:
     """Measure every configuration at every concurrency; print the seconds that each took."""
-    make = synthetic_engine if synthetic else new_engine
-    loaded, points = with_pool(new_workload), []
+    points: list[LoadPoint] = []
+
+    @cache
+    def loaded() -> tuple[Workload, PagedCache | None]:
+        workload = new_workload()
+        return workload, shared_pool(workload)
+
     for number in concurrency:
 
         def part(number: int = number) -> dict[str, Any]:
             (workload, pool), started = loaded(), time.perf_counter()
             (t,) = workload.settings.temperatures
             engines = {
-                config: make(workload, config, number, pool, expect=False)
+                config: synthetic_engine(workload, config, number, pool)
                 for config in workload.configs_at(t)
             }
             options = {"rounds": rounds, "least_s": seconds}
@@ -120,8 +130,6 @@ def measure(
             }
 
         results = parts.measure(f"{number} at once", part)
-        if results is None:
-            continue
         measured = [LoadPoint.model_validate(p) for p in results["points"]]
         texts = (
             f"{p.configuration} {p.goodput_tok_s:,.0f} (AL {p.acceptance_length or 1:.2f}, "
@@ -155,8 +163,7 @@ def show(points: Sequence[LoadPoint]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", choices=(*TARGETS, "embedded"), default="8b")
-    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
+    parser.add_argument("--target", choices=TARGETS, default="8b")
     parser.add_argument("--concurrency", default="1,2,4,8,16,32,64", help="at most 64")
     parser.add_argument("--k", default="1,3,5,7")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="of random prompts")
@@ -170,7 +177,7 @@ def main() -> None:
     device, started = torch.device(arguments.device), time.perf_counter()
     require(gpus=int(device.type == "cuda"))
     conditions = dict(vars(arguments))
-    for name in ("device", "results", "minutes", "concurrency"):
+    for name in ("device", "results", "concurrency"):
         conditions.pop(name)
     parts = Measurements(arguments, conditions, device)
     concurrency = [int(number) for number in arguments.concurrency.split(",")]
@@ -178,7 +185,6 @@ def main() -> None:
     def new_workload() -> Workload:
         return load_workload(
             arguments.target,
-            arguments.dtype,
             device,
             k=arguments.k,
             concurrency=arguments.concurrency,
@@ -192,14 +198,12 @@ def main() -> None:
         new_workload,
         concurrency,
         parts,
-        synthetic=arguments.target != "embedded",
         rounds=arguments.rounds,
         seconds=arguments.seconds,
     )
-    if points:
-        show(points)
-        adviser = advise([], load=points) or {}
-        print(adviser.get("check", {}).get("text", "no advice"))
+    show(points)
+    adviser = advise([], load=points) or {}
+    print(adviser.get("check", {}).get("text", "no advice"))
     print(f"{time.perf_counter() - started:.0f} s in all")
 
 

@@ -38,7 +38,7 @@ HEADS: dict[str, dict[str, Any]] = {
         "confidence": True,
     },
 }
-MODEL_TYPES = {"llama": "llama", "hybrid": "qwen3_5_text", "small": "qwen3", "tiny": "llama"}
+MODEL_TYPES = {"llama": "llama", "small": "qwen3", "tiny": "llama"}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama": {  # Llama-3.1-8B
         "intermediate_size": 14336,
@@ -48,7 +48,6 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-5,
         "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
     },
-    "hybrid": {},
     "small": {  # 22 M parameters
         "vocab_size": 8192,
         "hidden_size": 512,
@@ -109,7 +108,7 @@ def synthetic_verify(
     return VerifyResult(runs.minimum(num_drafts), result.emitted, result.probability)
 
 
-def target_config(kind: str = "llama", **changed: Any) -> PretrainedConfig:
+def target_config(kind: str, **changed: Any) -> PretrainedConfig:
     """Return the config of a target of one of `SHAPES`."""
     shape = {
         "vocab_size": 128256,
@@ -121,14 +120,10 @@ def target_config(kind: str = "llama", **changed: Any) -> PretrainedConfig:
     return CONFIG_MAPPING[MODEL_TYPES[kind]](**shape | SHAPES[kind] | changed)
 
 
-def random_target(
-    device: torch.device,
-    kind: str = "llama",
-    dtype: torch.dtype = torch.bfloat16,
-    **changed: Any,
-) -> Target:
-    """Return a random target of one of `SHAPES`; `changed` are fields of its config."""
-    config = target_config(kind, attn_implementation=ATTENTION, dtype=dtype, **changed)
+def random_target(device: torch.device, kind: str) -> Target:
+    """Return a random target of one of `SHAPES` in bfloat16."""
+    dtype = torch.bfloat16
+    config = target_config(kind, attn_implementation=ATTENTION, dtype=dtype)
     torch.manual_seed(0)
     torch.set_default_dtype(dtype)
     with device:

@@ -1,15 +1,13 @@
 """Other trainers beside `bench_train.py`: their own code on the same work, timed in the same way.
 
 - `speculators` (PyPI) runs its model, loss and loop: one packed row, autocast, fused AdamW,
-  clipping, lm_head frozen. It uses its eager loss; `speculators:fused` uses its fused loss, which
-  did not compile on torch 2.11. Beside a parallel head its P-EAGLE runs, which samples (anchor,
+  clipping, lm_head frozen. It uses its eager loss, since its fused loss did not compile on torch
+  2.11. Beside a parallel head its P-EAGLE runs, which samples (anchor,
   depth) pairs in each step; `predictions` is the mean number that its loss counts. It trains all
-  embeddings, or none with `speculators:frozen`. Beside a block head its DSpark runs, with as many
-  anchors as ours has on average.
+  embeddings. Beside a block head its DSpark runs, with as many anchors as ours has on average.
 - `specforge` (PyPI, 0.2) runs its OnlineEagle3Model, with flex attention on a GPU, its loss and its
-  optimizer, with 16-bit weights beside float32 masters and lm_head trained. By default it computes
-  the target's logits over the whole vocabulary from normed states; `specforge:compact` computes
-  them in chunks of the vocabulary.
+  optimizer, with 16-bit weights beside float32 masters and lm_head trained. It computes the
+  target's logits over the whole vocabulary from normed states.
 
 Their EAGLE3 computes every position, so its time does not depend on the loss mask. P-EAGLE samples
 depths of answers alone, and computes depth 0 and its logits everywhere.
@@ -19,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
@@ -54,15 +52,11 @@ def peer_seconds(
     name: str, work: Work, device: torch.device, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Return milliseconds of a peer's step and its phases, speed and memory."""
-    kind, _, choices = name.partition(":")
-    if kind not in PEERS:
-        raise UserError(f"expected a peer among {', '.join(PEERS)}, found {kind!r}")
     before = 0
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)  # memory of our trainer
-    variants = frozenset(filter(None, choices.split(",")))
-    peer = PEERS[kind](variants, work, device, DTYPES[options.precision])
+    peer = PEERS[name](work, device, DTYPES[options.precision])
     clock, timings = PhaseTimer(device), []
     counted: list[Tensor] = []
     for number in range(options.warmup + TOGETHER * options.repeats):
@@ -82,7 +76,7 @@ def peer_seconds(
             timings.append({name: part / TOGETHER for name, part in phases.items()})
     seconds = median(sum(each.values()) for each in timings)
     row = {
-        "engine": kind,
+        "engine": name,
         "step_ms": 1e3 * seconds,
         "phases_ms": {key: 1e3 * median(each[key] for each in timings) for key in timings[0]},
         "tokens_per_s": work.shape.tokens / seconds,
@@ -152,14 +146,9 @@ def import_peer(*modules: str) -> list[Any]:
     return [importlib.import_module(module) for module in modules]
 
 
-def _speculators(variants: Set[str], work: Work, device: torch.device, dtype: torch.dtype) -> Peer:
+def _speculators(work: Work, device: torch.device, dtype: torch.dtype) -> Peer:
     family = work.shape.family
     parallel, block = family == "peagle", family == "dspark"
-    if variants - {"fused", "frozen"} or ("frozen" in variants and not parallel):
-        raise UserError(
-            "expected speculators[:fused] or, for --family peagle, speculators[:fused,frozen]; "
-            f"found speculators:{','.join(sorted(variants))}"
-        )
     name = {"peagle": "PEagle", "dspark": "DSpark", "eagle3": "Eagle3"}[family]
     models, config, greedy, losses = import_peer(
         f"speculators.models.{family}",
@@ -180,8 +169,6 @@ def _speculators(variants: Set[str], work: Work, device: torch.device, dtype: to
         }
     else:
         options["eagle_aux_hidden_state_layer_ids"] = boundaries
-    if "frozen" in variants:
-        options["embed_requires_grad"] = False
     model = getattr(models, f"{name}DraftModel")(
         getattr(models, f"{name}SpeculatorConfig")(
             **options,
@@ -215,14 +202,13 @@ def _speculators(variants: Set[str], work: Work, device: torch.device, dtype: to
         "verifier_last_hidden_states": one_row(last).to(state_dtype),
         "loss_config": losses.resolve_loss_config(
             '{"ce": 0.1, "tv": 1.8}' if block else "kl_div",  # its tv is half of L1
-            "fused" if "fused" in variants else "eager",
+            "eager",
         ),
     }
     if block:
-        implementation = "fused" if "fused" in variants else "eager"
         inputs |= {
             "max_anchors": round(work.shape.anchor_share * work.shape.tokens),
-            "tv_loss_fn": losses.resolve_loss_config("tv", implementation)["tv"][0],
+            "tv_loss_fn": losses.resolve_loss_config("tv", "eager")["tv"][0],
         }
     elif parallel:
         inputs |= {
@@ -267,16 +253,12 @@ def shifted(x: Tensor) -> Tensor:
     return F.pad(x[:, 1:], (0, 0) * (x.dim() - 2) + (0, 1))
 
 
-def _specforge(variants: Set[str], work: Work, device: torch.device, dtype: torch.dtype) -> Peer:
+def _specforge(work: Work, device: torch.device, dtype: torch.dtype) -> Peer:
     shape = work.shape
     if shape.family != "eagle3":
         raise UserError(
             f"SpecForge trains chains only, found --family {shape.family}",
             do="use --peer speculators",
-        )
-    if variants - {"compact"}:
-        raise UserError(
-            f"expected specforge[:compact], found specforge:{','.join(sorted(variants))}"
         )
     online = specforge_model(_llama(shape), work.head.t2d, work.head.d2t, shape.steps, device)
     model = online.draft_model
@@ -296,17 +278,11 @@ def _specforge(variants: Set[str], work: Work, device: torch.device, dtype: torc
         "loss_mask": mask[..., None].long(),
         "hidden_states": features.to(dtype),
     }
-    if "compact" in variants:
-        inputs |= {
-            "target": None,
-            "target_hidden_for_compact": normed,
-            "target_head_weight": lm_head,
-        }
 
     def forward() -> tuple[Tensor, Mapping[str, Tensor]]:
         with torch.no_grad():
-            logits = {} if "compact" in variants else {"target": F.linear(normed, lm_head)}
-        losses, *_ = online(**inputs, **logits)
+            logits = F.linear(normed, lm_head)
+        losses, *_ = online(**inputs, target=logits)
         return sum(GAMMA**k * each for k, each in enumerate(losses)), {}
 
     return Peer(model, forward, optimizer.step)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -16,8 +14,6 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
 from draftlab.heads.layers import RMSNorm
-from draftlab.kernels.distill import distill
-from draftlab.kernels.ttt_attention import ttt_attention
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.packer import OptimizerStep, Packer
@@ -29,10 +25,6 @@ GAMMA = 0.8
 TOGETHER = 4
 """Steps between two waits for the device, of draftlab and of other trainers alike."""
 FAMILIES = ("eagle3", "peagle", "dspark")
-ATTENTION = (
-    "draftlab.train.objectives.chunked_attention.ttt_attention",
-    "draftlab.train.objectives.parallel.ttt_attention",
-)
 
 
 @dataclass(frozen=True)
@@ -156,7 +148,7 @@ class RecordsInMemory:
     """Records in memory, with the part of a store's interface that packing uses."""
 
     records: Sequence[Record]
-    on_disk = True  # records that can be pickled serve data workers as well
+    on_disk = True
     window = None
 
     def views(self, indices: Sequence[int]) -> list[Record]:
@@ -172,29 +164,13 @@ class Work:
     target: DraftTeacher
     records: Sequence[Record]
 
-    @property
-    def step(self) -> OptimizerStep:
-        """One optimizer step over all records, each in a row of its own."""
-        return OptimizerStep(0, [([[number] for number in range(len(self.records))], False)])
-
-    def packer(
-        self, device: torch.device, *, one_row: bool | None = None, data_workers: int | None = None
-    ) -> Packer:
-        """Return the packer that makes batches of the records for a device.
-
-        Args:
-            one_row: whether a batch has one row; None: as in training on that device.
-            data_workers: as in `TrainSettings`.
-        """
-        shape, objective = self.shape, get_family(self.shape.family).objective()
-        settings = train_settings(shape, data_workers=data_workers)
-        one_row = uses_one_row(device) if one_row is None else one_row
+    def packed(self, device: torch.device) -> Batch:
+        """Return the records as a batch in the host's memory, as in training on a device."""
+        objective, one_row = get_family(self.shape.family).objective(), uses_one_row(device)
         sampling, imitates = objective.sampling, objective.imitates_states
-        return Packer(RecordsInMemory(self.records), settings, 0, sampling, imitates, one_row)
-
-    def packed(self, device: torch.device, *, one_row: bool | None = None) -> Batch:
-        """Return the records as a batch in the host's memory; `one_row` as in `packer`."""
-        (batch,) = self.packer(device, one_row=one_row)[self.step]
+        records, settings = RecordsInMemory(self.records), train_settings(self.shape)
+        step = OptimizerStep(0, [([[number] for number in range(len(self.records))], False)])
+        (batch,) = Packer(records, settings, 0, sampling, imitates, one_row)[step]
         return batch.pin_memory() if device.type == "cuda" else batch
 
 
@@ -249,32 +225,6 @@ def _record(shape: Shape, number: int, parts: TargetParts, generator: torch.Gene
     )
 
 
-def all_positions(work: Work) -> Work:
-    """Return work in which every position runs every step, lm_head and loss."""
-    return replace(
-        work,
-        shape=replace(work.shape, prompt=0.0),
-        records=[replace(record, spans=torch.ones_like(record.spans)) for record in work.records],
-    )
-
-
 def step_weights(family: str, counts: Sequence[int]) -> list[float]:
     """Return the weight of each step's sum of losses; `counts` are positions of each step."""
     return get_family(family).objective().step_weights(GAMMA, counts)
-
-
-def reference_loss(head: Eagle3Head, target: DraftTeacher, batch: Batch) -> Tensor:
-    """Return the loss Σ_k weight_k Σ ℓ / N_0, with eager attention and whole logits."""
-    teacher, total = target.at(batch), torch.zeros((), device=batch.tokens.device)
-    family = head.config.family
-    weights = step_weights(family, batch.counts)
-    with ExitStack() as stack:
-        for kernel in ATTENTION:
-            stack.enter_context(mock.patch(kernel, ttt_attention.reference))
-        steps = list(get_family(family).objective().forward(head, batch))
-    for weight, step in zip(weights, steps, strict=False):
-        last = target.norm(teacher.last[step.teacher_index].to(target.weight.dtype))
-        z = teacher.to_logits(last @ target.weight.t())
-        result = distill(head.logits(step.output), z, teacher.logsumexp[step.teacher_index])
-        total = total + weight * result.loss.sum()
-    return total / batch.num_anchors

@@ -60,6 +60,7 @@ CHAIN = {
     "qk_norm": "head.qk_norm=true",
     "one boundary, 9": "record.boundaries=[9]",
     "four boundaries, 2 5 8 11": "record.boundaries=[2,5,8,11]",
+    "fp8 store": "record.dtype=fp8",
     "lk": "train.loss=lk",
     "wsd": "train.schedule=wsd",
     "cosine": "train.schedule=cosine",

@@ -211,16 +211,15 @@ def new_case(
     mask: str,
     answered: Sequence[Record],
     num_steps: int,
-    attention: str,
     place: Path,
 ) -> Case:
     """Return a case of a target's answers."""
     records = [replace(r, spans=torch.ones_like(r.spans)) if mask == "all" else r for r in answered]
     batch = pack([records], sum(len(r.tokens) for r in records), num_steps)
-    documents = batch.documents[0]
+    documents, attention = batch.documents[0], "flex"
     if isinstance(subject.head, BlockHead):  # the library's positions go on over all documents
         positions = torch.arange(len(documents))[None]
-        attention = "sdpa"  # eager attention rounds to float32, flex compiles the masks of blocks
+        attention = "sdpa"  # flex compiles the masks of blocks
     elif subject.head.config.family == "peagle":  # the library counts rows on over all documents
         positions = library_rows(torch.arange(len(documents)), documents)[None]
     else:  # the library gives a feature the position of the token after it
@@ -298,7 +297,7 @@ def cases(options: argparse.Namespace, place: Path) -> Iterator[Case]:
             num_steps = each.head.config.k_trained
         for mask in ("all",) if options.random is not None else ("all", "answers"):
             own = place / f"case-{number}-{mask}"
-            yield new_case(each, mask, answers[key], num_steps, options.attention, own)
+            yield new_case(each, mask, answers[key], num_steps, own)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -325,7 +324,6 @@ def main() -> int:
     subject_options(parser, prompts=6)
     parser.add_argument("--steps", type=int, help="default: as many as the head was trained for")
     parser.add_argument("--max-new-tokens", type=int, default=48)
-    parser.add_argument("--attention", default="flex", choices=("flex", "eager", "sdpa"))
     return run_program(run, parser)
 
 

@@ -80,12 +80,12 @@ def request(
         place: an empty folder for the export and the row.
     """
     documents, parallel = batch.documents[0], subject.head.config.family == "peagle"
-    chosen, options = {}, {}
+    chosen, causal = {}, False
     if isinstance(subject.head, BlockHead):
         config = subject.head.config
         chosen = {"anchors": torch.arange(1, len(documents) - config.block_size + 1)}
-        options = {"causal": config.is_causal}
-        if config.is_causal:  # no key of the layout says so
+        causal = config.is_causal
+        if causal:  # no key of the layout says so
             subject = bidirectional(subject, place / "bidirectional")
     if parallel:  # in place of the anchors that the library would draw at random
         kept = documents[1:][documents[1:] == documents[:-1]]
@@ -105,9 +105,9 @@ def request(
         "draft": str(draft.resolve()),
         "target": str(subject.target.folder.resolve()),
         "features": str(features),
-        "num_depths" if parallel else "ttt_steps": num_steps,
+        "steps": num_steps,
         "attention": attention,
-        **options,
+        "causal": causal,
     }
 
 
