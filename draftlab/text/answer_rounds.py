@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.text.answer_message import AnswerParser
-from draftlab.text.chat_template import RenderError, encode_prompt, omitted_roles
+from draftlab.text.chat_template import Encoded, RenderError, encode_prompts, omitted_roles
 from draftlab.text.conversations import Answer, Conversation
 from draftlab.text.decode import Decode
 from draftlab.text.settings import RegenerateSettings
@@ -88,8 +88,13 @@ class AnswerGenerator:
         """
         for number in range(max(len(draft.rounds) for draft in chunk)):
             pending: dict[str, tuple[Draft, Request]] = {}
-            for draft in chunk:
-                if request := self._request(draft, number):
+            asked = [draft for draft in chunk if not draft.end and number < len(draft.rounds)]
+            for draft in asked:
+                draft.messages += draft.rounds[number]
+            chats = ((draft.messages, draft.prompt.tools) for draft in asked)
+            prompts = encode_prompts(self.tokenizer, chats)
+            for draft, prompt in zip(asked, prompts, strict=True):
+                if request := self._request(draft, number, prompt):
                     pending[request.id] = draft, request
             if not pending:
                 return
@@ -103,15 +108,10 @@ class AnswerGenerator:
                 self._add_answer(draft, request, generation)
                 count_answer(len(generation.token_ids))
 
-    def _request(self, draft: Draft, number: int) -> Request | None:
-        """Return the request of round `number`; None once a round could not be answered."""
-        if draft.end or number >= len(draft.rounds):
-            return None
-        draft.messages += draft.rounds[number]
-        try:
-            prompt = encode_prompt(self.tokenizer, draft.messages, draft.prompt.tools)
-        except RenderError as error:
-            draft.end = error.what
+    def _request(self, draft: Draft, number: int, prompt: Encoded | RenderError) -> Request | None:
+        """Return the request of round `number`; None if it cannot be answered."""
+        if isinstance(prompt, RenderError):
+            draft.end = prompt.what
             return None
         ids, room = prompt.ids, self.max_length - len(prompt.ids)
         if room < 1:

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from draftlab.text.answer_rounds import AnswerGenerator, Draft, no_room
 from draftlab.text.chat_template import (
     RenderError,
     control_tokens,
-    encode_prompt,
+    encode_prompts,
     omitted_roles,
     stop_ids,
     template_sha256,
@@ -231,14 +230,15 @@ def _start_drafts(
     dropped, omitted = Reasons(), Reasons()
     greedy, repeated = -1, 0  # the last prompt with a greedy answer; how many repeat such an answer
     control = control_tokens(tokenizer)
-    for (i, conversation), sample in product(enumerate(prompts), range(settings.samples)):
+    chats = ((split_rounds(prompt.messages)[0], prompt.tools) for prompt in prompts)
+    rendered = zip(prompts, encode_prompts(tokenizer, chats), strict=True)
+    numbered = ((i, s, *pair) for i, pair in enumerate(rendered) for s in range(settings.samples))
+    for i, sample, conversation, encoded in numbered:
         temperature = settings.temperatures[(i + sample) % len(settings.temperatures)]
         prompt = replace(conversation, id=answer_id(conversation.id, sample))
         draft = Draft(prompt, temperature, split_rounds(prompt.messages))
-        try:
-            encoded = encode_prompt(tokenizer, draft.rounds[0], prompt.tools)
-        except RenderError as error:
-            dropped.add(error.what, prompt.id)
+        if isinstance(encoded, RenderError):
+            dropped.add(encoded.what, prompt.id)
             continue
         if len(encoded.ids) >= max_length:
             dropped.add(no_room(max_length), prompt.id)

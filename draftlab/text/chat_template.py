@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateSyntaxError
-from jinja2.exceptions import SecurityError
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, read_fields, sha256_text
-from draftlab.text.template_meter import LimitError
-from draftlab.text.template_sandbox import render_template
+from draftlab.text.template_process import Fault, Rendered, render_template
 
 Messages = Sequence[Mapping[str, Any]]
 """[{"role": "system" | "user" | "assistant" | "tool", "content": text}, …]; an assistant's may also
@@ -31,6 +29,15 @@ _PROBE = "It's  1234567 OK:\n\n\tdef f(x):\r\n        return x  # naïve “日�
 
 class RenderError(UserError):
     """The error of one conversation that the template cannot render reliably."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation to render, with the generation prompt if an answer is to follow."""
+
+    messages: Messages
+    tools: Tools | None = None
+    generation_prompt: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +66,66 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
         ) from None
 
 
+def render(
+    tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat]
+) -> Iterator[Rendered | RenderError]:
+    """Yield each conversation's text and generation blocks, or why the template has none, in order.
+
+    Many conversations take a third of the time of as many calls. The text is that of
+    `apply_chat_template`, whose token mask is not sufficient: it merges adjacent answers, and an
+    answer whose first character has no token silently loses its mask.
+
+    Raises:
+        UserError: the template can render no conversation, or a conversation has it exceed its
+            limits or do what a template must not.
+    """
+    chats, again = tee(chats)
+    named = tokenizer.special_tokens_map
+    variables = (
+        {
+            "messages": [_with_thinking(message) for message in chat.messages],
+            "tools": list(chat.tools) if chat.tools else None,
+            "documents": None,
+            "add_generation_prompt": chat.generation_prompt,
+            **named,
+        }
+        for chat in again
+    )
+    results = render_template(chat_template(tokenizer), variables)
+    for chat, result in zip(chats, results, strict=True):
+        if not chat.messages:
+            yield RenderError("expected a turn before the first answer, found none")
+        elif isinstance(result, Rendered):
+            yield result
+        elif result.kind == "conversation":
+            reason = f"the target's chat template refuses the conversation: {result.reason}"
+            yield RenderError(reason)
+        else:
+            raise _template_error(tokenizer, chat, result)
+
+
+def _template_error(tokenizer: PreTrainedTokenizerBase, chat: Chat, fault: Fault) -> UserError:
+    where = f"the chat template of {tokenizer.name_or_path}"
+    if fault.kind == "syntax":
+        what, where = f"is not a Jinja template: {fault.reason}", f"{where}, line {fault.line}"
+    else:
+        begin = str(chat.messages[-1].get("content") or "")[:40]
+        what, where = f"is refused: {fault.reason}", f"{where}, for a chat that ends with {begin!r}"
+    return UserError(
+        f"the target's chat template {what}",
+        where=where,
+        do="use the template that the model was published with, as chat_template.jinja in its "
+        "folder",
+    )
+
+
+def rendered(result: Rendered | RenderError) -> Rendered:
+    """Return what was rendered, or raise why it was not."""
+    if isinstance(result, RenderError):
+        raise result
+    return result
+
+
 def render_text(
     tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
@@ -66,67 +133,14 @@ def render_text(
     *,
     generation_prompt: bool = False,
 ) -> str:
-    """Return the rendered conversation, optionally with the generation prompt."""
-    return _render(tokenizer, messages, tools, generation_prompt=generation_prompt)[0]
-
-
-def generation_blocks(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None = None
-) -> list[tuple[int, int]] | None:
-    """Return the character ranges inside `{% generation %}` blocks; None if there are none."""
-    return _render(tokenizer, messages, tools)[1] or None
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    tools: Tools | None,
-    *,
-    generation_prompt: bool = False,
-) -> tuple[str, list[tuple[int, int]]]:
-    """Return the rendered text and its generation blocks.
-
-    The text is that of `apply_chat_template`, whose token mask is not sufficient: it merges
-    adjacent answers, and an answer whose first character has no token silently loses its mask.
+    """Return one rendered conversation, optionally with the generation prompt.
 
     Raises:
         RenderError: the template cannot render this conversation.
-        UserError: it cannot render any, exceeds its limits or does what a template must not.
+        UserError: as `render`.
     """
-    source = chat_template(tokenizer)
-    if not messages:
-        raise RenderError("expected a turn before the first answer, found none")
-    variables = {
-        "messages": [_with_thinking(message) for message in messages],
-        "tools": list(tools) if tools else None,
-        "documents": None,
-        "add_generation_prompt": generation_prompt,
-        **tokenizer.special_tokens_map,
-    }
-    size = sum(len(message.get("content") or "") for message in messages)
-    try:
-        return render_template(source, variables, size)
-    except TemplateSyntaxError as error:
-        fault, line = f"is not a Jinja template: {_shown(error)}", f", line {error.lineno}"
-    except (LimitError, SecurityError, MemoryError, RecursionError) as error:
-        kinds = {RecursionError: "it calls itself without end", MemoryError: "it fills the memory"}
-        fault, line = f"is refused: {kinds.get(type(error)) or _shown(error)}", ""
-    except Exception as error:  # whatever a stranger's program raises
-        raise RenderError(
-            f"the target's chat template refuses the conversation: {_shown(error)}"
-        ) from None
-    raise UserError(
-        f"the target's chat template {fault}",
-        where=f"the chat template of {tokenizer.name_or_path}{line}",
-        do="use the template that the model was published with, as chat_template.jinja in its "
-        "folder",
-    )
-
-
-def _shown(error: Exception) -> str:
-    """Return the first 300 characters of an error's message."""
-    text = str(error) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]} …"
+    (result,) = render(tokenizer, [Chat(messages, tools, generation_prompt)])
+    return rendered(result).text
 
 
 def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,18 +162,20 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
     return Encoded(text, tuple(out["input_ids"]), offsets)
 
 
-def encode_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None = None
-) -> Encoded:
-    """Return the conversation with the generation prompt."""
-    return encode(tokenizer, render_text(tokenizer, messages, tools, generation_prompt=True))
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, chats: Iterable[tuple[Messages, Tools | None]]
+) -> Iterator[Encoded | RenderError]:
+    """Yield conversations and their tools with the generation prompt, as `render`."""
+    prompts = (Chat(messages, tools, generation_prompt=True) for messages, tools in chats)
+    for result in render(tokenizer, prompts):
+        yield encode(tokenizer, result.text) if isinstance(result, Rendered) else result
 
 
 def prompt_ids(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None = None
 ) -> tuple[int, ...]:
     """Return the token ids of the conversation with the generation prompt."""
-    return encode_prompt(tokenizer, messages, tools).ids
+    return encode(tokenizer, render_text(tokenizer, messages, tools, generation_prompt=True)).ids
 
 
 def omitted_roles(text: str, messages: Messages) -> list[str]:

@@ -13,23 +13,26 @@ with another tag.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain, islice, tee
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.text.chat_template import (
+    Chat,
     Encoded,
     Messages,
     RenderError,
     Tools,
     encode,
-    encode_prompt,
-    generation_blocks,
+    render,
     render_text,
+    rendered,
     special_ids,
 )
+from draftlab.text.template_process import Rendered
 
 REGENERATE = "let the target answer the prompts itself (regenerate.enabled: true)"
 _THINK_TAGS = re.compile(r"</?think>")
@@ -55,35 +58,82 @@ def assistant_turns(
     *,
     where: str = "",
 ) -> list[AssistantTurn]:
-    """Return the answers of a conversation, in order.
-
-    Args:
-        where: the conversation's name in errors, such as its id.
+    """Return the answers of one conversation, in order.
 
     Raises:
-        RenderError: the template refuses this conversation, does not write an answer directly
-            after its generation prompt, or does not show where the answer ends.
-        UserError: the tokenizer has no template or is not a fast tokenizer.
+        RenderError: as `find_turns` yields it.
+        UserError: as `find_turns`.
     """
+    (result,) = find_turns(tokenizer, [(messages, tools, where)])
+    if isinstance(result, RenderError):
+        raise result
+    return result[1]
+
+
+def find_turns(
+    tokenizer: PreTrainedTokenizerBase,
+    conversations: Iterable[tuple[Messages, Tools | None, str]],
+) -> Iterator[tuple[str, list[AssistantTurn]] | RenderError]:
+    """Yield the text of each conversation and its answers, in order, or why there are none.
+
+    A `RenderError` says that the template refuses this conversation, does not write an answer
+    directly after its generation prompt, or does not show where the answer ends.
+
+    Args:
+        conversations: messages, tools, and the name in errors, such as the conversation's id.
+
+    Raises:
+        UserError: the tokenizer has no template or is not a fast tokenizer; or as `render`.
+    """
+    conversations, again = tee(conversations)
+    results = render(tokenizer, chain.from_iterable(_chats(*c[:2]) for c in again))
+    for messages, tools, where in conversations:
+        own = list(islice(results, sum(1 for _ in _chats(messages, tools))))
+        try:
+            found = rendered(own[-1]).text, _turns(tokenizer, messages, tools, own)
+        except RenderError as error:
+            where, do = where or error.where, error.do or REGENERATE
+            yield RenderError(error.what, where=where, do=do)
+        else:
+            yield found
+
+
+def _chats(messages: Messages, tools: Tools | None) -> Iterator[Chat]:
+    """Yield what is rendered: prompt and end of each answer, and the whole conversation at last."""
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            yield Chat(messages[:index], tools, generation_prompt=True)
+            yield Chat(messages[: index + 1], tools)
+    if not messages or messages[-1]["role"] != "assistant":
+        yield Chat(messages, tools)
+
+
+def _turns(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools | None,
+    results: list[Rendered | RenderError],
+) -> list[AssistantTurn]:
     indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    try:
-        render_text(tokenizer, messages, tools)  # raises also if there is no answer
-        return [
-            _last_turn(tokenizer, messages[: index + 1], tools, number)
-            for number, index in enumerate(indices, 1)
-        ]
-    except RenderError as error:
-        raise RenderError(
-            error.what, where=where or error.where, do=error.do or REGENERATE
-        ) from None
+    pairs = zip(indices, results[::2], results[1::2], strict=False)
+    return [
+        _last_turn(
+            tokenizer, messages[: index + 1], tools, number, rendered(prompt), rendered(whole)
+        )
+        for number, (index, prompt, whole) in enumerate(pairs, 1)
+    ]
 
 
 def _last_turn(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None, number: int
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools | None,
+    number: int,
+    before: Rendered,
+    whole: Rendered,
 ) -> AssistantTurn:
-    """Return the last message, which is answer `number`."""
-    prompt = encode_prompt(tokenizer, messages[:-1], tools)
-    full = encode(tokenizer, render_text(tokenizer, messages, tools))
+    """Return the last message, which is answer `number`, from the texts before and after it."""
+    prompt, full = encode(tokenizer, before.text), encode(tokenizer, whole.text)
     start = len(prompt.ids)
     if not full.text.startswith(prompt.text):
         pairs = enumerate(zip(full.text, prompt.text, strict=False))
@@ -99,7 +149,7 @@ def _last_turn(
             f"({full.text[len(prompt.text) :][:20]!r} after {prompt.text[-20:]!r}): "
             "the target could not have written it so"
         )
-    end = _answer_end(tokenizer, messages, tools, number, prompt, full)
+    end = _answer_end(tokenizer, messages, tools, number, prompt, full, whole.blocks)
     if end <= start:
         raise RenderError(f"expected answer {number} to have tokens, found none")
     return AssistantTurn(prompt.ids, full.ids[start:end])
@@ -112,12 +162,12 @@ def _answer_end(
     number: int,
     prompt: Encoded,
     full: Encoded,
+    blocks: list[list[int]],
 ) -> int:
     """Return the end of the last answer (token index, exclusive), from its block or its texts."""
     specials = special_ids(tokenizer)
-    blocks = generation_blocks(tokenizer, messages, tools)
     message = messages[-1]
-    if blocks is None:
+    if not blocks:
         reason = "it has no {% generation %} markers"
     elif len(blocks) != number:
         reason = f"its markers enclose {len(blocks)} parts in {number} answers"
@@ -152,7 +202,7 @@ def _first_token_from(full: Encoded, char: int, first: int) -> int:
 
 
 def _end_from_block(
-    block: tuple[int, int], prompt: Encoded, full: Encoded, specials: frozenset[int]
+    block: list[int], prompt: Encoded, full: Encoded, specials: frozenset[int]
 ) -> int:
     block_start, block_end = block
     low, high = sorted((block_start, len(prompt.text)))

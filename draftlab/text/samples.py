@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,11 @@ from draftlab.store.samples import Sample, SampleTable, read_index, write_index
 from draftlab.text.chat_template import (
     RenderError,
     omitted_roles,
-    render_text,
     template_sha256,
     tokenizer_sha256,
 )
 from draftlab.text.conversations import Answer, Conversation, iterate_conversations
-from draftlab.text.loss_mask import REGENERATE, AssistantTurn, assistant_turns
+from draftlab.text.loss_mask import REGENERATE, AssistantTurn, find_turns
 from draftlab.text.reasons import Reasons
 
 ANSWERS_HELP = (
@@ -150,11 +150,9 @@ def build_samples(
     """
     num_samples = 0
     dropped, omitted = Reasons(), Reasons()
-    for conversation in conversations:
-        try:
-            answers = conversation.answers or _rendered_answers(conversation, tokenizer, omitted)
-        except RenderError as error:
-            dropped.add(error.what, conversation.id)
+    for conversation, answers in _with_answers(conversations, tokenizer, omitted):
+        if isinstance(answers, RenderError):
+            dropped.add(answers.what, conversation.id)
             continue
         for sample in _join_answers(conversation, answers):
             num_samples += 1
@@ -174,16 +172,25 @@ def build_samples(
         )
 
 
-def _rendered_answers(
-    conversation: Conversation, tokenizer: PreTrainedTokenizerBase, omitted: Reasons
-) -> list[AssistantTurn]:
-    """Return the answers of a conversation as the target would write them."""
-    id_, messages, tools = conversation.id, conversation.messages, conversation.tools
-    turns = assistant_turns(tokenizer, messages, tools, where=id_)
-    if turns:
-        for role in omitted_roles(render_text(tokenizer, messages, tools), messages):
-            omitted.add(f"the chat template leaves out the {role} message", id_)
-    return turns
+def _with_answers(
+    conversations: Iterable[Conversation], tokenizer: PreTrainedTokenizerBase, omitted: Reasons
+) -> Iterator[tuple[Conversation, Sequence[Answer | AssistantTurn] | RenderError]]:
+    """Yield each conversation with its answers; given ones as the target would write them."""
+    conversations = iter(conversations)
+    while batch := list(islice(conversations, 64)):
+        given = find_turns(tokenizer, ((c.messages, c.tools, c.id) for c in batch if not c.answers))
+        for conversation in batch:
+            if conversation.answers:
+                yield conversation, conversation.answers
+                continue
+            found = next(given)
+            if isinstance(found, RenderError):
+                yield conversation, found
+                continue
+            text, turns = found
+            for role in omitted_roles(text, conversation.messages) if turns else ():
+                omitted.add(f"the chat template leaves out the {role} message", conversation.id)
+            yield conversation, turns
 
 
 def _join_answers(

@@ -23,7 +23,7 @@ from draftlab.text.chat_template import (
     Messages,
     RenderError,
     Tools,
-    prompt_ids,
+    encode_prompts,
     template_sha256,
 )
 from draftlab.text.conversations import Conversation
@@ -160,10 +160,11 @@ def _render(
     raw: bool,
     max_prompt_tokens: int | None,
 ) -> Suite:
-    prompts = tuple(
-        (i, _encode(tokenizer, messages, tools, f"{source}, prompt {i}", raw))
-        for i, messages, tools, _ in chats
-    )
+    if raw:
+        encoded = [_encode_raw(tokenizer, chat[1], f"{source}, prompt {chat[0]}") for chat in chats]
+    else:
+        encoded = _encode(tokenizer, chats, source)
+    prompts = tuple((chat[0], ids) for chat, ids in zip(chats, encoded, strict=True))
     if max_prompt_tokens is not None:
         prompts = _drop_long(prompts, max_prompt_tokens, source, monitor)
     template = NO_TEMPLATE if raw else template_sha256(tokenizer)
@@ -205,14 +206,17 @@ def _chat(conversation: Conversation) -> Chat:
     return conversation.id, conversation.messages[:end], conversation.tools, category
 
 
-def _encode(
-    tokenizer: Any, messages: Messages, tools: Tools, where: str, raw: bool
-) -> tuple[int, ...]:
-    if not raw:
-        try:
-            return prompt_ids(tokenizer, messages, tools)
-        except RenderError as error:
-            raise UserError(error.what, where=where, do=error.do) from None
+def _encode(tokenizer: Any, chats: Sequence[Chat], source: str) -> list[tuple[int, ...]]:
+    prompts = ((messages, tools) for _, messages, tools, _ in chats)
+    found = []
+    for chat, prompt in zip(chats, encode_prompts(tokenizer, prompts), strict=True):
+        if isinstance(prompt, RenderError):
+            raise UserError(prompt.what, where=f"{source}, prompt {chat[0]}", do=prompt.do)
+        found.append(prompt.ids)
+    return found
+
+
+def _encode_raw(tokenizer: Any, messages: Messages, where: str) -> tuple[int, ...]:
     roles = [message["role"] for message in messages]
     if roles != ["user"]:
         raise UserError(

@@ -2,78 +2,74 @@
 
 from __future__ import annotations
 
-import threading
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftlab.errors import UserError
-from draftlab.text import template_meter
-from draftlab.text.chat_template import RenderError, render_text
+from draftlab.text import template_process
+from draftlab.text.chat_template import Chat, RenderError, render, render_text, rendered
 from tests.helpers.messages import assistant, user
 from tests.helpers.template_families import FAMILIES, family_tokenizer
-from tests.helpers.toys import toy_tokenizer
+from tests.helpers.toys import CHATML_TEMPLATE, LLAMA3_TEMPLATE, toy_tokenizer
 
 MESSAGES = [user("count to two"), assistant("one, two"), user("once more")]
 LONG = "{% set s = 'a' * 1000000 %}"
-DOUBLE = (
-    "{%% set n = namespace(s=%s) %%}{%% for i in range(60) %%}{%% set n.s = %s %%}{%% endfor %%}"
-)
 
-TOO_LONG = {
+
+def repeated(start: str, step: str) -> str:
+    """Return a template that computes `n.s` anew again and again."""
+    loop = "{% set n = namespace(s=START) %}{% for i in range(99999) %}{% set n.s = STEP %}"
+    return loop.replace("START", start).replace("STEP", step) + "{% endfor %}"
+
+
+REFUSED = {
     "a loop without end": "{% for i in range(10**9) %}{% endfor %}",
     "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}" + "{% endfor %}" * 2,
-    "nested loops over a text": "".join(f"{{% for v{i} in 'abcdefghij' %}}" for i in range(15))
-    + "{% endfor %}" * 15,
-    "a filtered loop": "{% set s = range(99999)|list %}{% for a in s %}{% for b in s if b < 0 %}"
-    "{% endfor %}{% endfor %}",
-    "searches": "{% set s = range(99999)|list %}{% for x in s if -x in s %}{% endfor %}",
     "a macro that calls itself": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
     "a block that calls itself": "{% block a %}{{ self.a() }}{% endblock %}",
-    "a recursive loop": "{% for a in range(99) recursive %}{{ loop(range(99)) }}{% endfor %}",
     "brackets": f"{{{{ {'(' * 3000}1{')' * 3000} }}}}",
     "blocks": "{% if 1 %}" * 900 + "{% endif %}" * 900,
-    "a large number": "{{ 10 ** (10 ** 9) }}",
-    "a number that is squared": DOUBLE % ("7", "n.s * n.s"),
-    "sums of lists": "{{ range(99999) | map('string') | map('list') | sum(start=[]) }}",
-}
-TOO_LARGE = {
+    "a long source": "{{ 1 }}" * 40_000,
+    "a power": "{{ 10 ** (10 ** 9) }}",
+    "a division of long numbers": "{% if 3**9999999 // 7**999999 %}{% endif %}",
+    "a remainder of long numbers": "{% if 3**9999999 % 7**999999 %}{% endif %}",
+    "keys that collide": repeated("[]", "n.s + [[i * (2**61 - 1), i]]") + "{{ dict(n.s) }}",
     "a repeated text": "{{ 'a' * 10**10 }}",
-    "a repeated list": "{{ [1] * 10**9 }}",
-    "a doubled text": DOUBLE % ("'a'", "n.s + n.s") + "{{ n.s }}",
-    "a joined text": DOUBLE % ("'a'", "n.s ~ n.s") + "{{ n.s }}",
-    "many terms": DOUBLE % ("'a'", f"{'n.s + ' * 50}n.s") + "{{ n.s }}",
-    "a block that is set": "{% set n = namespace(s='a') %}{% for i in range(60) %}"
-    "{% set n.s %}{{ n.s }}{{ n.s }}{% endset %}{% endfor %}",
-    "a doubled argument": "{% macro f(x) %}{{ f(x=x + x) }}{% endmacro %}{{ f(x='aaaaaaaa') }}",
-    "a list that holds itself twice": DOUBLE % ("['a']", "[n.s, n.s]") + "{{ n.s }}",
-    "a mapping that does": DOUBLE % ("['a']", "dict(a=n.s, b=n.s)") + "{{ n.s | tojson }}",
-    "a namespace that does": DOUBLE % ("['a']", "namespace(a=n.s, b=n.s)") + "{{ n.s }}",
+    "a doubled text": repeated("'a'", "n.s ~ n.s"),
+    "kept slices": LONG + repeated("[]", "[n.s, s[1:]]"),
+    "kept blocks": LONG + "{% set n = namespace(s=[]) %}{% for i in range(99999) %}"
+    "{% set x %}{{ s }}!{% endset %}{% set n.s = [n.s, x] %}{% endfor %}",
+    "a list that holds itself twice": "{% set n = namespace(s=['a']) %}{% for i in range(60) %}"
+    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
     "a written text": LONG + "{% for i in range(99999) %}{{ s }}{% endfor %}",
+    "a text that just fits in its memory": LONG + "{% for i in range(90) %}{{ s }}{% endfor %}",
     "a macro's text": LONG
     + "{% macro f() %}{% for i in range(9999) %}{{ s }}{% endfor %}{% endmacro %}{{ f() }}",
-    "a width in %": "{{ '%1000000000d' % 1 }}",
-    "a computed width": "{{ '%*d' % (10**9, 1) }}",
-    "a width in format": "{{ '{:1000000000}'.format(1) }}",
-    "a nested width": "{{ '{:{w}}'.format(1, w='1000000000') }}",
-    "the filter format": "{{ '%1000000000d' | format(1) }}",
-    "ljust": "{{ 'a'.ljust(10**10) }}",
+    "a width in %": "{{ '%3000000000d' % 1 }}",
+    "a width with a name": "{{ '%(a)3000000000s' % {'a': 1} }}",
+    "a width in format": "{{ '{:3000000000}'.format(1) }}",
+    "the filter format": "{{ '%3000000000d' | format(1) }}",
+    "a format of times": "{{ strftime_now('%c' * 10**8) }}",
     "center": "{{ 'a' | center(10**10) }}",
-    "indent": "{{ 'a\n' | indent(10**10) }}",
-    "expandtabs": "{{ '\t'.expandtabs(10**10) }}",
     "join": LONG + "{{ s.join(s) }}",
-    "the filter join": LONG + "{{ s | join(s) }}",
+    "join by an attribute": LONG + "{{ s | join(s, attribute='x') }}",
     "replace": LONG + "{{ s.replace('a', s) }}",
-    "the filter replace": LONG + "{{ s | replace('a', s) }}",
-    "replace by map": LONG + "{{ s | map('replace', 'a', s) | list }}",
-    "a filter block": "{% filter replace('a', 'b' * 10**9) %}a{% endfilter %}",
     "bytes": "{{ (1).to_bytes(10**10) }}",
-    "a text of its own": "{{ 'ab'.translate({97: 'a' * 1000}) }}",
     "indented JSON": "{{ messages | tojson(indent=10**9) }}",
-    "separators of JSON": "{{ messages | tojson(separators=('a' * 9999, ':')) }}",
-}
-OUTSIDE = {
+    "generation blocks": "{% for i in range(99999) %}{% for j in range(99) %}{% generation %}"
+    "{% endgeneration %}{% endfor %}{% endfor %}",
+    "another file": "{% include '/etc/passwd' %}",
+    "a module": "{% import 'os' as os %}",
     "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
     "globals": "{{ cycler.__init__.__globals__.os.system('true') }}",
     "the caller's messages": "{{ messages.append(1) }}",
@@ -83,46 +79,97 @@ OUTSIDE = {
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_meter, "MAX_SECONDS", 0.3)
+    monkeypatch.setattr(template_process, "MAX_SECONDS", 1)
 
 
-@pytest.mark.parametrize("name", [*TOO_LONG, *TOO_LARGE, *OUTSIDE])
+def worker() -> subprocess.Popen:
+    """Return the process that renders for this one."""
+    render_text(toy_tokenizer("x"), MESSAGES)
+    process = template_process._worker(os.getpid())._process
+    assert process is not None
+    return process
+
+
+@pytest.mark.parametrize("name", REFUSED)
 def test_a_template_is_refused_before_it_takes_much(name: str) -> None:
-    tokenizer = toy_tokenizer((TOO_LONG | TOO_LARGE | OUTSIDE)[name])
-    start = time.thread_time()
+    start = time.monotonic()
     tracemalloc.start()
     try:
-        with pytest.raises(UserError, match=r"chat template is refused: (it |access)") as caught:
-            render_text(tokenizer, MESSAGES)
-        peak = tracemalloc.get_traced_memory()[1]
+        with pytest.raises(UserError, match="chat template is refused: ") as caught:
+            render_text(toy_tokenizer(REFUSED[name]), MESSAGES)
+        assert tracemalloc.get_traced_memory()[1] < 100e6
     finally:
         tracemalloc.stop()
     assert not isinstance(caught.value, RenderError)  # which would drop one conversation
     assert "chat_template.jinja" in caught.value.do
-    assert time.thread_time() - start < 20  # tracemalloc slows it down several times
-    assert peak < 400e6
+    assert "'once more'" in caught.value.where
+    assert time.monotonic() - start < 30  # on a machine with other work
+    assert render_text(toy_tokenizer("x"), MESSAGES) == "x"
 
 
-@pytest.mark.parametrize("template", ["{% include '/etc/passwd' %}", "{% import 'os' as os %}"])
-def test_a_template_reads_no_file(template: str) -> None:
-    with pytest.raises(UserError, match="refused: it reads another template in line 1"):
-        render_text(toy_tokenizer(template), MESSAGES)
+def test_a_refused_template_keeps_no_memory_from_the_next() -> None:
+    with pytest.raises(UserError, match="fills the memory"):
+        render_text(toy_tokenizer(REFUSED["kept slices"]), MESSAGES)
+    assert render_text(toy_tokenizer("{{ ('a' * 10**8) | length }}"), MESSAGES) == "100000000"
 
 
-def test_the_limits_hold_in_a_thread() -> None:
-    found: list[Exception] = []
+def test_the_conversation_that_exceeds_a_limit_is_named() -> None:
+    """The others of its batch are rendered."""
+    tokenizer = toy_tokenizer("{{ 'a' * (10 ** (messages[0].content | int)) }}")
+    chats = [Chat([user(text)]) for text in ("0", "1", "30", "2")]
+    results = render(tokenizer, chats)
+    assert [rendered(next(results)).text for _ in range(2)] == ["a", "a" * 10]
+    with pytest.raises(UserError, match="a chat that ends with '30'"):
+        next(results)
 
-    def work() -> None:
-        try:
-            render_text(toy_tokenizer(TOO_LONG["nested ranges"]), MESSAGES)
-        except UserError as error:
-            found.append(error)
 
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert "computes for more than" in str(found[0])
+def test_a_killed_process_and_one_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(template_process, "_MAX_WAIT_S", 0.5)
+    for sent, words in ((signal.SIGSTOP, "takes more than"), (signal.SIGKILL, "code -9")):
+        os.kill(worker().pid, sent)
+        with pytest.raises(UserError, match=words):
+            render_text(toy_tokenizer("x"), MESSAGES)
+
+
+def test_the_process_gets_no_secrets_and_few_rights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    worker().kill()
+    with pytest.raises(UserError):
+        render_text(toy_tokenizer("x"), MESSAGES)
+    folder = Path(f"/proc/{worker().pid}")
+    assert b"secret" not in (folder / "environ").read_bytes()
+    limits = (folder / "limits").read_text()
+    small = {"file size": 0, "core file size": 0, "open files": 16, "address space": 1 << 30}
+    for name, value in small.items():
+        assert re.search(rf"Max {name} +{value} ", limits)
+
+
+def test_the_process_ends_with_its_parent() -> None:
+    code = (
+        "import os; from draftlab.text.template_process import render_template as render\n"
+        "print(next(render('x', [{'messages': []}])).text, flush=True); os.kill(os.getpid(), 9)"
+    )
+    # This waits for all that hold the pipes, which the process inherits.
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert (ended.stdout, ended.returncode) == (b"x\n", -9), ended.stderr
+
+
+def test_forks_and_threads_do_not_mix_their_texts() -> None:
+    tokenizer = toy_tokenizer("{{ messages[0].content }}")
+
+    def right(number: int) -> bool:
+        texts = [f"{number}.{i}" for i in range(100)]
+        results = render(tokenizer, (Chat([user(text)]) for text in texts))
+        return [rendered(result).text for result in results] == texts
+
+    worker()
+    with template_process._worker(os.getpid())._lock:  # as if a thread rendered meanwhile
+        child = os.fork()
+        if not child:
+            os._exit(0 if right(99) else 1)
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(right, range(8)))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_a_syntax_error_names_the_template_and_its_line() -> None:
@@ -157,11 +204,12 @@ OPERATIONS = """\
 {%- endfor -%}
 {% macro twice(x, y=3) %}{{ x + x + '!' * y }}{% endmacro -%}
 {{ n.total }} {{ n.names }} {{ twice('a<b' | safe) }} {{ 'a' + 'b' + 'c' + 'd' + 'e' + 'f' + 'g'
-+ 'h' + 'i' + 'j' + 'k' }} {{ 2 ** 10 + 7 % 4 }} {{ dict(a=1) | items | list }} {{ '=' * 9 }}
++ 'h' + 'i' + 'j' + 'k' }} {{ 2 ** 10 + 7 % 4 }} {{ dict(a=1) | items | list }}
+{{ dict.fromkeys('ab', 1) }} {{ '=' * 9 }}
 {{ messages | map(attribute='role') | unique | list }} {{ messages[1:] | length }}
 {% with a = 'x' + 'y' %}{{ a | upper }}{{ a | indent(2, first=true) | trim }}{% endwith %}
 {% for k, v in messages[0] | dictsort %}{{ k }}={{ v | default('none') }}{% else %}empty{% endfor %}
-{{ [[1, 2], [3]] | sum(start=0, attribute='0') }} {{ strftime_now('%%') }}
+{{ [[1, 2], [3]] | sum(start=0, attribute='0') }} {{ strftime_now('%Y %B') }}
 {% filter upper %}text{% endfilter %}{% macro boxed() %}[{{ caller('z') }}]{% endmacro %}
 {% call(text) boxed() %}{{ text * 2 }}{% endcall %}
 """
@@ -174,9 +222,22 @@ def test_every_operation_computes_what_it_does_in_transformers() -> None:
     assert render_text(tokenizer, MESSAGES) == expected
 
 
+@pytest.mark.parametrize("template", [LLAMA3_TEMPLATE, CHATML_TEMPLATE])
+def test_generation_blocks_are_those_of_transformers(template: str) -> None:
+    chat = [user("naïve 日本\ud83d"), assistant("👩‍💻 <b>"), user("\u2028"), assistant("")]
+    (text,), (ranges,) = render_jinja_template(
+        [chat], chat_template=template, return_assistant_tokens_mask=True, bos_token="<s>"
+    )
+    tokenizer = toy_tokenizer(template)
+    tokenizer.bos_token = "<s>"
+    (result,) = map(rendered, render(tokenizer, [Chat(chat)]))
+    assert result.text == text
+    assert [tuple(block) for block in result.blocks] == ranges
+
+
 def test_the_limit_grows_with_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template_meter, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(template_process, "MAX_BYTES", 10_000)
     copies = "{% for m in messages %}" + "{{ m.content | trim }}" * 20 + "{% endfor %}"
     assert len(render_text(toy_tokenizer(copies), [user("a" * 50_000)])) == 1_000_000
-    with pytest.raises(UserError, match="characters"):
+    with pytest.raises(UserError, match="it writes more than"):
         render_text(toy_tokenizer(copies * 3), [user("a" * 50_000)])
