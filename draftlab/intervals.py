@@ -22,7 +22,7 @@ def bootstrap_interval(
     level: float = 0.95,
     seed: int = 0,
 ) -> tuple[float, float]:
-    """Return the percentile bootstrap interval of a statistic over prompts.
+    """Return the bootstrap interval of a statistic over prompts (see `expanded_interval`).
 
     Args:
         statistic: maps an index array [count] of resampled prompts to a number.
@@ -32,7 +32,7 @@ def bootstrap_interval(
         seed: seed of a local numpy generator.
     """
     values = [statistic(index) for index in resampled_prompts(count, samples, seed)]
-    return percentile_interval(np.array(values), level)
+    return expanded_interval(np.array(values), count, level)
 
 
 def resampled_prompts(count: int, samples: int, seed: int = 0) -> np.ndarray:
@@ -60,9 +60,36 @@ def sums_by_prompt(prompts: Sequence[int] | np.ndarray, *values: ArrayLike) -> l
     return [np.bincount(place, column) for column in values]
 
 
-def percentile_interval(values: np.ndarray, level: float) -> tuple[float, float]:
-    """Return the ends of the central interval that holds a share `level`; NaN is ignored."""
-    low, high = np.nanquantile(values, [(1 - level) / 2, (1 + level) / 2])
+def prompt_interval(
+    values: np.ndarray, prompts: int, level: float = 0.95
+) -> tuple[float, float] | None:
+    """Return the interval of a statistic; None of fewer than `MIN_INTERVAL_PROMPTS` prompts.
+
+    Args:
+        values: of the resamples of prompts.
+        prompts: number of prompts that the statistic depends on: one without a verify step adds
+            nothing to an acceptance length.
+    """
+    return expanded_interval(values, prompts, level) if prompts >= MIN_INTERVAL_PROMPTS else None
+
+
+def expanded_interval(values: np.ndarray, count: int, level: float) -> tuple[float, float]:
+    """Return the expanded percentile interval of a bootstrap (Hesterberg 2015, arXiv:1411.5279).
+
+    A percentile interval of n values is too narrow, as a normal interval with the variance of the
+    sample is: of six prompts the one of 95 % holds the truth 85 times in 100, and this one 92
+    times. Its tails are those at which Student's interval with the variance's unbiased estimate
+    would end.
+
+    Args:
+        values: of the resamples; NaN is ignored.
+        count: n, at least 2.
+    """
+    from scipy.special import stdtrit  # not before: reports are printed without scipy
+
+    quantile = stdtrit(count - 1, (1 + level) / 2) * math.sqrt(count / (count - 1))
+    tail = NormalDist().cdf(-quantile)
+    low, high = np.nanquantile(values, [tail, 1 - tail])
     return float(low), float(high)
 
 
@@ -74,7 +101,7 @@ def quantile_intervals(
     samples: int = 1000,
     level: float = 0.95,
     seed: int = 0,
-) -> list[tuple[float, float]]:
+) -> list[tuple[float, float] | None]:
     """Return the bootstrap interval over prompts of each quantile of values [N].
 
     Args:
@@ -88,16 +115,20 @@ def quantile_intervals(
     table[place[order], column] = values[order]
     resampled = table[resampled_prompts(len(names), samples, seed)].reshape(samples, -1)
     quantile = np.quantile if len(values) == table.size else np.nanquantile
-    return [percentile_interval(one, level) for one in quantile(resampled, quantiles, axis=1)]
+    resamples = quantile(resampled, quantiles, axis=1)
+    return [prompt_interval(one, len(names), level) for one in resamples]
 
 
 def ratio_interval(
     numerators: Sequence[float], denominators: Sequence[float], *, level: float = 0.95
-) -> tuple[float, float]:
-    """Return the bootstrap interval of Σ numerators / Σ denominators over prompts."""
+) -> tuple[float, float] | None:
+    """Return the bootstrap interval of Σ numerators / Σ denominators over prompts.
+
+    Prompts with the denominator 0 do not count; None: too few are left.
+    """
     above, below = resample_sums(np.array(numerators), np.array(denominators))
     with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, which the interval ignores
-        return percentile_interval(above / below, level)
+        return prompt_interval(above / below, np.count_nonzero(denominators), level)
 
 
 def share_interval(hits: int, count: int, *, level: float = 0.999) -> tuple[float, float]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
 from draftlab.doctor.findings import Diagnosis, ScoredVariant
 from draftlab.doctor.score import ERROR
 
+ACCEPTED_AT = "accepted at 1 …"
 MAX_PAIRS = 3  # variants with two changes that the table shows
 
 
@@ -34,7 +36,9 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     pairs = [variant for variant in diagnosis.readings if len(variant.changes) > 1][:MAX_PAIRS]
     shown = [v for v in diagnosis.readings if len(v.changes) < 2 or v in pairs]
     console.print()
-    console.print(_table(shown))
+    wide, narrow = _table(shown, ""), _table(shown, ACCEPTED_AT)
+    fits = Measurement.get(console, console.options.update(max_width=10_000), wide)
+    console.print(wide if fits.maximum <= console.width else narrow)
     if hidden := len(diagnosis.readings) - len(shown):
         console.print(Text(f"{hidden} more pairs of changes fit worse (--json)", style="dim"))
     conditions = diagnosis.conditions
@@ -51,10 +55,12 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     console.print(Text(legend, style="dim"), soft_wrap=not console.is_terminal)
 
 
-def _table(variants: list[ScoredVariant]) -> Table:
+def _table(variants: list[ScoredVariant], without: str) -> Table:
+    """Return the table, of which a narrow console leaves out the columns that say least."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
     table.add_column("variant", overflow="fold")
-    for name in ("AL [95 %]", "accepted at 1 …", "gain", "nats", ""):
+    names = [name for name in ("AL [95 %]", ACCEPTED_AT, "gain", "nats", "") if name != without]
+    for name in names:
         numbers = name in ("gain", "nats")
         table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
     for variant in variants:
@@ -62,7 +68,7 @@ def _table(variants: list[ScoredVariant]) -> Table:
         table.add_row(
             Text(variant.name),
             _with_interval(variant.acceptance_length, variant.acceptance_length_ci),
-            rates if variant.drafts else "–",
+            *([rates if variant.drafts else "–"] if ACCEPTED_AT in names else []),
             _with_interval(variant.gain, variant.gain_ci, sign=True),
             _with_interval(variant.likelier, None, sign=True),
             "*" if variant.better else "",

@@ -100,10 +100,10 @@ class VariantSearch:
         return max(needed - int((self.stored.score.positions > 0).sum()), 0)
 
     @property
-    def largest_gain(self) -> float:
-        """Accepted drafts per position that no variant gains more than."""
-        gains = [r.gain.interval for r in self.others if r.gain is not None]
-        return max((interval[1] for interval in gains if interval), default=0.0)
+    def compared(self) -> list[Comparison]:
+        """The other variants' gains over enough prompts to tell one from chance."""
+        gains = [r.gain for r in self.others if r.gain is not None]
+        return [g for g in gains if g.interval is not None and g.num_prompts >= g.needed]
 
 
 def search_variants(

@@ -141,9 +141,12 @@ def _healthy_verdict(search: VariantSearch | None) -> str:
         return "no fault found in the files; the head was not scored"
     interval = search.stored.score.acceptance_interval
     shown = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+    ends = [gain.interval[1] for gain in search.compared if gain.interval]
+    rest = len(search.others) - len(ends)
+    few = f" ({count_text(rest, 'more variant')} had answers of too few prompts)" if rest else ""
     return (
-        f"{al(search.stored)}{shown} as stored, and none of {len(search.others)} other variants "
-        f"accepts {max(search.largest_gain, MARGIN):.2f} drafts a step more"
+        f"{al(search.stored)}{shown} as stored, and none of {len(ends)} other variants "
+        f"accepts {max([*ends, MARGIN]):.2f} drafts a step more{few}"
     )
 
 

@@ -22,7 +22,7 @@ from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.load import LoadRun
 from draftlab.evaluate.results import LoadPoint, Percentiles
 from draftlab.intervals import (
-    percentile_interval,
+    prompt_interval,
     quantile_intervals,
     ratio_interval,
     resample_sums,
@@ -96,7 +96,7 @@ def load_point(
     ratios = factor * (resampled[0] / resampled[1]) / (resampled[2] / resampled[3])
     ratio = factor * (tokens.sum() / seconds.sum()) / (plain_tokens.sum() / plain_s.sum())
     return point.model_copy(
-        update={"speedup": float(ratio), "speedup_ci": percentile_interval(ratios, 0.95)}
+        update={"speedup": float(ratio), "speedup_ci": prompt_interval(ratios, len(tokens))}
     )
 
 
@@ -128,8 +128,8 @@ def _percentiles(values: Sequence[float], prompts: np.ndarray) -> Percentiles | 
     )
 
 
-def _scaled(interval: tuple[float, float], factor: float) -> tuple[float, float]:
-    return interval[0] * factor, interval[1] * factor
+def _scaled(interval: tuple[float, float] | None, factor: float) -> tuple[float, float] | None:
+    return interval and (interval[0] * factor, interval[1] * factor)
 
 
 def _warnings(running: float, concurrency: int) -> list[str]:

@@ -17,7 +17,7 @@ from draftlab.evaluate.self_check import self_check
 from draftlab.evaluate.speedup_model import suite_speedup
 from draftlab.evaluate.statistics import acceptance_interval, repetition_rate
 from draftlab.evaluate.timing import TimedRun
-from draftlab.intervals import MIN_INTERVAL_PROMPTS, percentile_interval, resample_sums
+from draftlab.intervals import prompt_interval, resample_sums
 from draftlab.version import package_version
 
 FASTEST_STEP = 0.99
@@ -46,9 +46,7 @@ def acceptance_fields(
         "expected_acceptance": (expected / counters.drafts).tolist() if has_expected else None,
         "self_check": self_check(generations, counters.k, greedy=greedy, rows=rows),
         "acceptance_length": counters.acceptance_length,
-        "acceptance_length_ci": acceptance_interval([g.counters for g in generations])
-        if len(generations) >= MIN_INTERVAL_PROMPTS
-        else None,
+        "acceptance_length_ci": acceptance_interval([g.counters for g in generations]),
         "repetition_rate": repetition_rate(g.token_ids for g in generations),
     }
 
@@ -135,8 +133,8 @@ def speed_fields(
 ) -> dict[str, Any]:
     """Return TPOT and speed-ups of a suite: its tokens a step, with the timed prompts' steps.
 
-    In all of them a step with drafts counts as no faster than one without. Intervals are percentile
-    bootstraps over the prompts of both.
+    In all of them a step with drafts counts as no faster than one without. Intervals resample the
+    prompts of both; of those that took a step the fewest count.
 
     Args:
         plain: the timed prompts without drafts; None: there is nothing to compare with.
@@ -146,10 +144,11 @@ def speed_fields(
     tokens, steps = resample_sums(suite.tokens, suite.steps, seed=0 if paired else 1)
     of_plain = (plain.ms, plain.tokens, plain.steps) if plain else ()
     sums = resample_sums(timed.ms, timed.tokens, timed.steps, *of_plain)
-    enough = min(len(timed), len(suite)) >= MIN_INTERVAL_PROMPTS
+    compared = (timed, suite, plain) if plain is not None else (timed, suite)
+    prompts = min(np.count_nonzero(one.steps) for one in compared)
 
     def interval(values: np.ndarray) -> tuple[float, float] | None:
-        return percentile_interval(values, 0.95) if enough else None
+        return prompt_interval(values, prompts)
 
     per_step, step_ms = suite.tokens.sum() / suite.steps.sum(), timed.ms.sum() / timed.steps.sum()
     with np.errstate(invalid="ignore", divide="ignore"):  # a resample may have no second token

@@ -90,9 +90,9 @@ class Percentiles(BaseModel):
     p50: float
     p90: float
     p99: float
-    p50_ci: tuple[float, float]
-    p90_ci: tuple[float, float]
-    p99_ci: tuple[float, float]
+    p50_ci: tuple[float, float] | None
+    p90_ci: tuple[float, float] | None
+    p99_ci: tuple[float, float] | None
 
 
 class LoadPoint(BaseModel):
@@ -119,7 +119,7 @@ class LoadPoint(BaseModel):
     output_tokens: int
     mean_running: float
     goodput_tok_s: float
-    goodput_tok_s_ci: tuple[float, float]
+    goodput_tok_s_ci: tuple[float, float] | None
     speedup: float | None = None
     speedup_ci: tuple[float, float] | None = None
     user_tok_s: float | None

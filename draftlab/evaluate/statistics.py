@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from draftlab.engine.counters import Counters
-from draftlab.intervals import percentile_interval, resample_sums
+from draftlab.intervals import prompt_interval, resample_sums
 
 
 def repetition_rate(answers: Iterable[Sequence[int]], n: int = 4) -> float:
@@ -27,14 +27,15 @@ def repetition_rate(answers: Iterable[Sequence[int]], n: int = 4) -> float:
 def acceptance_interval(
     per_prompt: Sequence[Counters], *, samples: int = 2000, level: float = 0.95, seed: int = 0
 ) -> tuple[float, float] | None:
-    """Return the bootstrap interval of AL over prompts; None when nothing was drafted.
+    """Return the bootstrap interval of AL over prompts; None: too few have drafts.
 
     scipy.stats.bootstrap is no replacement: it returns NaN if one resample holds no draft.
     """
     drafts = np.array([c.drafts for c in per_prompt], dtype=float)
-    if drafts.sum() == 0:
+    drafted = np.count_nonzero(drafts)
+    if not drafted:
         return None
     accepted = np.array([c.accepted for c in per_prompt], dtype=float)
     accepted, drafts = resample_sums(accepted, drafts, samples=samples, seed=seed)
     with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, which the interval ignores
-        return percentile_interval(1 + accepted / drafts, level)
+        return prompt_interval(1 + accepted / drafts, drafted, level)

@@ -61,6 +61,11 @@ def row_warnings(row: Row) -> list[str]:
     warnings = []
     if row.self_check and (failure := failure_message(row.self_check)):
         warnings.append(failure)
+    if row.prompts >= MIN_INTERVAL_PROMPTS and row.drafts and not row.acceptance_length_ci:
+        warnings.append(
+            f"AL has no interval: fewer than {MIN_INTERVAL_PROMPTS} of {row.prompts} prompts have "
+            "answers of more than one token"
+        )
     for timing in row.timings:
         if timing.disturbance:
             warnings.append(f"{timing.disturbance}; repeat the evaluation on a quiet machine")

@@ -77,7 +77,7 @@ def _rows(one: Calibration) -> list[tuple[str, list[str]]]:
         return lambda p: fmt.number(getattr(p, field), digits)
 
     def interval(p: CalibratedPosition) -> str:
-        return f"{p.error_after_ci[0]:.3f} … {p.error_after_ci[1]:.3f}"
+        return "{:.3f} … {:.3f}".format(*p.error_after_ci) if p.error_after_ci else "–"
 
     rows = [
         ("steps", cells(lambda p: fmt.count(p.blocks))),
@@ -110,8 +110,8 @@ def _saving(one: Saving) -> tuple[str, str, str]:
     """Return threshold, drafts that are not verified, and accepted drafts that are lost."""
     return (
         f"{one.threshold:g}",
-        f"{_percent(one.not_verified)} {_percents(one.not_verified_ci)}",
-        f"{_percent(one.lost)} {_percents(one.lost_ci)}",
+        _percents(one.not_verified, one.not_verified_ci),
+        _percents(one.lost, one.lost_ci),
     )
 
 
@@ -119,5 +119,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _percents(interval: tuple[float, float]) -> str:
-    return f"[{100 * interval[0]:.1f}, {100 * interval[1]:.1f}]"
+def _percents(share: float, interval: tuple[float, float] | None) -> str:
+    ends = " [{:.1f}, {:.1f}]".format(*(100 * end for end in interval)) if interval else ""
+    return _percent(share) + ends

@@ -27,7 +27,7 @@ LEGEND: dict[str, tuple[str, str]] = {
     "AL": (
         "acceptance length = 1 + accepted / drafts; [95 % interval over prompts]",
         "The number of tokens that one verify step of the target emits: the accepted draft tokens "
-        "and one token of the target. The interval is a percentile bootstrap over prompts. The "
+        "and one token of the target. The interval is a bootstrap over prompts. The "
         "predicted AL of a training is another figure: it is of stored answers to held-out prompts "
         "and of as many drafts as the head was trained for, without the last steps of an answer.",
     ),

@@ -1,6 +1,7 @@
 """Prompt suites for evaluation: public benchmarks, embedded prompts, or a file of conversations.
 
-Of each benchmark's conversations a suite has the first turn only, as in `vllm bench`. The order is
+Of each benchmark's conversations a suite has the first turn only, as in `vllm bench`, and each
+prompt once. The order is
 the data's own, where a file may begin with many prompts of one category. So a part of a suite is
 drawn from all of it (`Suite.sample`).
 """
@@ -164,7 +165,8 @@ def _render(
         encoded = [_encode_raw(tokenizer, chat[1], f"{source}, prompt {chat[0]}") for chat in chats]
     else:
         encoded = _encode(tokenizer, chats, source)
-    prompts = tuple((chat[0], ids) for chat, ids in zip(chats, encoded, strict=True))
+    named = [(chat[0], ids) for chat, ids in zip(chats, encoded, strict=True)]
+    prompts = _drop_repeated(named, monitor)
     if max_prompt_tokens is not None:
         prompts = _drop_long(prompts, max_prompt_tokens, source, monitor)
     template = NO_TEMPLATE if raw else template_sha256(tokenizer)
@@ -232,6 +234,19 @@ def _encode_raw(tokenizer: Any, messages: Messages, where: str) -> tuple[int, ..
             do="remove the prompt from the suite",
         )
     return ids
+
+
+def _drop_repeated(prompts: Sequence[tuple[str, tuple[int, ...]]], monitor: Monitor) -> Prompts:
+    """Return the first prompt of each list of tokens: intervals take prompts as independent."""
+    first: dict[tuple[int, ...], str] = {}
+    for id_, ids in prompts:
+        first.setdefault(ids, id_)
+    if repeated := len(prompts) - len(first):
+        monitor.say(
+            f"eval.suite: left out {repeated:,} of {len(prompts):,} prompts, which repeat an "
+            "earlier one"
+        )
+    return tuple((id_, ids) for ids, id_ in first.items())
 
 
 def _drop_long(prompts: Prompts, max_tokens: int, source: str, monitor: Monitor) -> Prompts:

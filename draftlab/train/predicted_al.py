@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from draftlab.formatting import count_text
-from draftlab.intervals import MIN_INTERVAL_PROMPTS, percentile_interval, resample_sums
+from draftlab.intervals import MIN_INTERVAL_PROMPTS, prompt_interval, resample_sums
 from draftlab.store.prompt_split import group_by_prompt
 
 
@@ -22,14 +22,15 @@ class Walked(NamedTuple):
 
 def al_text(al: float, records: Sequence[Walked]) -> str:
     """Return an AL with its interval over prompts; of too few prompts, that it is not known."""
+    records = [record for record in records if record.steps]
     prompts = group_by_prompt([record.id for record in records]) if records else np.array([], int)
-    count = int(prompts.max(initial=-1)) + 1
-    if count < MIN_INTERVAL_PROMPTS:
-        return f"not known: {count_text(count, 'prompt')} of {MIN_INTERVAL_PROMPTS} at least"
     accepted, steps = (
         np.bincount(prompts, [getattr(record, name) for record in records])
         for name in ("accepted", "steps")
     )
-    sums = resample_sums(accepted, steps)
-    low, high = percentile_interval(1 + sums[0] / sums[1], 0.95)
+    count = len(steps)
+    sums = resample_sums(accepted, steps) if count else (np.zeros(1), np.ones(1))
+    if (interval := prompt_interval(1 + sums[0] / sums[1], count)) is None:
+        return f"not known: {count_text(count, 'prompt')} of {MIN_INTERVAL_PROMPTS} at least"
+    low, high = interval
     return f"{al:.3f} [{low:.3f}, {high:.3f}] of {count:,} prompts"

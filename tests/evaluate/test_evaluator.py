@@ -206,9 +206,11 @@ def test_a_speed_up_is_tokens_a_step_over_the_ratio_of_step_times() -> None:
     assert times.tpot_ms == pytest.approx(4.0 / 2.5)
     assert times.speedup == pytest.approx(3.0 * 2.5 / 4.0)
     twice = timing(TimedRun(2 * drafted, 1.0), TimedRun(2 * plain, 1.0), batch=1)
-    low, high = twice.speedup_ci
+    assert twice.speedup_ci is None  # four of six prompts took a step
+    thrice = timing(TimedRun(3 * drafted, 1.0), TimedRun(3 * plain, 1.0), batch=1)
+    low, high = thrice.speedup_ci
     assert 3.0 * 2 / 4.0 <= low < times.speedup < high <= 3.0 * (8 / 3) / 4.0
-    assert twice.step_ratio_ci == pytest.approx((4 / 3, 4 / 3))  # steps do not depend on the text
+    assert thrice.step_ratio_ci == pytest.approx((4 / 3, 4 / 3))  # steps do not depend on the text
     assert timing(TimedRun(drafted[:1], 1.0), None, batch=1) is None
 
 

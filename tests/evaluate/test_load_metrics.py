@@ -142,21 +142,22 @@ def test_the_ratio_to_plain_decoding_is_paired() -> None:
 
 
 def test_intervals_under_load_resample_prompts_whatever_streams_were_measured() -> None:
-    """Two prompts, one of which is four times as slow; the second stream was not measured.
+    """Six prompts, half of them four times as slow; the second stream was not measured.
 
-    The requests of one prompt are alike. So every interval runs from the fast prompt's value to
-    the slow one's, with as many requests as may be; a grouping that mixes prompts narrows it.
+    The requests of one prompt are alike. So every interval runs from the fast prompts' value to
+    the slow ones', with as many requests as may be; a grouping that mixes prompts narrows it.
     """
-    suite = varied_requests(2)
+    suite = varied_requests(6)
+    slow_ids = {request.id for request in suite[1::2]}
     streams = load_streams(suite, 7, 1)
     first, _ = next(streams), next(streams)
-    assert first.prompts == [0, 1, 0, 1, 0, 1, 0]
+    assert first.prompts == [0, 1, 2, 3, 4, 5, 0]
     plain, run = LoadRun(), LoadRun()
     for stream in chain([first], islice(streams, 5)):
         names = [request.id.partition(" ")[0] for request in stream.measured]
         assert [suite[prompt].id for prompt in stream.prompts] == names
         for of, slow in ((plain, 1.0), (run, 4.0)):
-            factors = [slow if name == suite[1].id else 1.0 for name in names]
+            factors = [slow if name in slow_ids else 1.0 for name in names]
             measured = [timed_generation(n, f) for n, f in zip(names, factors, strict=True)]
             of.rounds.append(LoadRound(measured, stream.prompts, 7.0, 7.0))
     point = load_point(run, plain, concurrency=1, **CONDITIONS)
@@ -205,7 +206,8 @@ def test_quantile_intervals_resample_prompts() -> None:
     assert high - low > 1.6 * (alone_high - alone_low)
     ragged = quantile_intervals(values[1:], prompts[1:], [0.5, 0.9])
     assert ragged[0] == pytest.approx((low, high), abs=1.5)
-    assert quantile_intervals(np.array([2.0]), np.array([7]), [0.99]) == [(2.0, 2.0)]
+    assert quantile_intervals(np.full(6, 2.0), np.arange(6), [0.99]) == [(2.0, 2.0)]
+    assert quantile_intervals(np.full(60, 2.0), np.arange(60) % 5, [0.99]) == [None]
 
 
 def test_intervals_of_percentiles_are_over_prompts() -> None:

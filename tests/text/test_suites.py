@@ -174,9 +174,18 @@ def test_an_error_names_the_line(tokenizer, tmp_path: Path) -> None:
 
 
 def test_repeated_ids_get_a_suffix(tokenizer, tmp_path: Path) -> None:
-    file = write(tmp_path / "data.jsonl", [SPEC_BENCH[0], SPEC_BENCH[1], SPEC_BENCH[0]])
-    expected = ["spec-bench/81", "spec-bench/241", "spec-bench/81:3"]
-    assert ids(f"spec-bench:{file}", tokenizer) == expected
+    other = SPEC_BENCH[1] | {"question_id": SPEC_BENCH[0]["question_id"]}
+    file = write(tmp_path / "data.jsonl", [SPEC_BENCH[0], other])
+    assert ids(f"spec-bench:{file}", tokenizer) == ["spec-bench/81", "spec-bench/81:2"]
+
+
+def test_a_repeated_prompt_is_one(tokenizer, tmp_path: Path) -> None:
+    """Intervals take prompts as independent, whatever they are called."""
+    again, monitor = SPEC_BENCH[0] | {"question_id": 7}, RecordingMonitor()
+    file = write(tmp_path / "data.jsonl", [SPEC_BENCH[0], SPEC_BENCH[1], again, SPEC_BENCH[0]])
+    prompts = load(f"spec-bench:{file}", tokenizer, monitor)
+    assert [i for i, _ in prompts] == ["spec-bench/81", "spec-bench/241"]
+    assert "left out 2 of 4 prompts, which repeat an earlier one" in monitor.lines[-1]
 
 
 @pytest.mark.parametrize(

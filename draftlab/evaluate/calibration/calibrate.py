@@ -12,6 +12,7 @@ from draftlab.errors import UserError
 from draftlab.evaluate.calibration import error, fit, savings
 from draftlab.evaluate.calibration.blocks import DraftBlocks
 from draftlab.evaluate.calibration.result import CalibratedPosition, Calibration, Source
+from draftlab.intervals import MIN_INTERVAL_PROMPTS
 
 MIN_BLOCKS = 100
 """Fewest blocks of each half: fewer say nothing about any bin."""
@@ -37,16 +38,18 @@ def calibrate(blocks: DraftBlocks, source: Source, **conditions: Any) -> Calibra
         conditions: the fields of `Calibration` that name the row.
 
     Raises:
-        UserError: a half of the prompts has fewer than `MIN_BLOCKS` blocks, or none with K drafts.
+        UserError: a half has fewer than `MIN_INTERVAL_PROMPTS` prompts with drafts or `MIN_BLOCKS`
+            blocks, or no block with K drafts.
     """
     fitted, held_out = blocks.split()
     for half in (fitted, held_out):
         complete = int(half.has_draft[:, -1].sum()) if len(half) else 0
-        if len(half) < MIN_BLOCKS or not complete:
+        if half.num_prompts < MIN_INTERVAL_PROMPTS or len(half) < MIN_BLOCKS or not complete:
             whole = f" ({complete} with all {blocks.k} drafts)" if blocks.k > 1 else ""
             raise UserError(
-                f"a calibration needs at least {MIN_BLOCKS} steps with drafts in each half of the "
-                f"prompts, found {len(half)}{whole}",
+                f"a calibration needs at least {MIN_INTERVAL_PROMPTS} prompts and {MIN_BLOCKS} "
+                f"steps with drafts in each half of the prompts, found {half.num_prompts} and "
+                f"{len(half)}{whole}",
                 where="eval.calibrate",
                 do="raise eval.max_prompts or eval.max_new_tokens",
             )

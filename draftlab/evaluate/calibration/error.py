@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from draftlab.evaluate.calibration.result import ReliabilityBin
-from draftlab.intervals import percentile_interval, resample_sums
+from draftlab.intervals import prompt_interval, resample_sums
 
 NUM_BINS = 15
 SIMULATIONS = 200
@@ -58,8 +58,8 @@ def error_interval(
     samples: int = RESAMPLES,
     level: float = 0.95,
     seed: int = 0,
-) -> tuple[float, float]:
-    """Return the bootstrap interval of the calibration error over prompts.
+) -> tuple[float, float] | None:
+    """Return the bootstrap interval of the calibration error over prompts; None: too few.
 
     A resample adds noise of its own to each bin, which raises its error. The interval is shifted
     down by the mean of this rise, and ends at 0.
@@ -68,8 +68,8 @@ def error_interval(
     *drawn, blocks = resample_sums(*differences.T, sizes, samples=samples, seed=seed)
     errors = np.abs(drawn).sum(0) / blocks
     rise = errors.mean() - np.abs(differences.sum(0)).sum() / sizes.sum()
-    low, high = percentile_interval(errors - max(rise, 0.0), level)
-    return max(low, 0.0), high
+    interval = prompt_interval(errors - max(rise, 0.0), len(sizes), level)
+    return interval and (max(interval[0], 0.0), interval[1])
 
 
 def _prompt_differences(

@@ -57,7 +57,7 @@ class CalibratedPosition(_Part):
     error_before: float
     error_logistic: float
     error_after: float
-    error_after_ci: tuple[float, float]
+    error_after_ci: tuple[float, float] | None
     error_temperature: float | None = None
     error_common_temperature: float | None = None
     error_perfect: float
@@ -75,9 +75,9 @@ class Saving(_Part):
 
     threshold: float
     not_verified: float
-    not_verified_ci: tuple[float, float]
+    not_verified_ci: tuple[float, float] | None
     lost: float
-    lost_ci: tuple[float, float]
+    lost_ci: tuple[float, float] | None
 
 
 class Calibration(_Part):

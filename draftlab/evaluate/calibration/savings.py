@@ -40,7 +40,7 @@ def saving(blocks: DraftBlocks, verified: np.ndarray, threshold: float) -> Savin
         not_verified=skipped.sum() / drafts.sum(),
         not_verified_ci=ratio_interval(skipped, drafts),
         lost=lost.sum() / max(accepted.sum(), 1.0),
-        lost_ci=ratio_interval(lost, accepted) if accepted.any() else (0.0, 0.0),
+        lost_ci=ratio_interval(lost, accepted),
     )
 
 

@@ -164,10 +164,12 @@ def test_the_cutoff_loses_at_most_two_percent() -> None:
 
 
 def test_too_few_steps_are_refused() -> None:
-    with pytest.raises(UserError, match=r"at least 100 steps .* found \d+ \(\d+ with all 2"):
+    with pytest.raises(UserError, match=r"100 steps .* found 5 and \d+ \(\d+ with all 2"):
         of(simulate([1.0] * 2, [0.0] * 2, blocks=150, prompts=10))
-    with pytest.raises(UserError, match="found 0"):
-        of(simulate([1.0] * 2, [0.0] * 2, blocks=400, prompts=1))
+    with pytest.raises(UserError, match=r"6 prompts and 100 steps .* found 5 and "):
+        of(simulate([1.0] * 2, [0.0] * 2, blocks=4000, prompts=10))
+    with pytest.raises(UserError, match="found 0 and 0"):
+        of(DraftBlocks(np.zeros((0, 2)), *[np.zeros(0, dtype=np.int64)] * 3))
     one_draft = simulate([1.0] * 2, [0.0] * 2, blocks=1000)
     short = DraftBlocks(
         one_draft.confidence,

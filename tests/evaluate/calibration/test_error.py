@@ -62,9 +62,7 @@ def test_intervals_resample_whole_prompts() -> None:
     generator = np.random.default_rng(2)
     predicted = generator.random(3000)
     observed = generator.random(3000) < predicted
-    error = calibration_error(predicted, observed)
-    one_prompt = error_interval(predicted, observed, np.full(3000, 7))
-    assert one_prompt == pytest.approx((error, error))
+    assert error_interval(predicted, observed, np.arange(3000) % 5) is None
     # A prompt whose blocks are equal is one observation, not thirty.
     prompt = np.repeat(np.arange(100), 30)
     copies, outcomes = np.repeat(predicted[:100], 30), np.repeat(observed[:100], 30)
@@ -74,12 +72,13 @@ def test_intervals_resample_whole_prompts() -> None:
 
 
 def test_the_noise_of_resamples_is_taken_off_an_interval() -> None:
-    """Two prompts err by 0.5 in opposite directions, so together by 0.
+    """Eight prompts err by 0.5, half of them in the opposite direction, so together by 0.
 
-    Half of the resamples hold one of them twice and err by 0.5: their mean is 0.25 too high.
+    A resample of h such prompts errs by |h / 8 − 1/2|, by 0.137 on average and by 1/2 at most.
     """
-    interval = error_interval(np.full(2, 0.5), np.array([True, False]), np.array([0, 1]))
-    assert interval == pytest.approx((0.0, 0.25), abs=0.04)
+    outcomes = np.arange(8) % 2 == 0
+    interval = error_interval(np.full(8, 0.5), outcomes, np.arange(8), samples=20_000)
+    assert interval == pytest.approx((0.0, 0.5 - 0.137), abs=0.02)
 
 
 def test_skill_is_what_confidence_tells_beyond_the_mean() -> None:
