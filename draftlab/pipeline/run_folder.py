@@ -247,7 +247,7 @@ def check_links(folder: Path) -> None:
     Raises:
         UserError: the folder, or that of a stage, has one.
     """
-    names = ("stages", "train", "hub", *(stage.artefact for stage in STAGES.values()))
+    names = ("stages", "train", "hub", "answers.index", *(s.artefact for s in STAGES.values()))
     paths = [*folder.glob("*"), *folder.glob(".*")]
     for name in set(names) - {STAGES["store"].artefact}:
         paths += (folder / name).glob("*")
