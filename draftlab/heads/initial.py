@@ -137,6 +137,8 @@ def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
     if not same_fingerprint(new.target.fingerprint, source_target.fingerprint):
         other = f" of another target, {source_target.name} ({source_target.fingerprint[:12]})"
     begin = "begins" if len(added) == 1 else "begin"
+    masks = [getattr(config, "mask_token_id", None) for config in (new, trained)]
+    new_mask = None not in masks and masks[0] != masks[1] and not head.family.trains_mask
     return (
         f"starts from a trained head ({trained.family}, "
         f"{count_text(trained.num_layers, 'layer')}){other}: "
@@ -145,6 +147,12 @@ def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
         + (f"; {len(added)} more {begin} as the identity" if added else "")
         + (f"; not copied: {', '.join(sorted(left))}" if left else "")
         + (f"; with initial values: {', '.join(initial)}" if initial else "")
+        + (
+            f"; its masked slots had token {masks[1]} and have {masks[0]} now, another input "
+            "(head.mask_token)"
+            if new_mask
+            else ""
+        )
     )
 
 

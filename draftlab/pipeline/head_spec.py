@@ -79,13 +79,22 @@ def choose_boundaries(recipe: Recipe, num_layers: int, monitor: Monitor) -> tupl
     return chosen
 
 
-def mask_token(recipe: Recipe, store: Store, tokenizer: Any, monitor: Monitor) -> int | None:
-    """Return the token for masked slots, which the store must not contain; None: needs no token."""
+def mask_token(
+    recipe: Recipe, store: Store, tokenizer: Any, monitor: Monitor, trained: int | None = None
+) -> int | None:
+    """Return the token for masked slots, which the store must not contain; None: needs no token.
+
+    Args:
+        trained: that of the head that training starts from, which "auto" takes.
+    """
     if not get_family(recipe.head.family).has_mask_token:
         return None
     stops = stop_ids(tokenizer, resolve_target(recipe.target))
     rows = store.identity.vocab_size
-    token = choose_mask_token(recipe.head.mask_token, tokenizer, rows, stops, token_counts(store))
+    requested = recipe.head.mask_token
+    if requested == "auto" and trained is not None:
+        requested = trained
+    token = choose_mask_token(requested, tokenizer, rows, stops, token_counts(store))
     name = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     monitor.say(f"mask token: {name or 'an embedding that no token has'} (id {token})")
     return token

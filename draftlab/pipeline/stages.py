@@ -85,10 +85,10 @@ SETTINGS_WITHOUT_EFFECT = {
 
 def settings_with_effect(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings that a stage's result depends on, by dotted name."""
-    loss = settings.get("train.loss", "")
-    return {
-        key: value
+    train = {
+        key.removeprefix("train."): value
         for key, value in settings.items()
-        if key not in SETTINGS_WITHOUT_EFFECT
-        and not (key.startswith("train.") and is_free(key.removeprefix("train."), loss))
+        if key.startswith("train.")
     }
+    free = SETTINGS_WITHOUT_EFFECT | {f"train.{name}" for name in train if is_free(name, train)}
+    return {key: value for key, value in settings.items() if key not in free}

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from draftlab.heads.folder import load_head, save_head
+from draftlab.heads.folder import load_config, load_head, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.heads.initial import fingerprint
 from draftlab.kernels.cuda_device import free_memory, use_device
@@ -74,7 +74,9 @@ def train_head(
         folder: for checkpoints and metrics.
         ranks: the processes that train together; None: only this one.
     """
-    mask = mask_token(recipe, store, tokenizer, monitor)
+    trained = recipe.head.init and load_config(find_head(recipe.head.init))
+    trained_mask = getattr(trained, "mask_token_id", None)
+    mask = mask_token(recipe, store, tokenizer, monitor, trained_mask)
     vocabulary = draft_vocabulary(recipe, store, tokenizer, monitor, mask=mask)
     parts = load_parts(
         resolve_target(recipe.target), trust_remote_code=recipe.target.trust_remote_code

@@ -19,11 +19,11 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
     """Return the learning rate of a step: linear warm-up, then decay to a share of the peak.
 
     The cosine schedule decays over all other steps; wsd (warm-up, stable, decay) stays at the peak
-    and decays linearly over the last steps. The last warm-up step has the peak, and the last step
-    of all has `final_learning_rate` of it.
+    and decays linearly over the last steps. The last warm-up step has the peak, as has the only
+    step of one, and the last step of several has `final_learning_rate` of it.
     """
     steps = settings.steps
-    warmup = min(max(1, round(settings.warmup * steps)), steps - 1)
+    warmup = min(max(1, round(settings.warmup * steps)), max(1, steps - 1))
     if step < warmup:
         return settings.learning_rate * (step + 1) / warmup
     length = steps - warmup  # of the decay

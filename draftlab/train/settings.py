@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -19,13 +20,13 @@ FREE_SETTINGS = frozenset(
         "checkpoint_every",
         "log_every",
         "data_workers",
-        "validate_every",
-        "validation_records",
         "wandb",
         "tensorboard",
     }
 )
 """Settings of `TrainSettings` that change how training runs, but not the trained weights."""
+VALIDATION_SETTINGS = frozenset({"validate_every", "validation_records"})
+"""Settings of validations, which decide the head with `early_stopping` alone."""
 PASS_SETTINGS = frozenset({"micro_rows", "anchor_parts"})
 """Settings that split an optimizer step into passes. Denominators are those of the whole step, so
 that only the loss lk, which reads the α of a pass, depends on them."""
@@ -253,11 +254,14 @@ class TrainSettings(Settings):
 
     def identity(self) -> dict[str, Any]:
         """Return all settings that change the weights; a training checkpoint is tied to them."""
-        return {
-            name: value for name, value in self.model_dump().items() if not is_free(name, self.loss)
-        }
+        settings = self.model_dump()
+        return {name: value for name, value in settings.items() if not is_free(name, settings)}
 
 
-def is_free(name: str, loss: str) -> bool:
-    """Return whether a setting of `TrainSettings` changes no trained weights under a loss."""
-    return name in FREE_SETTINGS or (name in PASS_SETTINGS and loss != "lk")
+def is_free(name: str, settings: Mapping[str, Any]) -> bool:
+    """Return whether a setting of `TrainSettings` changes no trained weights beside the others."""
+    if name in PASS_SETTINGS:
+        return settings.get("loss") != "lk"
+    if name in VALIDATION_SETTINGS:
+        return settings.get("early_stopping") is None
+    return name in FREE_SETTINGS

@@ -31,11 +31,16 @@ def untrained_head(
             do="choose another target: a draft head cannot start from this norm",
         )
     head = new_head(config)
+    # A head's logits have no factor: its lm_head takes the target's, or, if that is frozen, its
+    # norm does. EAGLE heads imitate the last state, and have the target's logits as they are.
+    family = head.family
+    of_norm = parts.scale if family.freezes_lm_head else 1.0
+    of_lm_head = 1.0 if family.freezes_lm_head or family.uses_target_lm_head else parts.scale
     initialise_head(
         head,
         embeddings=parts.embeddings.float(),
-        final_norm=form.weight.float(),
-        lm_head=parts.lm_head.float(),
+        final_norm=of_norm * form.weight.float(),
+        lm_head=of_lm_head * parts.lm_head.float(),
         target_ids=vocabulary.target_ids,
         seed=seed,
     )

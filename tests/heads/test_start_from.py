@@ -205,3 +205,15 @@ def test_a_head_of_another_target_with_the_same_tokenizer_is_said() -> None:
     line = start_from(new(0, **PEAGLE), make_head(**PEAGLE | {"target": OTHER_TARGET}), "head")
     assert "2 layers) of another target, toy (other): " in line
     assert "another target" not in start_from(new(0, **PEAGLE), make_head(**PEAGLE), "head")
+
+
+@pytest.mark.parametrize("family", ["dflash", "peagle"])
+def test_another_mask_token_is_said_where_it_is_another_input(family: str) -> None:
+    """The embedding of a parallel head's mask token is its own, and copied."""
+    target = synthetic.parts()
+    source, head, same = (
+        synthetic.head(target, **FAMILIES[family], mask_token_id=i) for i in (5, 6, 6)
+    )
+    line = start_from(head, source, "here")
+    assert ("had token 5 and have 6 now" in line) == (family == "dflash")
+    assert "masked slots had" not in start_from(same, head, "here")

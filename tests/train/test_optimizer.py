@@ -17,7 +17,7 @@ from draftlab.train import optimizer
 from draftlab.train.checkpoint import trainable
 from draftlab.train.distributed.backends import TrainBackend
 from draftlab.train.distributed.ranks import Ranks
-from draftlab.train.optimizer import Muon, new_optimizer, orthogonalise
+from draftlab.train.optimizer import Muon, learning_rate, new_optimizer, orthogonalise
 from draftlab.train.settings import TrainSettings
 from tests.helpers import synthetic
 from tests.helpers.rank_program import CUT, MUON, STEPS, train
@@ -200,3 +200,23 @@ def test_deepspeed_splits_matrices() -> None:
 def test_a_rate_of_adamw_beside_muon_needs_muon() -> None:
     with pytest.raises(ValidationError, match="adamw_learning_rate is for optimizer=muon"):
         TrainSettings(adamw_learning_rate=1e-3)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 100])
+def test_every_training_has_a_step_at_the_peak(steps: int, schedule: str) -> None:
+    settings = TrainSettings(steps=steps, schedule=schedule, learning_rate=0.5)
+    rates = [learning_rate(step, settings) for step in range(steps)]
+    assert max(rates) == 0.5
+    if steps > 1:
+        assert rates[-1] == pytest.approx(0.5 * settings.final_learning_rate)
+
+
+def test_settings_of_validations_decide_the_head_of_early_stopping_alone() -> None:
+    def identity(**fields: int) -> dict[str, object]:
+        return TrainSettings(**{"validate_every": 2, "validation_share": 0.1} | fields).identity()
+
+    assert identity() == identity(validate_every=3) == identity(validation_records=4)
+    stopping = identity(early_stopping=1)
+    assert stopping != identity(early_stopping=1, validate_every=3)
+    assert stopping != identity(early_stopping=1, validation_records=4)

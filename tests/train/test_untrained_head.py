@@ -86,3 +86,15 @@ def test_another_norm_is_refused(norm: type[nn.Module]) -> None:
     assert "target_norm.weight" not in parts.shared_tensors
     with pytest.raises(UserError, match=f"expected a final norm .*, found {norm.__name__}"):
         new_head(parts)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["cohere2", "granite"])
+def test_the_targets_state_gives_the_targets_logits(kind: str, family: str, tmp_path: Path) -> None:
+    """Also where the target multiplies them: a head's logits have no factor."""
+    parts = load_parts(zoo_folder(tmp_path, kind))
+    assert parts.scale != 1
+    states = STATES - STATES.mean(-1, keepdim=True)  # a head's norm takes no mean off
+    head = new_head(parts, family)
+    product = F.linear(head.norm(states), head.lm_head.weight)
+    torch.testing.assert_close(product, parts.logits(states)[:, :40], rtol=1e-3, atol=1e-3)
