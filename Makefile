@@ -40,13 +40,12 @@ lint: setup  ## style and the import rules
 OR_SKIPPED := || test $$? -eq 77
 SPECULATORS := $(BIN)/python eval/parity/parity_speculators.py
 VLLM := $(BIN)/python eval/parity/parity_vllm.py
-DRAFTS := $(BIN)/python eval/parity/parity_drafts.py --head reference --prompts 2
 LLAMACPP := $(BIN)/python eval/parity/parity_llamacpp.py
 TRANSFORMERS := $(BIN)/python eval/parity/parity_transformers.py
 
 parity-vllm: setup  ## T = 0 equal to a real vLLM, T = 0.7 and 1.5 within intervals (3.4 GB)
-	$(VLLM) --k 3 $(ARGS) && $(VLLM) --k 5 $(ARGS) && $(DRAFTS) --random 'dflash|dspark' \
-		$(OR_SKIPPED)
+	$(VLLM) --k 3 $(ARGS) && $(VLLM) --k 5 $(ARGS) && \
+	$(VLLM) --head reference --random 'dflash|dspark' --prompts 2 --max-new-tokens 32 $(OR_SKIPPED)
 
 parity-transformers: setup  ## T = 0 equal to transformers' own generate, with and without drafts
 	$(TRANSFORMERS) $(ARGS)
@@ -67,9 +66,8 @@ parity-check: setup  ## what the checks run of them: speculators, and a vLLM tha
 	$(SPECULATORS) --head reference --prompts 3 --max-new-tokens 32 --steps 4 \
 		--random 'norm_before_residual|qwen3: (dspark, 2 layers, 4|dflash, 1)' $(OR_SKIPPED)
 	if eval/parity/setup_vllm.sh --check; then \
-		$(VLLM) --head reference --random 'llama: (eagle3|peagle, 1 layer)$$' --prompts 4 \
-			--max-new-tokens 32 && \
-		$(DRAFTS) --random 'llama: (dflash, 2 layers, 5|dspark, 2 layers, 7)'; \
+		$(VLLM) --head reference --prompts 4 --max-new-tokens 32 --random \
+			'llama: (eagle3$$|peagle, 1 layer$$|dflash, 2 layers, 5|dspark, 2 layers, 7)'; \
 	else echo 'SKIPPED: tokens and counters of vLLM, which is not installed'; fi
 
 clean:  ## build products and caches (runs/ and the environments stay)

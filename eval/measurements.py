@@ -26,17 +26,10 @@ from draftlab.progress import Monitor
 
 
 class PrintMonitor(Monitor):
-    """A monitor that prints lines and shows no progress.
-
-    Args:
-        errors: whether to print on stderr.
-    """
-
-    def __init__(self, *, errors: bool = False) -> None:
-        self.errors = errors
+    """A monitor that prints lines and shows no progress."""
 
     def say(self, line: str) -> None:
-        print(line, file=sys.stderr if self.errors else sys.stdout, flush=True)
+        print(line, flush=True)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -63,27 +63,6 @@ VLLM_COPY, STREAM = 4.30e12, 4.15e12
 
 
 @dataclass(frozen=True)
-class Bench:
-    """One measured configuration, times in milliseconds.
-
-    Attributes:
-        floor_ms: time to read the weights; kv_floor_ms: and keys and values.
-    """
-
-    head: str
-    batch: int
-    k: int
-    draft_probs: bool
-    step_ms: float
-    floor_ms: float
-    kv_floor_ms: float
-    vllm_ms: float | None
-    accepted: float
-    tokens_s: float
-    ttft_ms: float
-
-
-@dataclass(frozen=True)
 class Measured:
     """Measurements of an engine with a batch.
 
@@ -208,7 +187,7 @@ def main() -> None:
                 for probs in PROBS[options.probs] if k else (False,):
                     part = f"{name}, batch {batch}, K = {k}{', probabilities' * probs}"
                     arguments = (name, batch, k, probs, rate, options)
-                    show(Bench(**parts.measure(part, row_of(target, head, *arguments))))
+                    show(**parts.measure(part, row_of(target, head, *arguments)))
 
 
 def head_fields(name: str) -> dict[str, Any]:
@@ -246,33 +225,40 @@ def row_of(
         compared = name == "chain" and k == 3 and options.target == "llama"
         vllm = VLLM_STEP_MS.get(batch) if compared else None
         scale = 1e3 * VLLM_COPY / (STREAM * rate)
-        row = Bench(
-            name,
-            batch,
-            k,
-            probs,
-            result.step_ms,
-            moved * scale,
-            (moved + cached) * scale,
-            vllm and vllm * VLLM_COPY / rate,
-            result.tokens_a_step - 1,
-            result.tokens_s,
-            result.ttft_ms,
-        )
-        return asdict(row)
+        return asdict(result) | {
+            "head": name,
+            "batch": batch,
+            "k": k,
+            "draft_probs": probs,
+            "floor_ms": moved * scale,
+            "kv_floor_ms": (moved + cached) * scale,
+            "vllm_ms": vllm and vllm * VLLM_COPY / rate,
+        }
 
     return measured
 
 
-def show(row: Bench) -> None:
-    """Print a line of the table."""
-    vllm = row.vllm_ms or float("nan")
-    name = f"parallel, {row.head}" if row.head.isdigit() else row.head
+def show(
+    head: str,
+    batch: int,
+    k: int,
+    draft_probs: bool,
+    step_ms: float,
+    floor_ms: float,
+    kv_floor_ms: float,
+    vllm_ms: float | None,
+    tokens_a_step: float,
+    tokens_s: float,
+    ttft_ms: float,
+) -> None:
+    """Print a line of the table; the floors are times to read the weights, and keys and values."""
+    vllm = vllm_ms or float("nan")
+    name = f"parallel, {head}" if head.isdigit() else head
     print(
-        f"{name:12} {row.batch:5d} {row.k:2d} {'on ' if row.draft_probs else 'off'}   "
-        f"{row.step_ms:8.3f} {row.floor_ms:8.3f} {row.step_ms / row.floor_ms:7.3f} "
-        f"{row.step_ms / row.kv_floor_ms:7.3f} {vllm:8.2f} {row.step_ms / vllm:6.3f} "
-        f"{row.accepted + 1:8.2f} {row.tokens_s:12,.0f} {row.ttft_ms:8.2f}",
+        f"{name:12} {batch:5d} {k:2d} {'on ' if draft_probs else 'off'}   "
+        f"{step_ms:8.3f} {floor_ms:8.3f} {step_ms / floor_ms:7.3f} "
+        f"{step_ms / kv_floor_ms:7.3f} {vllm:8.2f} {step_ms / vllm:6.3f} "
+        f"{tokens_a_step:8.2f} {tokens_s:12,.0f} {ttft_ms:8.2f}",
         flush=True,
     )
 

@@ -8,10 +8,12 @@
     python eval/bench/bench_train.py --family dspark        # a block head of 7 slots
     python eval/bench/bench_train.py --shape embedded --family peagle --layers 4  # a small head
     python eval/bench/bench_train.py --shape tiny --device cpu
+    NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 eval/bench/bench_train.py --parallel fsdp2
 
 Features are random but fixed. The code that `draftlab train` runs is timed; the batch is on the
 device beforehand. Times are the GPU's own, from events between the phases; on a CPU they are the
-host's.
+host's. With torchrun every GPU does the same work, and counts are reduced as in training; some
+hosts lack NCCL's multicast, which the variable turns off.
 """
 
 from __future__ import annotations
@@ -19,15 +21,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
-from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
@@ -35,19 +34,18 @@ from train_peers import PEERS, peer_seconds
 from train_work import (
     FAMILIES,
     SHAPES,
-    TOGETHER,
     Work,
     in_family,
     new_work,
     step_weights,
+    timed_steps,
     train_settings,
 )
 
-from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
 from draftlab.train.distillation_module import DistillationModule
-from draftlab.train.distributed.backends import TrainBackend
 from draftlab.train.distributed.ranks import Ranks
+from draftlab.train.distributed.wrap import BACKENDS, wrap
 from draftlab.train.flops import StepWork, matrix_rate, mean_context
 from draftlab.train.metrics import peak_memory
 from draftlab.train.profiler import PhaseTimer
@@ -57,65 +55,45 @@ RATE = 1e-4
 DTYPES = {"bfloat16": torch.bfloat16, "fp8": torch.bfloat16, "float32": torch.float32}
 
 
-def trainer(work: Work, device: torch.device, options: argparse.Namespace) -> TrainBackend:
-    """Return the head of some work wrapped for training."""
-    settings = train_settings(work.shape, precision=options.precision)
-    distillation = DistillationModule(work.head, work.target, settings, DTYPES[options.precision])
-    print(f"how steps are run: {distillation.description}", file=sys.stderr)
-    return TrainBackend(distillation, settings, Ranks(0, 1, device))
-
-
-def step(whole: TrainBackend, batch: Batch, clock: PhaseTimer) -> Tensor:
-    """Run one optimizer step without waiting for it; return the loss on the device."""
-    weights = step_weights(whole.head.config.family, batch.counts)
-    loss, _ = whole.forward(batch, weights, reduce=True)
-    clock.mark("forward")
-    whole.backward(loss, batch.num_anchors)
-    clock.mark("backward")
-    whole.step(RATE)
-    clock.mark("optimizer")
-    return loss.detach() / batch.num_anchors
-
-
-def timed(work: Work, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
+def timed(work: Work, ranks: Ranks, options: argparse.Namespace) -> dict[str, Any]:
     """Return milliseconds of a step and its phases, speed and memory."""
-    started = time.perf_counter()
-    whole, clock = trainer(work, device, options), PhaseTimer(device)
-    timings: list[dict[str, float]] = []
-    batch = work.packed(device).to(device)
-    clock.start()
-    for number in range(options.warmup + TOGETHER * options.repeats):
-        step(whole, batch, clock)
-        if number == 0:
-            clock.read()
-            first = time.perf_counter() - started
-        elif number < options.warmup:
-            clock.start()
-        elif (number - options.warmup + 1) % TOGETHER == 0:
-            # As in training, the device is waited for once in some steps (train.log_every).
-            phases = clock.read()
-            timings.append({name: part / TOGETHER for name, part in phases.items()})
-    seconds = {name: median(each.get(name, 0) for each in timings) for name in timings[0]}
-    whole_step = median(sum(each.values()) for each in timings)
-    shape, ceiling = work.shape, matrix_rate(device, DTYPES[options.precision])
+    device, dtype = ranks.device, DTYPES[options.precision]
+    changes = {"precision": options.precision, "parallel": options.parallel}
+    settings = train_settings(work.shape, **changes)
+    distillation = DistillationModule(work.head, work.target, settings, dtype)
+    print(f"how steps are run: {distillation.description}", file=sys.stderr)
+    whole, batch = wrap(distillation, settings, ranks), work.packed(device).to(device)
+
+    def step(clock: PhaseTimer) -> None:
+        counts = ranks.all_reduce(torch.tensor(batch.counts)).tolist()
+        weights = step_weights(work.shape.family, counts)
+        loss, _ = whole.forward(batch, weights, reduce=True)
+        clock.mark("forward")
+        whole.backward(loss, counts[0])
+        clock.mark("backward")
+        whole.step(RATE)
+        clock.mark("optimizer")
+
+    seconds, phases = timed_steps(step, device, options.warmup, options.repeats)
+    shape, ceiling = work.shape, matrix_rate(device, dtype)
     context = mean_context([shape.row_tokens])
     counted = StepWork(shape.tokens, batch.counts, batch.num_teachers, context)
     flops = whole.head.family.objective().flops(whole.head, counted) / shape.tokens
     return {
         "engine": "draftlab",
+        "processes": ranks.size,
         "shape": asdict(shape),
-        "step_ms": 1e3 * whole_step,
-        "phases_ms": {name: 1e3 * part for name, part in seconds.items()},
-        "tokens_per_s": shape.tokens / whole_step,
-        "loss_tokens_per_s": batch.num_anchors / whole_step,
-        "predictions_per_s": sum(batch.counts) / whole_step,
+        "step_ms": 1e3 * seconds,
+        "phases_ms": phases,
+        "tokens_per_s": ranks.size * shape.tokens / seconds,
+        "loss_tokens_per_s": batch.num_anchors / seconds,
+        "predictions_per_s": sum(batch.counts) / seconds,
         "predictions": batch.counts,
         "trained_parameters": sum(p.numel() for p in trainable(whole.head).values()),
         "gflop_a_token": flops / 1e9,
         "ceiling_tflops": ceiling / 1e12,
-        "mfu": shape.tokens / whole_step * flops / ceiling,
+        "mfu": shape.tokens / seconds * flops / ceiling,
         "peak_gib": peak_memory(device) / 2**30,
-        "first_step_s": first,
     }
 
 
@@ -134,6 +112,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=int, default=6, help="measurements of four steps")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
+    parser.add_argument("--parallel", choices=BACKENDS, default="ddp", help="with torchrun")
     parser.add_argument("--peer", choices=PEERS)
     add_options(parser)
     return parser.parse_args(words)
@@ -141,19 +120,24 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 def main(words: list[str] | None = None) -> dict[str, Any]:
     options = arguments(words)
-    device = torch.device(options.device)
-    require(gpus=int(device.type == "cuda"))
+    require(gpus=int(options.device == "cuda"))
+    ranks = Ranks.join(options.device)
+    device = ranks.device
     shape = in_family(SHAPES[options.shape], options.family)
     chosen = {name: getattr(options, name) for name in vars(shape)}
     shape = replace(shape, **{name: value for name, value in chosen.items() if value is not None})
-    conditions = asdict(shape) | {"precision": options.precision}
+    own = {"precision": options.precision, "parallel": options.parallel, "processes": ranks.size}
+    conditions = asdict(shape) | own
     parts = Measurements(options, conditions, device)
 
     @cache
     def work() -> Work:
         return new_work(shape, device, DTYPES[options.precision])
 
-    row = show(parts.measure("draftlab", lambda: timed(work(), device, options)))
+    row = parts.measure("draftlab", lambda: timed(work(), ranks, options))
+    if ranks.is_main:
+        show(row)
+    ranks.leave()
     if options.peer:
         peer = options.peer
         beside = show(parts.measure(peer, lambda: peer_seconds(peer, work(), device, options)))

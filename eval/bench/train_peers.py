@@ -19,13 +19,13 @@ import argparse
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from train_work import GAMMA, TOGETHER, Shape, Work
+from train_work import GAMMA, Shape, Work, timed_steps
 from transformers import LlamaConfig, Qwen3Config
 
 from draftlab.errors import UserError
@@ -57,35 +57,29 @@ def peer_seconds(
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)  # memory of our trainer
     peer = PEERS[name](work, device, DTYPES[options.precision])
-    clock, timings = PhaseTimer(device), []
     counted: list[Tensor] = []
-    for number in range(options.warmup + TOGETHER * options.repeats):
-        if number <= options.warmup:
-            clock.start()
+
+    def step(clock: PhaseTimer) -> None:
         value, metrics = peer.forward()
         clock.mark("forward")
         value.backward()
         clock.mark("backward")
         peer.update()
         clock.mark("optimizer")
-        measured = number - options.warmup + 1
-        if measured > 0 and work.shape.family == "peagle":
+        if COUNTED in metrics:
             counted.append(torch.as_tensor(metrics[COUNTED]).detach())
-        if measured > 0 and measured % TOGETHER == 0:
-            phases = clock.read()  # the device is waited for as rarely as for draftlab's steps
-            timings.append({name: part / TOGETHER for name, part in phases.items()})
-    seconds = median(sum(each.values()) for each in timings)
+
+    seconds, phases = timed_steps(step, device, options.warmup, options.repeats)
     row = {
         "engine": name,
         "step_ms": 1e3 * seconds,
-        "phases_ms": {key: 1e3 * median(each[key] for each in timings) for key in timings[0]},
+        "phases_ms": phases,
         "tokens_per_s": work.shape.tokens / seconds,
         "trained_parameters": sum(p.numel() for p in peer.model.parameters() if p.requires_grad),
         "peak_gib": (peak_memory(device) - before) / 2**30,
-        "loss": float(value.detach()),
     }
-    if counted:
-        mean = fmean(map(float, counted))
+    if counted and work.shape.family == "peagle":
+        mean = fmean(map(float, counted[options.warmup :]))
         row |= {"predictions": mean, "predictions_per_s": mean / seconds}
     return row
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.packer import OptimizerStep, Packer
 from draftlab.train.batch.packing import Batch, uses_one_row
 from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.profiler import PhaseTimer
 from draftlab.train.settings import TrainSettings
 
 GAMMA = 0.8
@@ -228,3 +230,26 @@ def _record(shape: Shape, number: int, parts: TargetParts, generator: torch.Gene
 def step_weights(family: str, counts: Sequence[int]) -> list[float]:
     """Return the weight of each step's sum of losses; `counts` are positions of each step."""
     return get_family(family).objective().step_weights(GAMMA, counts)
+
+
+def timed_steps(
+    step: Callable[[PhaseTimer], object], device: torch.device, warmup: int, repeats: int
+) -> tuple[float, dict[str, float]]:
+    """Return the median seconds of a step, and milliseconds of its phases.
+
+    As in training, the device is waited for once in some steps (train.log_every).
+
+    Args:
+        step: runs a step and marks its phases.
+        warmup, repeats: steps before the measurements, and measurements of `TOGETHER` steps.
+    """
+    clock, timings = PhaseTimer(device), []
+    for number in range(warmup + TOGETHER * repeats):
+        if number <= warmup:
+            clock.start()
+        step(clock)
+        measured = number - warmup + 1
+        if measured > 0 and measured % TOGETHER == 0:
+            timings.append({name: part / TOGETHER for name, part in clock.read().items()})
+    phases = {name: 1e3 * median(each[name] for each in timings) for name in timings[0]}
+    return median(sum(each.values()) for each in timings), phases

@@ -1,20 +1,21 @@
-"""Measure what each option of a head does to AL, with one option changed at a time.
+"""Measure what options of a head do to AL, each beside the recipe as it is.
 
-    python eval/lab/options.py --out runs/options --seeds 0 1 2
+    python eval/lab/options.py --seeds 0 1 2 --change "train.optimizer=adamw" "head.fc_norm=true"
     python eval/lab/options.py --recipe recipes/quickstart_peagle.yaml --out runs/options_peagle
 
-Every variant is a run of the recipe with settings changed, once for each seed of training. All
-have the same answers, and the same store where it would be equal; they are copied from the base's
-first run. A finished run is not repeated, so `--only` may do the work in parts; the table has the
-variants that are finished for all seeds. AL is a mean over the seeds, at T = 0. Differences are
-paired over prompts (bootstrap, 95 %); bold ones exclude 0. The intervals cover chance over prompts,
-not over seeds. An option that learns faster leads early and need not lead later.
+The recipe, and the recipe with each --change (settings, separated by spaces), is a run for each
+seed of training. All have the same answers, and the same store where it would be equal; they are
+copied from the first run. A finished run is not repeated. AL is a mean over the seeds, at T = 0.
+Differences are paired over prompts (bootstrap, 95 %); bold ones exclude 0. The intervals cover
+chance over prompts, not over seeds. An option that learns faster leads early and need not lead
+later.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import time
@@ -48,53 +49,7 @@ from draftlab.text.suites import load_suite
 from eval.measurements import Measurements, PrintMonitor, add_options, option_values
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
-EAGLE = "head.family=eagle export.formats=[vllm]"
-CHAIN = {
-    "base": "",
-    "norm_before_residual": "head.norm_before_residual=true",
-    "no norm_before_residual": "head.norm_before_residual=false",
-    "norm_before_fc": "head.norm_before_fc=true",
-    "fc_norm": "head.fc_norm=true export.formats=[vllm]",
-    "norm_output": "head.norm_output=true",
-    "fc_norm, norm_output": "head.fc_norm=true head.norm_output=true",
-    "qk_norm": "head.qk_norm=true",
-    "one boundary, 9": "record.boundaries=[9]",
-    "four boundaries, 2 5 8 11": "record.boundaries=[2,5,8,11]",
-    "fp8 store": "record.dtype=fp8",
-    "lk": "train.loss=lk",
-    "wsd": "train.schedule=wsd",
-    "cosine": "train.schedule=cosine",
-    "adamw": "train.optimizer=adamw train.learning_rate=4e-3",
-    "adamw, no norm_before_residual": "train.optimizer=adamw train.learning_rate=4e-3 "
-    "head.norm_before_residual=false",
-    "muon": "train.optimizer=muon",
-    "learning rate × 1.5": "train.learning_rate=12e-3",
-    "learning rate × 2/3": "train.learning_rate=5.3e-3",
-    "acceptance weighting, gamma 0.9": "train.acceptance_weighting=0.9 train.gamma=0.9",
-    "whole vocabulary": "draft_vocab.size=null",
-    "eagle": EAGLE,
-    "eagle, one step": f"{EAGLE} train.ttt_steps=1",
-    "eagle, no noise": f"{EAGLE} train.noise=0",
-    "eagle, no regression": f"{EAGLE} train.regression=0 train.distillation=1",
-}
-NORMS = ("norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm")
-PARALLEL = {name: CHAIN[name] for name in ("base", *NORMS, "lk", "wsd")} | {
-    "norm_before_residual, lk": "head.norm_before_residual=true train.loss=lk",
-    "gamma 0.8": "train.acceptance_weighting=0 train.gamma=0.8",
-    "gamma 0.6": "train.acceptance_weighting=0 train.gamma=0.6",
-    "gamma 1": "train.acceptance_weighting=0 train.gamma=1",
-}
-# Steps with which quickstart_dspark.yaml trains for about as many CPU seconds.
-HALF, ALL = "train.anchor_share=0.5", "train.anchor_share=1"
-BLOCK = {
-    "base": "",
-    "anchor_share 0.5": f"{HALF} train.steps=330",
-    "anchor_share 1": f"{ALL} train.steps=195",
-    "anchor_share 0.5, three rows a step": f"{HALF} train.batch_rows=3 train.steps=510",
-    "anchor_share 1, three rows a step": f"{ALL} train.batch_rows=3 train.steps=310",
-}
-VARIANTS = CHAIN | PARALLEL | BLOCK
-FAMILIES = {"eagle3": CHAIN, "peagle": PARALLEL, "dspark": BLOCK}
+BASE = "recipe"
 GREEDY = Sampling()
 
 
@@ -103,12 +58,12 @@ class Result:
     """The figures of a variant with one seed.
 
     Attributes:
+        name: the changed settings; `BASE` without any.
         prompts: int64 [P, 2], drafts and accepted drafts of each prompt.
         accepted_at: accepted drafts by position, over all prompts.
     """
 
     name: str
-    settings: list[str]
     parameters: int
     dtype: str
     device: str
@@ -133,8 +88,8 @@ class Result:
 
 def folder_name(name: str, seed: int) -> str:
     """Return the name of a variant's run folder."""
-    words = name.replace("× ", "x").replace("/", "-").replace(",", "").split()
-    return "-".join([*words, *([f"seed{seed}"] if seed else [])])
+    words = [re.sub(r"[^A-Za-z0-9.-]+", "-", word).strip("-") for word in name.split()]
+    return "-".join([*words, f"seed{seed}"])
 
 
 def share_stages(base: Path, folder: Path, *, store: bool, seed: int) -> None:
@@ -160,12 +115,12 @@ def measure(
     name: str, seed: int, options: argparse.Namespace, target: Target, tokenizer: Any
 ) -> dict[str, Any]:
     """Train a variant and decode with it at T = 0; return the fields of its `Result`."""
-    settings, runs = [*options.settings, *VARIANTS[name].split()], options.out
+    changes, runs = () if name == BASE else name.split(), options.out
     own = [f"name={folder_name(name, seed)}", f"seed={seed}"]
-    recipe = load_recipe(options.recipe, [*settings, *own])
-    folder, base = runs / recipe.name, runs / folder_name("base", options.seeds[0])
+    recipe = load_recipe(options.recipe, [*options.settings, *changes, *own])
+    folder, base = runs / recipe.name, runs / folder_name(BASE, options.seeds[0])
     if folder != base:
-        share_stages(base, folder, store="record." not in VARIANTS[name], seed=seed)
+        share_stages(base, folder, store="record." not in name, seed=seed)
     pipeline = Pipeline(recipe, PrintMonitor(), runs)
     pipeline.make("store")
     started = time.perf_counter()
@@ -176,7 +131,6 @@ def measure(
     weights = head.named_parameters()
     return Result(
         name,
-        settings,
         sum(p.numel() for n, p in weights if n not in head.shared_tensors()),
         str(target.dtype).removeprefix("torch."),
         torch.cuda.get_device_name() if target.device.type == "cuda" else "CPU",
@@ -247,7 +201,7 @@ def row(results: Sequence[Result], base: Sequence[Result]) -> str:
         f"{mean_al(results):.3f} [{low:.3f}, {high:.3f}]",
         " ".join(f"{result.al():.3f}" for result in results),
     ]
-    if first.name == base[0].name:
+    if first.name == BASE:
         cells.append("")
     else:
         low, high = interval(lambda index: mean_al(results, index) - mean_al(base, index))
@@ -278,11 +232,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--recipe", type=Path, default=RECIPE, help="what variants change")
     parser.add_argument("--out", type=Path, default=Path("runs/options"), help="folder of the runs")
-    parser.add_argument("--only", nargs="*", choices=VARIANTS, help="default: the family's")
+    parser.add_argument("--change", nargs="*", default=[], help='such as "train.loss=lk"')
     parser.add_argument("--seeds", type=int, nargs="*", default=[0], help="of training")
     parser.add_argument("--prompts", type=int, default=128, help="first held-out prompts")
     parser.add_argument("--k", type=int, default=4, help="drafts a step")
-    parser.add_argument("settings", nargs="*", help="changed in every variant: train.steps=100 …")
+    parser.add_argument("settings", nargs="*", help="changed in every run: train.steps=100 …")
     add_options(parser)
     options = parser.parse_args(arguments)
     options.results = options.results or options.out / "results.json"
@@ -290,20 +244,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target, tokenizer = load_target(recipe.target), load_tokenizer(recipe.target)
     conditions = option_values(options, "recipe", "prompts", "k", "settings")
     parts = Measurements(options, conditions, target.device)
-    names = options.only or FAMILIES.get(recipe.head.family, CHAIN)
     results: dict[str, list[Result]] = {}
-    for name, seed in product(VARIANTS, options.seeds):
-        part = folder_name(name, seed)
-        if name in names:
-            parts.measure(part, partial(measure, name, seed, options, target, tokenizer))
-        if part in parts.parts:  # measured now or by an earlier run of this program
-            results.setdefault(name, []).append(Result.of(parts.parts[part]))
-            print(f"{name}, seed {seed}: AL {results[name][-1].al():.3f}", flush=True)
-    variants = [
-        results[name] for name in VARIANTS if len(results.get(name, ())) == len(options.seeds)
-    ]
-    if not variants or variants[0][0].name != "base":
-        raise SystemExit("the base must be measured first: --only base")
+    for name, seed in product((BASE, *options.change), options.seeds):
+        run = partial(measure, name, seed, options, target, tokenizer)
+        result = Result.of(parts.measure(folder_name(name, seed), run))
+        results.setdefault(name, []).append(result)
+        print(f"{name}, seed {seed}: AL {result.al():.3f}", flush=True)
+    variants = list(results.values())
     first = variants[0][0]
     print(f"{first.dtype}, {first.device}; training saw {first.tokens_seen:,} tokens")
     print(table(variants))

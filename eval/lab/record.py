@@ -3,10 +3,10 @@
     python eval/lab/record.py [--tokens 400000] [--folder DIR]      # Llama-3.1-8B's shapes, a GPU
     python eval/lab/record.py --tiny                                # the same on a CPU, in seconds
 
-Stores of both dtypes are recorded twice, from samples of ragged lengths to committed shards. Tokens
+Stores of both dtypes are recorded, from samples of ragged lengths to committed shards. Tokens
 a second are printed beside those of the bare forward pass just before: rows of 2,048 tokens without
-padding, with lm_head at every position. A file of the store's size is written before, because a
-virtual machine's memory grows as it is touched.
+padding, with lm_head at every position. The first recording warms up; it has the second's size,
+because a virtual machine's memory grows as it is touched.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.model import Target
 from eval.bench.random_models import random_target, target_config
 from eval.measurements import Measurements, PrintMonitor, add_options, require
-
-RUNS = 2
 
 
 def conversations(tokens: int, target: Target, longest: int) -> list[Sample]:
@@ -89,17 +87,6 @@ def synchronize(target: Target) -> None:
         torch.cuda.synchronize()
 
 
-def touch(folder: Path, size: int) -> float:
-    """Write a file of `size` bytes, remove it, and return the seconds."""
-    folder.mkdir(parents=True, exist_ok=True)
-    block, started = memoryview(bytes(2**26)), time.perf_counter()
-    with open(folder / "touched", "wb") as file:
-        for _ in range(-(-size // len(block))):
-            file.write(block)
-    (folder / "touched").unlink()
-    return time.perf_counter() - started
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=400_000, help="recorded for the timing")
@@ -120,36 +107,27 @@ def main() -> None:
         target = random_target(device, kind)
         target.__dict__["fingerprint"] = "0" * 64  # there is no checkpoint to take it of
         samples = conversations(options.tokens, target, longest)
-        some = samples[: max(1, len(samples) // 10)]
-        print(f"touched {size / 1e9:.1f} GB in {touch(folder, size):.1f} s", flush=True)
         for dtype in ("bfloat16", "fp8"):
 
-            def timed(dtype: str = dtype) -> list[dict[str, Any]]:
-                run(target, some, folder, dtype)  # warms up
-                rows = []
-                for number in range(RUNS):
-                    forward = bare_rate(target, *batch, repeats=3 if options.tiny else 10)
-                    store, seconds = run(target, samples, folder, dtype)
-                    rows.append({"run": number + 1, **measured(store, device, forward, seconds)})
-                    print(json.dumps(rows[-1]), flush=True)
+            def timed(dtype: str = dtype) -> dict[str, Any]:
+                run(target, samples, folder, dtype)  # warms up
+                forward = bare_rate(target, *batch, repeats=3 if options.tiny else 10)
+                row = measured(*run(target, samples, folder, dtype), forward)
+                print(json.dumps(row), flush=True)
                 shutil.rmtree(folder)
-                return rows
+                return row
 
             parts.measure(dtype, timed)
 
 
-def measured(store: Store, device: torch.device, forward: float, seconds: float) -> dict[str, Any]:
+def measured(store: Store, seconds: float, forward: float) -> dict[str, Any]:
     """Return the figures of a run beside the tokens a second of the bare forward pass."""
     plan = store.manifest
     tokens, size = plan.counts.tokens, sum(shard.bytes for shard in plan.shards)
-    passes = sum(len(shard.batches) for shard in plan.shards)
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "dtype": plan.identity.dtype,
         "tokens": tokens,
-        "passes": passes,
-        "tokens_pass": round(tokens / passes),
-        "seconds": round(seconds, 2),
+        "tokens_pass": round(tokens / sum(len(shard.batches) for shard in plan.shards)),
         "record_tokens_s": round(tokens / seconds),
         "bare_tokens_s": round(forward),
         "of_bare": round(tokens / seconds / forward, 3),

@@ -61,13 +61,6 @@ parity_begin() {
   fi
 }
 
-# parity_end WANTED PACKAGES... -> writes the stamp of dir and prints it
-parity_end() {
-  parity_stamp "$dir" "$@"
-  echo "built: $dir" >&2
-  cat "$dir/.draftlab-stamp" >&2
-}
-
 # parity_new_env DIR -> an empty environment at DIR (a half-made one is replaced)
 parity_new_env() {
   local python
@@ -124,10 +117,10 @@ parity_check_cpu_torch() {
   esac
 }
 
-# parity_stamp DIR WANTED PACKAGES... -> writes the stamp: what was wanted, what is there
-parity_stamp() {
-  local dir="$1" wanted="$2"
-  shift 2
+# parity_end WANTED PACKAGES... -> writes the stamp of dir (what was wanted, what is there), prints it
+parity_end() {
+  local wanted="$1"
+  shift
   {
     echo "wanted: $wanted"
     "$dir/bin/python" - "$@" <<'PY'
@@ -141,4 +134,6 @@ for name in sys.argv[1:]:
 PY
   } >"$dir/.draftlab-stamp.tmp" || parity_die "a package is missing from $dir (reason above)"
   mv "$dir/.draftlab-stamp.tmp" "$dir/.draftlab-stamp"
+  echo "built: $dir" >&2
+  cat "$dir/.draftlab-stamp" >&2
 }

@@ -119,19 +119,14 @@ class Server:
             timings.get("draft_n_accepted", 0),
         )
 
-    def accepted_at(self, k: int) -> list[int]:
-        """Return accepted drafts by position, over all prompts so far."""
+    def counted(self, k: int) -> tuple[int, list[int]]:
+        """Return the verify steps, and accepted drafts by position, of all prompts so far."""
         with urllib.request.urlopen(f"{self.address}/metrics") as answer:
             text = answer.read().decode()
+        drafts = re.search(r"spec_decode_num_drafts_total (\d+)", text)
         found = re.findall(r'accepted_tokens_per_pos_total\{position="(\d+)"\} (\d+)', text)
         counts = {int(position): int(count) for position, count in found}
-        return [counts.get(position, 0) for position in range(k)]
-
-    def drafts(self) -> int:
-        """Return the verify steps of all prompts so far."""
-        with urllib.request.urlopen(f"{self.address}/metrics") as answer:
-            found = re.search(r"spec_decode_num_drafts_total (\d+)", answer.read().decode())
-        return int(found[1]) if found else 0
+        return int(drafts[1]) if drafts else 0, [counts.get(position, 0) for position in range(k)]
 
     def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         request = urllib.request.Request(

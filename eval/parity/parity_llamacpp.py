@@ -139,7 +139,7 @@ def compare(work: Work, quantized: str | None = None) -> bool:
     ours = work.ours()
     with work.served(quantized) as server:
         theirs = work.theirs(server)
-        accepted_at, drafts = server.accepted_at(work.k), server.drafts()
+        drafts, accepted_at = server.counted(work.k)
     expected = [clipped(g, work.k, work.max_new_tokens) for g in ours]
     total = sum(expected, Counters(work.k))
     accepted = sum(a.accepted for a in theirs)

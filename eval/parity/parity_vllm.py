@@ -5,10 +5,10 @@
 At T = 0 everything must be equal: tokens, finish reasons, the accepted drafts of every verify step,
 and the counters of every prompt. draftlab decodes with batches of 1 and 8. vLLM serves the float32
 exports in speculators layout and in its own layout, and the head folder itself (vLLM-native); a
-parallel head runs with `parallel_drafting`. --random heads, of all shapes and two targets, are
-served in vLLM's own layout only. DSpark runs in vLLM's V2 runner, and with
-VLLM_USE_V2_MODEL_RUNNER=1 in the environment heads of other families do; Triton's interpreter
-then takes some 0.2 s a step. What is corrected of vLLM's CPU build is printed.
+parallel head runs with `parallel_drafting`. Of --random heads, of all shapes and two targets, every
+draft token is compared as well, one prompt at a time in vLLM's own layout. DSpark runs in vLLM's V2
+runner, and with VLLM_USE_V2_MODEL_RUNNER=1 in the environment heads of other families do; Triton's
+interpreter then takes some 0.2 s a step. What is corrected of vLLM's CPU build is printed.
 At --temps above 0 random numbers differ, so acceptance lengths are compared, with argmax drafts and
 with sampled ones: the bootstrap interval of their difference over prompts must contain 0. All
 intervals of a run together are wrong in 5 % of runs (Bonferroni).
@@ -42,6 +42,8 @@ from common import (
     run_program,
     subject_options,
 )
+from draft_tokens import first_difference as first_draft_difference
+from draft_tokens import our_drafts, their_drafts
 from random_heads import chosen_subjects
 
 from draftlab.engine.counters import Counters
@@ -200,6 +202,24 @@ def compare_one(bench: Bench) -> Iterator[bool]:
             yield from compare_greedy(bench, engine, "vllm", mine)
 
 
+def compare_drafts(bench: Bench) -> bool:
+    """Compare every draft token at T = 0; return whether all are equal."""
+    ours = our_drafts(bench)
+    with tempfile.TemporaryDirectory() as place:
+        info, theirs = their_drafts(bench, Path(place))
+    fault = first_draft_difference(ours, theirs)
+    verified = {tuple(d) for g, drafts in ours for d in drafts[: g.counters.drafts]}
+    whole = total([g for g, _ in ours])
+    print(
+        f"{bench.subject.name}, vLLM {info['version']} ({info['runner']}), K={bench.k}: "
+        f"{len(ours)} prompts, {whole.drafts} steps with {len(verified)} different blocks of "
+        f"drafts, {whole.accepted} accepted: "
+        f"{'EQUAL' if fault is None else 'DIFFERENT at ' + fault}",
+        flush=True,
+    )
+    return fault is None
+
+
 def compare(bench: Bench, temperatures: Sequence[float]) -> Iterator[bool]:
     """Compare everything, with one start of vLLM per layout and kind of drafts.
 
@@ -243,9 +263,11 @@ def run(options: argparse.Namespace) -> int:
             if options.random is not None and subject.head.family.freezes_lm_head:
                 k = min(k, subject.head.config.k_trained)  # the slots of a block
             bench = Bench(subject, python, k, options.max_new_tokens, options.seed)
-            one_layout = options.random is not None
-            results = compare_one(bench) if one_layout else compare(bench, options.temps)
-            status = status if all(list(results)) else DIFFERENT
+            if options.random is not None:
+                equal = compare_drafts(bench)
+            else:
+                equal = all(list(compare(bench, options.temps)))
+            status = status if equal else DIFFERENT
     return status
 
 

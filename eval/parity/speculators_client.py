@@ -22,8 +22,13 @@ A request is a JSON object::
     causal       whether blocks are causal. The library's are in sliding layers alone, so all layers
                  get a window that is longer than any row
 
-Features and answers of dspark and dflash heads are described in ``speculators_blocks.py``. For
-others the features file holds T rows, documents one after another::
+For dspark and dflash heads the features file holds all T positions of one packed row and `anchors`
+[A] int64, the positions p of the blocks' first tokens. They replace the library's random ones, and
+p + block_size must be at most T: the library reads the tokens of whole blocks. The answer has, for
+γ slots, `hidden` [A, γ, H] after ``norm`` (the input of lm_head), `logits` [A, γ, Vd] with the
+Markov bias by the token before each draft, and DSpark's `confidence` [A, γ], logits of acceptance.
+
+For other heads the features file holds T rows, documents one after another::
 
     hidden_states      [T, n * H] float, target boundaries concatenated in the order of
                        eagle_aux_hidden_state_layer_ids, before any norm
@@ -66,8 +71,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from speculators_blocks import run_blocks
-
 if TYPE_CHECKING:
     import torch
 
@@ -89,18 +92,6 @@ _FLEX_MULTIPLE = 128
 Tensors = dict[str, "torch.Tensor"]
 
 
-def checkpoint_shapes(folder: Path) -> dict[str, list[int]]:
-    """Return name and shape of every tensor in the folder's safetensors files."""
-    from safetensors import safe_open
-
-    shapes: dict[str, list[int]] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                shapes[name] = list(tensors.get_slice(name).get_shape())
-    return shapes
-
-
 def load_head(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
     """Load the head with the library's from_pretrained; return it and its tensors' faults.
 
@@ -108,6 +99,7 @@ def load_head(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
     checkpoint is compared with the loaded head.
     """
     import torch
+    from safetensors.torch import load_file
     from speculators import SpeculatorModel, SpeculatorModelConfig
 
     draft = Path(request["draft"])
@@ -121,7 +113,11 @@ def load_head(request: dict[str, Any]) -> tuple[Any, dict[str, list[str]]]:
     model = SpeculatorModel.from_pretrained(str(draft), config=config, dtype=torch.float32).eval()
     compute_in_float64(model)
 
-    saved = checkpoint_shapes(draft)
+    saved = {
+        name: list(tensor.shape)
+        for path in draft.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
     from_target = _NEVER_SAVED
     if hasattr(model, "block_size"):  # DSpark and DFlash also take these tables from the target
         from_target |= set(model._keys_to_ignore_on_save)
@@ -164,15 +160,6 @@ def compute_in_float64(model: Any) -> None:
         norm.forward = forward
 
 
-def document_slices(document_ids: torch.Tensor) -> list[slice]:
-    """Return the slice of every run of equal document ids."""
-    import torch
-
-    lengths = torch.unique_consecutive(document_ids, return_counts=True)[1].tolist()
-    starts = [sum(lengths[:index]) for index in range(len(lengths))]
-    return [slice(start, start + length) for start, length in zip(starts, lengths, strict=True)]
-
-
 def make_rows(features: Tensors, hidden_size: int) -> Tensors:
     """Return the shifted rows with positions and documents, without a batch dimension."""
     import torch
@@ -180,8 +167,9 @@ def make_rows(features: Tensors, hidden_size: int) -> Tensors:
 
     documents = features["document_ids"].long()
     shifted = []
-    for part in document_slices(documents):
-        count = part.stop - part.start
+    for document in documents.unique():
+        part = documents == document
+        count = int(part.sum())
         rows = shift_batch(
             {
                 "hidden_states": features["hidden_states"][part].double(),
@@ -274,22 +262,61 @@ def run(request: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
     return {name: tensor.contiguous() for name, tensor in answer.items()}, report
 
 
+def run_blocks(model: Any, features: Tensors) -> Tensors:
+    """Run the library's forward on given anchors; return the answer's tensors."""
+    import speculators.models.dflash.core as backbone
+    import torch
+
+    module = __import__(type(model).__module__, fromlist=["compute_metrics"])
+    anchors, recorded = features["anchors"].long(), {}
+
+    def metrics(logits: Any, targets: Any, *rest: Any, **_: Any) -> tuple[Any, dict[str, Any]]:
+        recorded["logits"] = logits[0]
+        if type(model).__name__ == "DSparkDraftModel":
+            recorded["confidence"] = rest[0][0]
+        return logits.sum(), {}
+
+    def select(*_: Any) -> tuple[Any, Any]:
+        return anchors, torch.ones_like(anchors, dtype=torch.bool)
+
+    originals = backbone.select_anchors, module.compute_metrics
+    backbone.select_anchors, module.compute_metrics = select, metrics
+    hook = model.norm.register_forward_hook(
+        lambda _module, _inputs, output: recorded.update(hidden=output[0].clone())
+    )
+    length = len(features["input_ids"])
+    try:
+        with torch.no_grad():
+            model(
+                hidden_states=features["hidden_states"].double()[None],
+                input_ids=features["input_ids"].long()[None],
+                loss_mask=torch.ones(1, length, dtype=torch.int64),
+                verifier_last_hidden_states=torch.zeros(
+                    1, length, model.fc.weight.shape[0], dtype=torch.float64
+                ),
+                document_ids=features["document_ids"].long()[None],
+                max_anchors=len(anchors),
+            )
+    finally:
+        hook.remove()
+        backbone.select_anchors, module.compute_metrics = originals
+    return {
+        name: values.unflatten(0, (len(anchors), model.block_size)).contiguous()
+        for name, values in recorded.items()
+    }
+
+
 def main() -> None:
     """Run the command line: pairs of request and answer paths."""
+    from safetensors.torch import save_file
+
     paths = [Path(argument) for argument in sys.argv[1:]]
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     for request, answer in zip(paths[::2], paths[1::2], strict=True):
-        save_answer(*run(json.loads(request.read_text())), answer)
-
-
-def save_answer(tensors: Tensors, report: dict[str, Any], answer: Path) -> None:
-    """Write the two files of an answer."""
-    from safetensors.torch import save_file
-
-    answer.parent.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, str(answer))
-    answer.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        tensors, report = run(json.loads(request.read_text()))
+        save_file(tensors, str(answer))
+        answer.with_suffix(".json").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

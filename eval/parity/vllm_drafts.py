@@ -1,4 +1,4 @@
-"""Decode with vLLM and report its draft tokens. `parity_drafts.py` runs it in vLLM's environment.
+"""Decode with vLLM and report its draft tokens. `parity_vllm.py` runs it in vLLM's environment.
 
     python eval/parity/vllm_drafts.py REQUEST ANSWER
 

@@ -16,10 +16,11 @@ from tests.helpers.drivers import decoded, load
 
 common, random_heads = load("parity/common"), load("parity/random_heads")
 vllm = load("parity/parity_vllm")
-drafts = load("parity/parity_drafts")
+drafts = load("parity/draft_tokens")
 
 
 DRAFTLAB = [decoded("a", (3, 0, 2)), decoded("b", (1, 1)), decoded("c", ())]
+COUNTED = {key: getattr(DRAFTLAB[1].counters, key) for key in vllm.COUNTERS}
 
 
 def test_sides_that_say_the_same_are_equal() -> None:
@@ -74,12 +75,13 @@ def test_the_interval_of_the_difference_holds_0_for_equal_and_not_for_unequal_ac
         ({"drafts": [[1, 2, 3], [4, 5, 6], [0, 0, 0]]}, None),  # after the last verified step
         ({"drafts": [[1, 2, 3], [4, 5, 7]]}, "drafts of step 1: draftlab [4, 5, 6], vLLM [4, 5, 7"),
         ({"outputs": [[10, 11, 12, 13, 9]]}, "prompt b: the tokens"),
-        ({"per_prompt": [{"drafts": 3}]}, "prompt b: the number of steps"),
+        ({"per_prompt": [COUNTED | {"drafts": 3}]}, "prompt b, drafts: draftlab 2, vLLM 3"),
+        ({"per_prompt": [COUNTED | {"accepted": 1}]}, "prompt b, accepted: draftlab 2, vLLM 1"),
     ],
 )
 def test_every_draft_of_a_verified_step_is_compared(change: dict, message: str | None) -> None:
     tokens = list(DRAFTLAB[1].token_ids)
-    theirs = {"outputs": [tokens], "drafts": [[1, 2, 3], [4, 5, 6]], "per_prompt": [{"drafts": 2}]}
+    theirs = {"outputs": [tokens], "drafts": [[1, 2, 3], [4, 5, 6]], "per_prompt": [COUNTED]}
     ours = [(DRAFTLAB[1], [[1, 2, 3], [4, 5, 6], [7, 8, 9]])]
     found = drafts.first_difference(ours, [theirs | change])
     assert found is None if message is None else message in (found or "")
