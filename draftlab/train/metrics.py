@@ -106,10 +106,11 @@ def peak_memory(device: torch.device) -> int:
 def speed_line(row: dict[str, Any]) -> str:
     """Return a line's speed, loss and share of time without data, for the console."""
     mfu = f"MFU {row['mfu']:.0%} · " if "mfu" in row else ""
+    memory = f"{row['peak_memory_gib']:.1f} GiB" + ("" if mfu else " with libraries")
     return (
         f"{row['tokens_per_s']:,.0f} tokens/s ({row['loss_tokens_per_s']:,.0f} with loss) · "
         f"loss {row['loss'][0]:.3f} · α {row['alpha'][0]:.3f} · {mfu}"
-        f"data {row['phases'].get('data', 0):.1%} of the time · {row['peak_memory_gib']:.1f} GiB"
+        f"data {row['phases'].get('data', 0):.1%} of the time · {memory}"
     )
 
 
