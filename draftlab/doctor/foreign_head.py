@@ -9,8 +9,7 @@ from draftlab.doctor.findings import Finding, fault, note
 from draftlab.doctor.head_files import HeadFiles
 from draftlab.doctor.identity import size_findings
 from draftlab.doctor.target_session import TargetSession
-from draftlab.export.foreign_boundaries import boundary_readings
-from draftlab.export.foreign_config import ForeignHead, read_foreign_config
+from draftlab.export.foreign_config import ForeignHead, boundary_readings, read_foreign_config
 from draftlab.export.importing import foreign_head_config
 from draftlab.export.renaming import rename_tensors
 from draftlab.export.weight_files import read_weights, weight_files

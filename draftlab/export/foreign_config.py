@@ -4,11 +4,16 @@ There are two layouts: that of the speculators library, and the native one of vL
 SpecForge and SafeAILab. Keys that change a forward pass are checked one by one; keys that every
 transformers config has are ignored; any other key is refused by name, since it might mean a
 different head.
+
+vLLM, llama.cpp and the speculators library count inputs of layers, as draftlab does; SGLang and
+SpecForge count outputs, in `eagle_config`. If the readings of a config disagree, the config does
+not show which program the head was trained with, and with the wrong one it drafts badly without
+an error.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,9 +29,13 @@ from draftlab.heads.config import Size
 from draftlab.heads.family import Family, families
 from draftlab.heads.vllm_config import MASK_TOKEN_KEYS
 from draftlab.settings import describe_error, merged_errors
+from draftlab.target_model.boundaries import check_boundaries
 
 LLAMA4 = ("Llama4ForCausalLM", "EagleLlama4ForCausalLM")
 """Architectures of dense Llama 4 drafters, which cannot be imported."""
+EXPORT_AGAIN = "export the head again with the program that wrote it"
+DEFAULT_ROPE_THETA = 10000.0
+"""Every program's RoPE base for a config without one."""
 # fmt: off
 _TRAINING_KEYS = {
     "attention_dropout", "auto_map", "bos_token_id", "embed_requires_grad", "eos_token_id",
@@ -205,7 +214,7 @@ def read_foreign_config(
         raise UserError(
             "expected a head's config.json, found no object in it",
             where=where,
-            do="export the head again with the program that wrote it",
+            do=EXPORT_AGAIN,
         )
     if not any(name.endswith("fc.weight") for name in tensors):
         raise UserError(
@@ -239,13 +248,13 @@ def _read_speculators(config: dict[str, Any], where: Path, ignore: frozenset[str
         raise UserError(
             "expected speculators_config with proposal_methods and a verifier",
             where=where,
-            do="export the head again with the program that wrote it",
+            do=EXPORT_AGAIN,
         ) from None
     if not isinstance(layers, dict):
         raise UserError(
             "expected a transformer_layer_config, found none",
             where=where,
-            do="export the head again with the program that wrote it",
+            do=EXPORT_AGAIN,
         )
     # Only the dtype, tying and versions may be in both.
     if duplicates := sorted((config.keys() & layers.keys()) - _IGNORED_KEYS):
@@ -307,3 +316,107 @@ def _parse(config: dict[str, Any], where: Path, ignore: frozenset[str]) -> Forei
             where=where,
             do=f"if you know that it changes nothing: {do}" if do else "correct config.json",
         ) from None
+
+
+def read_boundaries(
+    foreign: ForeignHead,
+    num_layers: int,
+    requested: tuple[int, ...] | None,
+    where: Path,
+    log: Callable[[str], None],
+) -> tuple[int, ...]:
+    """Return the boundaries of a foreign head.
+
+    Args:
+        num_layers: N of the target.
+        requested: boundaries that the user names, which replace the config's.
+        where: the config, for errors.
+        log: prints what was read.
+
+    Raises:
+        UserError: readings that disagree, boundaries outside 0..N, unsorted or repeated ones.
+    """
+    readings = boundary_readings(foreign, num_layers)
+    if requested is not None:
+        others = "; ".join(f"{program}: {list(ids)}" for program, ids in readings.items())
+        log(f"import: boundaries {list(requested)}, as named; in the config, {others}")
+        return _checked(requested, num_layers, "--boundaries")
+    if len(set(readings.values())) > 1:
+        lines = [f"{p}: --boundaries {','.join(map(str, ids))}" for p, ids in readings.items()]
+        raise UserError(
+            "programs read the boundaries in this config differently:\n  " + "\n  ".join(lines),
+            where=where,
+            do="name those that the head was trained with; draftlab doctor scores them",
+        )
+    program, ids = next(iter(readings.items()))
+    log(f"import: boundaries {list(ids)}, inputs of layers ({program})")
+    return _checked(ids, num_layers, where)
+
+
+def boundary_readings(foreign: ForeignHead, num_layers: int) -> dict[str, tuple[int, ...]]:
+    """Return the boundaries as each kind of program reads them from the config."""
+    if (outputs := foreign.config.outputs_of_layers) is not None:
+        return {"target_layer_ids counts outputs of layers": tuple(i + 1 for i in outputs)}
+    if (inputs := foreign.config.aux_hidden_state_layer_ids) is not None:
+        return {"aux_hidden_state_layer_ids counts inputs of layers": tuple(inputs)}
+    top = foreign.config.eagle_aux_hidden_state_layer_ids
+    nested = foreign.config.eagle_config
+    inner = nested.eagle_aux_hidden_state_layer_ids if nested else None
+    if top is None and inner is None:
+        default = (2, num_layers // 2, num_layers - 3)
+        return {"none in the config: every program's default": default}
+    readings = {}
+    if top is not None:
+        readings["the list at the top counts inputs of layers (vLLM, llama.cpp)"] = tuple(top)
+    elif inner is not None:
+        program = "the list in eagle_config counts inputs of layers (vLLM's older runner)"
+        readings[program] = tuple(inner)
+    if inner is not None:
+        # For gpt-oss, SGLang reads ids that name the last boundary as boundaries.
+        shift = 0 if max(inner, default=0) == num_layers else 1
+        readings["the list in eagle_config counts outputs of layers (SGLang, SpecForge)"] = tuple(
+            i + shift for i in inner
+        )
+    return readings
+
+
+def _checked(ids: tuple[int, ...], num_layers: int, where: str | Path) -> tuple[int, ...]:
+    """Return boundaries that are ascending and inside the target."""
+    try:
+        check_boundaries(ids, num_layers)
+    except UserError as error:
+        raise UserError(
+            error.what, where=where, do="name them with --boundaries, as inputs of layers"
+        ) from None
+    return ids
+
+
+def read_rope(config: ForeignConfig) -> tuple[dict[str, Any], bool]:
+    """Return the `rope_parameters`, and whether the config names a base.
+
+    transformers 4 and 5 spell them differently.
+
+    Raises:
+        ValueError: two spellings that contradict each other, or a part of the channels rotates.
+    """
+    old, new = dict(config.rope_scaling or {}), dict(config.rope_parameters or {})
+    if "type" in old:
+        old.setdefault("rope_type", old.pop("type"))
+    if config.rope_theta is not None:
+        old.setdefault("rope_theta", config.rope_theta)
+        if old["rope_theta"] != config.rope_theta:
+            raise ValueError(f"rope_theta {config.rope_theta} against {old['rope_theta']}")
+    if new and (old.keys() - {"rope_theta"}):
+        new.setdefault("rope_type", "default")
+    clashes = [key for key in old.keys() & new.keys() if old[key] != new[key]]
+    if clashes:
+        key = sorted(clashes)[0]
+        raise ValueError(f"{key} {new[key]!r} in rope_parameters against {old[key]!r} outside")
+    has_base = "rope_theta" in old or "rope_theta" in new
+    merged = {"rope_type": "default", "rope_theta": DEFAULT_ROPE_THETA} | old | new
+    theta = merged["rope_theta"]
+    if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < 1e30:
+        raise ValueError(f"rope_theta {theta!r} is no base")
+    if (share := merged.get("partial_rotary_factor", 1)) != 1:
+        raise ValueError(f"partial_rotary_factor {share!r}: heads of draftlab rotate all channels")
+    return merged, has_base

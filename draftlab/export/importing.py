@@ -13,14 +13,18 @@ import torch
 from pydantic import ValidationError
 
 from draftlab.errors import UserError
-from draftlab.export.compare import compare_tensors
 from draftlab.export.destination import atomic_folder
-from draftlab.export.foreign_boundaries import read_boundaries
-from draftlab.export.foreign_config import ForeignHead, read_foreign_config
-from draftlab.export.foreign_rope import DEFAULT_ROPE_THETA, read_rope
+from draftlab.export.foreign_config import (
+    DEFAULT_ROPE_THETA,
+    ForeignHead,
+    read_boundaries,
+    read_foreign_config,
+    read_rope,
+)
 from draftlab.export.renaming import Log, add_target_tensors, normalise_vocabulary, rename_tensors
 from draftlab.export.weight_files import (
     common_dtype,
+    compare_tensors,
     floating_dtype,
     read_weights,
     weight_files,

@@ -1,7 +1,7 @@
 """Layouts: how a program expects the files of one family's heads, and which family has which.
 
-The layouts themselves are in `speculators.py`, `vllm_sglang.py` and `llamacpp.py`; a family names
-its own (`Family.layouts`).
+The layouts themselves are in `speculators.py` and `native.py`; a family names its own
+(`Family.layouts`).
 """
 
 from __future__ import annotations

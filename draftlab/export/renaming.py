@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.export.foreign_config import EXPORT_AGAIN
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD
@@ -96,7 +97,7 @@ def normalise_vocabulary(
                 f"{name}: expected integers of shape [{length}], found {tensor.dtype} "
                 f"{list(tensor.shape)}",
                 where=where,
-                do="export the head again with the program that wrote it",
+                do=EXPORT_AGAIN,
             )
     readings = draft_vocabulary_readings(d2t, t2d, vocab_size)
     if len(readings) != 1:
@@ -144,13 +145,13 @@ def add_target_tensors(
         raise UserError(
             f"missing {name}: the target's are {config.target_hidden_size} wide, the head "
             f"{config.hidden_size}",
-            do="export the head again with the program that wrote it",
+            do=EXPORT_AGAIN,
         )
     if table is None:
         if family.trains_mask:
             raise UserError(
                 f"missing {name}, in which a parallel head has a trained mask token",
-                do="export the head again with the program that wrote it",
+                do=EXPORT_AGAIN,
             )
         log("import: the head has no embeddings and uses the target's")
     elif not family.trains_mask:

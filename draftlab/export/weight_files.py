@@ -1,4 +1,4 @@
-"""safetensors checkpoints of one file, or of several with an index; dtypes of heads."""
+"""safetensors checkpoints of one file, or of several with an index: dtypes, comparison."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -23,6 +24,8 @@ from draftlab.formatting import parse_size
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SAFETENSORS_METADATA = {"format": "pt"}
 """The metadata that transformers requires in a safetensors header."""
+WRITE_AGAIN = "`draftlab export` writes the export again"
+COPY_AGAIN = "copy or download the folder again"
 
 
 def write_weights(tensors: dict[str, Tensor], folder: Path, max_shard: str) -> None:
@@ -89,7 +92,7 @@ def _files_of_index(folder: Path) -> list[Path]:
         raise UserError(
             'expected an index with a "weight_map" of file names',
             where=where,
-            do="copy or download the folder again",
+            do=COPY_AGAIN,
         )
     files = sorted(set(names.values()))
     for name in files:
@@ -97,7 +100,7 @@ def _files_of_index(folder: Path) -> list[Path]:
             raise UserError(
                 f"expected names of safetensors files beside the index, found {name!r}",
                 where=where,
-                do="copy or download the folder again",
+                do=COPY_AGAIN,
             )
         if not (folder / name).is_file():
             raise UserError(
@@ -171,3 +174,45 @@ def common_dtype(tensors: dict[str, Tensor], where: Path) -> torch.dtype:
         where=where,
         do="choose one with --dtype (float32 holds all values)",
     )
+
+
+def compare_tensors(expected: dict[str, Tensor], folder: Path) -> None:
+    """Compare names, dtypes, shapes and every byte of an export's safetensors.
+
+    Args:
+        expected: all tensors that the folder must hold.
+        folder: the export.
+
+    Raises:
+        UserError: naming the first difference.
+    """
+    actual = read_weights(folder, "exported weights")
+    files = weight_files(folder)
+    where = files[0] if len(files) == 1 else folder
+    if names := sorted(expected.keys() ^ actual.keys()):
+        fault = "missing from" if names[0] in expected else "unknown in"
+        raise UserError(f"tensor {names[0]} is {fault} the export", where=where, do=WRITE_AGAIN)
+    for name, tensor in expected.items():
+        _compare(name, tensor, actual[name], where)
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            if (found := opened.metadata()) != SAFETENSORS_METADATA:
+                what = f"expected safetensors metadata {SAFETENSORS_METADATA}, found {found}"
+                raise UserError(what, where=file, do=WRITE_AGAIN)
+
+
+def _compare(name: str, expected: Tensor, actual: Tensor, where: Path) -> None:
+    for attribute in ("dtype", "shape"):
+        if (a := getattr(expected, attribute)) != (b := getattr(actual, attribute)):
+            what = f"{name}: expected {attribute} {a}, found {b}"
+            raise UserError(what, where=where, do=WRITE_AGAIN)
+    # Bytes, since 0 == -0 and NaN != NaN.
+    left, right = (t.contiguous().flatten().view(torch.uint8) for t in (expected, actual))
+    if not torch.equal(left, right):
+        index = int((left != right).nonzero()[0]) // expected.element_size()
+        raise UserError(
+            f"{name}: expected {expected.flatten()[index].item()} at flat index {index}, "
+            f"found {actual.flatten()[index].item()}",
+            where=where,
+            do="export again; if the error stays, the head or the disk changes in between",
+        )

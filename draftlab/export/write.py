@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.export.compare import compare_tensors, first_difference
+from draftlab.evaluate.headline import fastest_k
+from draftlab.evaluate.results import Report
 from draftlab.export.destination import atomic_folder, check_destination
 from draftlab.export.launch_text import is_hub_id, readme_text
 from draftlab.export.layout import (
@@ -22,11 +24,17 @@ from draftlab.export.layout import (
     layout_for,
     serving_warnings,
 )
-from draftlab.export.served_k import served_k
-from draftlab.export.serving_tables import read_serving_tables
+from draftlab.export.serving_tables import calibrated_k, read_serving_tables
 from draftlab.export.settings import MAX_SHARD, check_program
-from draftlab.export.weight_files import common_dtype, floating_dtype, read_file, write_weights
-from draftlab.files import read_json, same_fingerprint, write_json, write_text
+from draftlab.export.weight_files import (
+    WRITE_AGAIN,
+    common_dtype,
+    compare_tensors,
+    floating_dtype,
+    read_file,
+    write_weights,
+)
+from draftlab.files import known_sha256, read_json, same_fingerprint, write_json, write_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, load_config, new_head
 from draftlab.heads.validate import refuse_faults, tensor_faults
@@ -134,6 +142,45 @@ def plan_export(
     return PlannedExport(Path(out), layout, export, head_folder, target_folder)
 
 
+def served_k(
+    head: HeadConfig, folder: Path, calibration: Path | None, report: Path | None
+) -> tuple[int, str]:
+    """Return K and a sentence's end that says why.
+
+    It is the K of the calibration, else the fastest one that a report measured for these weights,
+    else what an imported head's files name, or what the head was trained for.
+
+    Args:
+        folder: the head folder.
+        calibration: a report with a calibration of the head, for servers.
+        report: report.json of the head's evaluation.
+
+    Raises:
+        UserError: a report is damaged, or the calibration is of another head.
+    """
+    if calibration is not None:
+        return calibrated_k(calibration, folder), "as the head was calibrated for"
+    if report is not None and report.is_file() and (found := _measured_k(report, folder)):
+        return found
+    imported = (head.provenance.get("imported") or {}).get("k")
+    if isinstance(imported, int) and imported > 0:
+        return head.default_k, "as the imported head's files name; not measured"
+    return head.k_trained, "as the head was trained for; not measured"
+
+
+def _measured_k(path: Path, folder: Path) -> tuple[int, str] | None:
+    report = Report.read(path)
+    digest = known_sha256(folder / WEIGHTS)
+    names = {name for name, known in report.environment.get("heads", {}).items() if known == digest}
+    rows = [row for row in report.rows if row.head in names]
+    best = fastest_k(rows)
+    if best is None:
+        return None
+    which = "the fastest" if best.measured > 1 else "the only one"
+    engine = f" with {best.engine}" if len({row.engine for row in rows}) > 1 else ""
+    return best.k, f"{which} measured{engine} at T = {best.temperature:g} ({best.speedup:.2f}×)"
+
+
 def write_export(
     *places: Any, max_shard: str = MAX_SHARD, trust_remote_code: bool = False, **options: Any
 ) -> Path:
@@ -203,7 +250,7 @@ def verify_export(
             raise UserError(
                 f"the export's {name} differs: {difference}",
                 where=out / name,
-                do="`draftlab export` writes the export again",
+                do=WRITE_AGAIN,
             )
     compare_tensors(
         _export_tensors(layout, export, head_folder, target_folder, trust_remote_code), out
@@ -270,3 +317,23 @@ def _target_config(head: HeadConfig, folder: Path) -> dict[str, Any]:
             do=f"give the target the head was trained for: {head.target.name}",
         )
     return config
+
+
+def first_difference(expected: Any, actual: Any, path: str = "") -> str | None:
+    """Return the first difference of two JSON values and their types; None if they are equal.
+
+    It reads "path: expected …, found …".
+    """
+    if isinstance(expected, dict) and isinstance(actual, dict):
+        for key in [*expected, *(k for k in actual if k not in expected)]:
+            key_path = f"{path}.{key}".lstrip(".")
+            if key not in actual:
+                return f"{key_path}: expected {json.dumps(expected[key])}, found nothing"
+            if key not in expected:
+                return f"{key_path}: expected no such key, found {json.dumps(actual[key])}"
+            if inner := first_difference(expected[key], actual[key], key_path):
+                return inner
+        return None
+    if json.dumps(expected) == json.dumps(actual):  # unlike ==, 1, true and 1.0 differ
+        return None
+    return f"{path}: expected {json.dumps(expected)}, found {json.dumps(actual)}"

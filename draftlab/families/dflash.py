@@ -56,7 +56,8 @@ class Dflash(Family):
         )
 
     def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.block import BlockNative, BlockSpeculators
+        from draftlab.export.native import BlockNative
+        from draftlab.export.speculators import BlockSpeculators
 
         return {
             "speculators": BlockSpeculators(self.speculators_type, f"{self.title}DraftModel"),

@@ -36,7 +36,7 @@ class Eagle(Family):
         return Objective(unroll, ttt_weights, imitates_states=True)
 
     def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.vllm_sglang import SglangEagle, VllmEagle
+        from draftlab.export.native import SglangEagle, VllmEagle
 
         return {
             "speculators": "vLLM reads speculators' eagle3 and peagle, not its eagle: use "

@@ -48,9 +48,8 @@ class Eagle3(Family):
         return Objective(unroll, ttt_weights, fast_forward=FastUnroll)
 
     def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.llamacpp import LlamaCpp
+        from draftlab.export.native import LlamaCpp, Sglang, Vllm
         from draftlab.export.speculators import Speculators
-        from draftlab.export.vllm_sglang import Sglang, Vllm
 
         return {
             "speculators": Speculators(self.speculators_type, "Eagle3DraftModel"),

@@ -28,7 +28,7 @@ class EagleLlama4(Eagle):
     architectures = ()  # dense Llama 4 drafters of other programs are not read
 
     def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.vllm_sglang import VllmLlama4
+        from draftlab.export.native import VllmLlama4
 
         return {
             "speculators": "the format has Llama's layers and Qwen3's, not Llama 4's: use "

@@ -55,8 +55,8 @@ class Peagle(Eagle3):
         )
 
     def layouts(self) -> dict[str, Layout | str]:
+        from draftlab.export.native import Vllm
         from draftlab.export.speculators import Speculators
-        from draftlab.export.vllm_sglang import Vllm
 
         return {
             "speculators": Speculators(self.speculators_type, "PEagleDraftModel"),

@@ -125,7 +125,7 @@ def test_heads_that_a_program_cannot_serve_are_refused(
 def test_sglang_reads_the_last_boundary_of_gpt_oss_targets_as_an_input(
     export_head: ExportHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftlab.export.vllm_sglang._is_gpt_oss", lambda export: True)
+    monkeypatch.setattr("draftlab.export.native._is_gpt_oss", lambda export: True)
     for boundaries, outputs in (((1, 3, LAYERS), [1, 3, LAYERS]), ((1, 2, 4), [0, 1, 3])):
         config = export_head("sglang", boundaries=boundaries).config
         assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == outputs

@@ -9,7 +9,7 @@ import pytest
 
 from draftlab.evaluate.headline import fastest_k
 from draftlab.evaluate.results import Report, Row
-from draftlab.export.served_k import served_k
+from draftlab.export.write import served_k, write_export
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS, load_config
 from tests.export.conftest import ExportHead
@@ -54,8 +54,6 @@ def test_an_export_names_the_fastest_measured_k(export_head: ExportHead, tmp_pat
     assert served_k(imported, exported.head, None, None)[0] == 3
 
     report_of(exported.head, ROWS).write(path)
-    from draftlab.export.write import write_export
-
     options = {"target_name": str(exported.target), "report": path, "monitor": monitor}
     write_export(exported.head, exported.target, tmp_path / "out", "speculators", **options)
     assert "export: K = 4 speculative tokens, the fastest measured at T = 0 (1.60×)" in monitor.text

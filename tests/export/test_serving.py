@@ -18,8 +18,8 @@ from draftlab.errors import UserError
 from draftlab.evaluate.calibration.calibrate import calibrate
 from draftlab.evaluate.calibration.result import Calibration
 from draftlab.evaluate.results import Row
+from draftlab.export.serving_tables import MeasuredSteps, batch_schedule, measured_steps, step_rates
 from draftlab.export.settings import ExportSettings
-from draftlab.export.step_tables import MeasuredSteps, batch_schedule, measured_steps, step_rates
 from draftlab.heads.folder import load_config
 from draftlab.pipeline.head_workspace import export_files
 from tests.export.test_block_exports import DFLASH, DSPARK
