@@ -16,14 +16,14 @@ from typing import Any
 _EXPORTS = {
     "Monitor": ("draftlab.progress", "Monitor"),
     "Pipeline": ("draftlab.pipeline.pipeline", "Pipeline"),
-    "Recipe": ("draftlab.pipeline.recipe", "Recipe"),
+    "Recipe": ("draftlab.recipe.recipe", "Recipe"),
     "Report": ("draftlab.evaluate.results", "Report"),
     "UserError": ("draftlab.errors", "UserError"),
-    "evaluate_head": ("draftlab.pipeline.api", "evaluate_head"),
-    "export_head": ("draftlab.pipeline.api", "export_head"),
+    "evaluate_head": ("draftlab.run.api", "evaluate_head"),
+    "export_head": ("draftlab.run.api", "export_head"),
     "import_head": ("draftlab.export.importing", "import_head"),
-    "find_run": ("draftlab.pipeline.run_folder", "find_run"),
-    "load_recipe": ("draftlab.pipeline.recipe", "load_recipe"),
+    "find_run": ("draftlab.run.folder", "find_run"),
+    "load_recipe": ("draftlab.recipe.recipe", "load_recipe"),
 }
 __all__ = sorted(_EXPORTS)
 

@@ -17,10 +17,10 @@ from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
 from draftlab.files import read_json
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_config, stored_shapes
-from draftlab.pipeline.head_spec import target_config
-from draftlab.pipeline.recipe import load_recipe
-from draftlab.pipeline.resolve import reference_head
-from draftlab.pipeline.stage_records import read_record
+from draftlab.recipe.head_spec import target_config
+from draftlab.recipe.recipe import load_recipe
+from draftlab.run.resolve import reference_head
+from draftlab.run.stage_records import read_record
 from draftlab.store.manifest import MANIFEST
 from draftlab.store.store import Store
 from draftlab.target_model.fingerprint import fingerprint

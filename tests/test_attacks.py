@@ -27,10 +27,10 @@ from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
 from draftlab.export.importing import import_head
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_head, stored_shapes
-from draftlab.pipeline.recipe import load_recipe
-from draftlab.pipeline.resolve import find_target, reference_head
-from draftlab.pipeline.stage_records import read_record
 from draftlab.progress import Monitor
+from draftlab.recipe.recipe import load_recipe
+from draftlab.run.resolve import find_target, reference_head
+from draftlab.run.stage_records import read_record
 from draftlab.store.manifest import MANIFEST
 from draftlab.store.store import Store
 from draftlab.target_model.fingerprint import fingerprint

@@ -15,8 +15,8 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, check_locks, locked, remove_leftovers, save_tensors
-from draftlab.pipeline.recipe import flatten, parse_recipe
-from draftlab.pipeline.run_folder import Run, lock
+from draftlab.recipe.recipe import flatten, parse_recipe
+from draftlab.run.folder import Run, lock
 from tests.helpers.table_target import record_table, samples_of_lengths
 
 SAMPLES = samples_of_lengths([12, 9])

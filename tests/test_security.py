@@ -19,9 +19,9 @@ from draftlab.errors import UserError
 from draftlab.export.importing import import_head
 from draftlab.export.write import write_export
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_head
-from draftlab.pipeline.head_spec import target_config
-from draftlab.pipeline.resolve import reference_head
 from draftlab.progress import Monitor
+from draftlab.recipe.head_spec import target_config
+from draftlab.run.resolve import reference_head
 from draftlab.store.manifest import MANIFEST
 from draftlab.store.merge import merge
 from draftlab.store.receipts import Receipts

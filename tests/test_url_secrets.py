@@ -9,7 +9,7 @@ import pytest
 
 from draftlab.cli.console import ConsoleMonitor, PlainConsole
 from draftlab.errors import UserError
-from draftlab.pipeline.recipe import Recipe, load_recipe, to_yaml
+from draftlab.recipe.recipe import Recipe, load_recipe, to_yaml
 from draftlab.url_secrets import secret_in, without_secrets
 
 SECRET = "hunter2"

@@ -76,7 +76,7 @@ def test_it_works_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
     code = (
         "from pathlib import Path; import draftlab; from draftlab import *\n"
         f"assert draftlab.__file__.startswith({str(site)!r}), draftlab.__file__\n"
-        "from draftlab.pipeline.head_workspace import open_head\n"
+        "from draftlab.run.head_workspace import open_head\n"
         "from draftlab.evaluate.evaluator import EvalSettings\n"
         "head = open_head(None, 'reference', None)\n"
         "settings = EvalSettings(\n"

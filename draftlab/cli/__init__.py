@@ -206,7 +206,7 @@ def inspect(
 ) -> None:
     """Print what a run, a store, a head or a report contains."""
     with guard(debug):
-        from draftlab.pipeline.inspect import inspect_path, inspect_reports
+        from draftlab.run.inspect import inspect_path, inspect_reports
 
         if names and len(names) > 1:
             inspect_reports(names, output)
@@ -219,8 +219,8 @@ def recipe_schema(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON schema.")] = False,
 ) -> None:
     """Print every setting with its meaning, unit, type and default."""
-    from draftlab.pipeline.recipe import Recipe
-    from draftlab.pipeline.recipe_schema import schema_lines
+    from draftlab.recipe.recipe import Recipe
+    from draftlab.recipe.schema import schema_lines
 
     if as_json:
         echo_json(json.dumps(Recipe.model_json_schema(), indent=2))
@@ -233,7 +233,7 @@ def recipe_schema(
 def recipe_show(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = False) -> None:
     """Print a recipe with all settings, including defaults."""
     with guard(debug):
-        from draftlab.pipeline.recipe import load_recipe, to_yaml
+        from draftlab.recipe.recipe import load_recipe, to_yaml
 
         text = visible(to_yaml(load_recipe(recipe, overrides or [])))
         typer.echo(text.encode(), nl=False)  # UTF-8, as recipes are read

@@ -49,7 +49,7 @@ def doctor(
         from draftlab.doctor.diagnose import diagnose
         from draftlab.doctor.print_diagnosis import print_diagnosis
         from draftlab.doctor.target_session import TargetSession
-        from draftlab.pipeline.resolve import find_head, find_target, recipe_of, run_of
+        from draftlab.run.resolve import find_head, find_target, recipe_of, run_of
 
         folder = find_head(head, any_layout=True)
         target_settings = find_target(

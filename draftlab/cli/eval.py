@@ -82,7 +82,7 @@ def eval_(
         # Mistakes are reported before torch is imported.
         OPTIONS.apply(EvalSettings(), chosen)
         TARGET_OPTIONS.apply(TargetSettings(), {"dtype": dtype})
-        from draftlab.pipeline.head_workspace import open_head
+        from draftlab.run.head_workspace import open_head
 
         workspace = open_head(
             run_name, head, target, trust_remote_code=trust_remote_code, monitor=monitor

@@ -43,7 +43,7 @@ def export(
     with guard(debug):
         # Mistakes are reported before torch is imported; whether gguf is possible depends on --to.
         OPTIONS.apply(ExportSettings(), chosen if chosen["formats"] else chosen | {"gguf": None})
-        from draftlab.pipeline.head_workspace import open_head
+        from draftlab.run.head_workspace import open_head
 
         workspace = open_head(
             run_name, head, target, trust_remote_code=trust_remote_code, monitor=monitor

@@ -60,7 +60,7 @@ def push(
         exports = OPTIONS.apply(ExportSettings(), chosen | {"formats": (to,)})
         from draftlab.hub.upload import upload
         from draftlab.hub.upload_folder import write_upload_folder
-        from draftlab.pipeline.head_workspace import open_head
+        from draftlab.run.head_workspace import open_head
 
         workspace = open_head(
             run_name, None, target, trust_remote_code=trust_remote_code, monitor=monitor

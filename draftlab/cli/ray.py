@@ -11,8 +11,8 @@ from draftlab.errors import NoClusterError, UserError
 from draftlab.formatting import pip_install
 
 if TYPE_CHECKING:
-    from draftlab.pipeline.hardware import HardwareSettings
-    from draftlab.pipeline.ray_cluster import RayCluster
+    from draftlab.recipe.hardware import HardwareSettings
+    from draftlab.workers.ray_cluster import RayCluster
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def connected(address: str | None) -> Iterator[RayCluster | None]:
             where="--ray",
             do=f"{pip_install('ray')} on all nodes",
         )
-    from draftlab.pipeline.ray_cluster import RayCluster
+    from draftlab.workers.ray_cluster import RayCluster
 
     with RayCluster.connect(address) as cluster:
         yield cluster

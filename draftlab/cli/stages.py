@@ -53,7 +53,7 @@ Plan = Annotated[
 
 
 def new_pipeline(recipe: Path, overrides: list[str] | None, *, rehearse: bool = False) -> Pipeline:
-    from draftlab.pipeline.recipe import load_recipe
+    from draftlab.recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])  # mistakes are reported before torch is imported
     from draftlab.pipeline.pipeline import Pipeline
@@ -111,14 +111,14 @@ def launch_verb(
 ) -> int:
     """Run a verb in one process for each GPU; return the exit code."""
     from draftlab.cli.launch import launch
-    from draftlab.pipeline.recipe import load_recipe
+    from draftlab.recipe.recipe import load_recipe
     from draftlab.train.distributed.ranks import check_gpus
 
     loaded = load_recipe(recipe, overrides or [])
     check_gpus(gpus, loaded.train.device)
     ranks, environment = gpus, {}
     if loaded.record.rolls:
-        from draftlab.pipeline.window_training import RECORDERS, split_gpus
+        from draftlab.workers.window.training import RECORDERS, split_gpus
 
         ranks, recorders = split_gpus(gpus, loaded.target.gpus)
         environment = {RECORDERS: str(recorders)}

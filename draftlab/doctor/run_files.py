@@ -9,9 +9,9 @@ from shlex import quote
 from draftlab.doctor.findings import Finding, fault
 from draftlab.errors import UserError
 from draftlab.files import sha256_file
-from draftlab.pipeline.resolve import run_of
-from draftlab.pipeline.stage_records import read_record, record_path
-from draftlab.pipeline.stages import STAGES
+from draftlab.run.resolve import run_of
+from draftlab.run.stage_records import read_record, record_path
+from draftlab.run.stages import STAGES
 
 
 def changed_file_findings(folder: Path) -> list[Finding]:

@@ -12,8 +12,8 @@ from draftlab.doctor.scoring_set import ScoringSet, generate_answers, make_scori
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.statistics import repetition_rate
-from draftlab.pipeline.head_spec import target_config
 from draftlab.progress import Monitor
+from draftlab.recipe.head_spec import target_config
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.locate import resolve_target

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.draft_sampler import Proposal
-from draftlab.kernels.sampling_types import SamplingMetadata
+from draftlab.kernels.sampling.types import SamplingMetadata
 
 Verification = Literal["token", "block"]
 """Rejection sampling of each draft by itself, or of all drafts of a step together."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftlab.kernels.noise import BLOCK_STRIDE
 from draftlab.kernels.sampling import argmax_draft, sample_draft
-from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata
+from draftlab.kernels.sampling.types import DraftDistribution, SamplingMetadata
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import chain_layout
-from draftlab.kernels.sampling_types import SamplingMetadata, draft_index
+from draftlab.kernels.sampling.types import SamplingMetadata, draft_index
 
 
 class HeadDrafter(Drafter):

@@ -18,7 +18,7 @@ from draftlab.heads.layers import Angles
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.paged_attention import attend_paged, write_paged
 from draftlab.kernels.rope_write import rope_angles
-from draftlab.kernels.step_types import MaskedColumns
+from draftlab.kernels.step_layout.types import MaskedColumns
 
 
 @dataclass(frozen=True)

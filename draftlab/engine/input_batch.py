@@ -2,7 +2,7 @@
 
 A decode step reads and writes these static buffers only, so a captured CUDA graph can be replayed
 while requests come and go. The last slot is a dummy of length 0 that pads a graph's batch.
-`kernels/step_types.py` describes the buffers.
+`kernels/step_layout/types.py` describes the buffers.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.sampling import Request, sampling_metadata
-from draftlab.kernels.sampling_types import SamplingMetadata
-from draftlab.kernels.step_types import SlotBuffers
+from draftlab.kernels.sampling.types import SamplingMetadata
+from draftlab.kernels.step_layout.types import SlotBuffers
 from draftlab.target_model.packed_rows import copy_to_device
 
 

@@ -12,7 +12,7 @@ from draftlab.engine.eager_head import PassLayout
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.parallel_layout import parallel_layout
-from draftlab.kernels.step_types import MaskedColumns
+from draftlab.kernels.step_layout.types import MaskedColumns
 
 
 class ParallelDrafter(HeadDrafter):

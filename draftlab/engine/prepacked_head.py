@@ -12,7 +12,7 @@ from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import RMSNorm
 from draftlab.kernels.chain_layout import last_rows
 from draftlab.kernels.cpu_prepacked_linear import PrepackedLinear, RowNorm, why_no_prepacking
-from draftlab.kernels.paged_plan import plan_reads, plan_writes
+from draftlab.kernels.paged_attention.plan import plan_reads, plan_writes
 from draftlab.target_model.known_layers import LayerWeights
 from draftlab.target_model.prepacked_decoder import PrepackedLayer, rotation_factors
 

@@ -20,7 +20,7 @@ from draftlab.engine.base_drafter import Drafter, VerifiedFeatures
 from draftlab.engine.generation_state import GenerationState, check_prompts
 from draftlab.engine.sampling import Generation, Request, sampling_metadata
 from draftlab.kernels.sampling import sample_token
-from draftlab.kernels.sampling_types import DraftDistribution
+from draftlab.kernels.sampling.types import DraftDistribution
 from draftlab.kernels.verify import verify
 from draftlab.target_model.model import HiddenStates, Target
 

@@ -10,7 +10,7 @@ import torch
 
 from draftlab.engine.counters import Counters
 from draftlab.kernels.noise import prompt_key
-from draftlab.kernels.sampling_types import SamplingMetadata
+from draftlab.kernels.sampling.types import SamplingMetadata
 
 
 @dataclass(frozen=True)

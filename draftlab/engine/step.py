@@ -14,9 +14,9 @@ from torch import Tensor
 
 from draftlab.engine.base_drafter import Drafter, VerifiedFeatures
 from draftlab.engine.input_batch import InputBatch
-from draftlab.kernels.sampling_types import DraftDistribution, VerifyResult
+from draftlab.kernels.sampling.types import DraftDistribution, VerifyResult
 from draftlab.kernels.step_layout import commit, gather_batch, store_drafts
-from draftlab.kernels.step_types import StepLayout
+from draftlab.kernels.step_layout.types import StepLayout
 from draftlab.kernels.verify import verify
 from draftlab.target_model.fused_decoder import fused_decoder
 from draftlab.target_model.model import DecodePath, Target

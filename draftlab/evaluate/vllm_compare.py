@@ -12,8 +12,8 @@ from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import TimedRun
 from draftlab.evaluate.workload import EngineResults, Workload
-from draftlab.vllm.engine import VllmEngine, required_positions
-from draftlab.vllm.process import find_python
+from draftlab.servers.vllm_engine import VllmEngine, required_positions
+from draftlab.servers.vllm_process import find_python
 
 
 def check_settings(settings: EvalSettings) -> None:

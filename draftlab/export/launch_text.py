@@ -12,8 +12,8 @@ from draftlab.export.layout import Export
 from draftlab.export.serving_tables import STS
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
+from draftlab.servers.vllm_client.loading import generation_override
 from draftlab.version import package_version
-from draftlab.vllm.vllm_client.loading import generation_override
 
 _K_OPTIONS = re.compile(
     r'(?:"num_speculative_tokens": |--speculative-num-steps |--spec-draft-n-max )([1-9]\d{0,8})\b'

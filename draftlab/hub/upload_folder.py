@@ -30,13 +30,13 @@ from draftlab.hub.privacy import (
     without_private_values,
 )
 from draftlab.hub.upload import check_repo_id
-from draftlab.pipeline.head_workspace import HeadWorkspace
-from draftlab.pipeline.recipe import RECIPE, read_yaml
-from draftlab.pipeline.run_folder import check_links
-from draftlab.pipeline.stage_records import head_sha256, read_record, record_path
-from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
+from draftlab.recipe.recipe import RECIPE, read_yaml
 from draftlab.report.html import is_plot, write_plots
+from draftlab.run.folder import check_links
+from draftlab.run.head_workspace import HeadWorkspace
+from draftlab.run.stage_records import head_sha256, read_record, record_path
+from draftlab.run.stages import STAGES
 from draftlab.target_model.locate import resolve_target
 
 README, LAUNCH, REPORT = "README.md", "launch.md", "report.json"

@@ -1,1 +1,1 @@
-"""From a recipe to a run folder: stages, estimates, evaluation and export of heads."""
+"""The stages of a run, from prompts to a measured and exported head."""

@@ -6,15 +6,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftlab.pipeline.api import evaluate_head, export_layouts
-from draftlab.pipeline.held_out_prompts import held_out_prompts
-from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.recording import Recording
-from draftlab.pipeline.stages import REPORT, STAGES
 from draftlab.progress import Monitor
+from draftlab.recipe.recipe import Recipe
+from draftlab.run.api import evaluate_head, export_layouts
+from draftlab.run.held_out_prompts import held_out_prompts
+from draftlab.run.stages import REPORT, STAGES
 
 if TYPE_CHECKING:
-    from draftlab.pipeline.ray_cluster import RayCluster
+    from draftlab.workers.ray_cluster import RayCluster
 
 
 def evaluate_run(

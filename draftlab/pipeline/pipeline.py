@@ -5,7 +5,7 @@
 
 Complete stages whose inputs are the recipe's are kept, and missing ones run. If an expensive stage
 has other inputs, the run is refused, and the message names the settings. Stages are defined in
-`stages.py`; `run_folder.py` decides what is complete.
+`stages.py`; `run/folder.py` decides what is complete.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from typing import TYPE_CHECKING
 from draftlab.files import check_folder, known_sha256
 from draftlab.heads.folder import WEIGHTS
 from draftlab.kernels.cpu_memory import reuse_freed_memory
-from draftlab.pipeline.estimate_table import estimate_table
 from draftlab.pipeline.evaluate_and_export import evaluate_run, export_run
-from draftlab.pipeline.family_defaults import with_family_defaults
-from draftlab.pipeline.head_workspace import export_files, input_files
-from draftlab.pipeline.local_pool import LocalPool, worker_devices
-from draftlab.pipeline.preflight import check_before_run, missing_input
-from draftlab.pipeline.provenance import write_provenance
-from draftlab.pipeline.recipe import Recipe, flatten, to_yaml
 from draftlab.pipeline.recording import Recording
-from draftlab.pipeline.resolve import find_head
-from draftlab.pipeline.run_folder import RUNS, Run, lock
-from draftlab.pipeline.stage_status import Status
-from draftlab.pipeline.stages import STAGES, Stage
 from draftlab.pipeline.training import train_and_save
-from draftlab.pipeline.window_training import local_window_pool, num_recorders
-from draftlab.pipeline.worker_pool import WorkerPool
+from draftlab.plan.estimate_table import estimate_table
+from draftlab.plan.preflight import check_before_run, missing_input
 from draftlab.progress import Monitor
+from draftlab.recipe.recipe import Recipe, flatten, to_yaml
+from draftlab.run.family_defaults import with_family_defaults
+from draftlab.run.folder import RUNS, Run, lock
+from draftlab.run.head_workspace import export_files, input_files
+from draftlab.run.provenance import write_provenance
+from draftlab.run.resolve import find_head
+from draftlab.run.stage_status import Status
+from draftlab.run.stages import STAGES, Stage
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
 from draftlab.text.prompts import prompt_file
 from draftlab.train.distributed.ranks import Ranks, num_launched
+from draftlab.workers.local_pool import LocalPool, worker_devices
+from draftlab.workers.pool import WorkerPool
+from draftlab.workers.window.training import local_window_pool, num_recorders
 
 if TYPE_CHECKING:
-    from draftlab.pipeline.ray_cluster import RayCluster
+    from draftlab.workers.ray_cluster import RayCluster
 
 
 @dataclass

@@ -25,10 +25,18 @@ from ray.util.queue import Queue
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
-from draftlab.pipeline.api import evaluate_head
-from draftlab.pipeline.held_out_prompts import held_out_prompts
-from draftlab.pipeline.ray_cluster import RayCluster
-from draftlab.pipeline.ray_nodes import (
+from draftlab.pipeline.recording import Recording
+from draftlab.pipeline.training import train_and_save
+from draftlab.progress import Monitor
+from draftlab.recipe.recipe import Recipe
+from draftlab.run.api import evaluate_head
+from draftlab.run.held_out_prompts import held_out_prompts
+from draftlab.run.stages import STAGES
+from draftlab.signals import deliver_ending_signal, on_ending_signal
+from draftlab.train.checkpoint import checkpoints
+from draftlab.train.distributed.ranks import TIMEOUT, LostRankError, Ranks
+from draftlab.workers.ray_cluster import RayCluster
+from draftlab.workers.ray_nodes import (
     alive_nodes,
     cpus_per_gpu,
     enter_node,
@@ -36,17 +44,9 @@ from draftlab.pipeline.ray_nodes import (
     target_resources,
     wait_for_files,
 )
-from draftlab.pipeline.ray_pool import RayPool
-from draftlab.pipeline.ray_relay import POLL_S, QueueMonitor, StageTask, new_queue, relay
-from draftlab.pipeline.recipe import Recipe
-from draftlab.pipeline.recording import Recording
-from draftlab.pipeline.stages import STAGES
-from draftlab.pipeline.training import train_and_save
-from draftlab.pipeline.window_training import split_gpus
-from draftlab.progress import Monitor
-from draftlab.signals import deliver_ending_signal, on_ending_signal
-from draftlab.train.checkpoint import checkpoints
-from draftlab.train.distributed.ranks import TIMEOUT, LostRankError, Ranks
+from draftlab.workers.ray_pool import RayPool
+from draftlab.workers.ray_relay import POLL_S, QueueMonitor, StageTask, new_queue, relay
+from draftlab.workers.window.training import split_gpus
 
 FAILURES = 3
 """Times that training may fail without a new checkpoint before the run ends."""

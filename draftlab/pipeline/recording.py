@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.formatting import size_text
-from draftlab.pipeline.check_recipe import check_target_of_ranks
-from draftlab.pipeline.recipe import Recipe
-from draftlab.pipeline.stages import STAGES
-from draftlab.pipeline.target_worker import TargetWorker, held_out
-from draftlab.pipeline.worker_pool import WorkerPool
+from draftlab.plan.check_recipe import check_target_of_ranks
 from draftlab.progress import Monitor
+from draftlab.recipe.recipe import Recipe
+from draftlab.run.stages import STAGES
+from draftlab.servers.openai_answers import ServerAnswers
+from draftlab.servers.vllm_answers import VllmAnswers
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.online import OnlineStore
 from draftlab.store.record import record
@@ -32,10 +32,10 @@ from draftlab.text.answers import regenerate
 from draftlab.text.conversations import Conversation
 from draftlab.text.prompts import load_prompts
 from draftlab.text.samples import open_samples
-from draftlab.text.server_answers import ServerAnswers
 from draftlab.train.batch.order import check_row_tokens
 from draftlab.train.distributed.ranks import Ranks
-from draftlab.vllm.answers import VllmAnswers
+from draftlab.workers.pool import WorkerPool
+from draftlab.workers.target_worker import TargetWorker, held_out
 
 
 def cache_line(store: Store) -> str:

@@ -16,10 +16,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from draftlab.errors import UserError
-from draftlab.pipeline.head_spec import target_config
-from draftlab.pipeline.recipe import Recipe, flatten, parse_recipe
-from draftlab.pipeline.run_folder import RUNS
 from draftlab.progress import Monitor
+from draftlab.recipe.head_spec import target_config
+from draftlab.recipe.recipe import Recipe, flatten, parse_recipe
+from draftlab.run.folder import RUNS
 from draftlab.target_model.loading import quiet_transformers
 from draftlab.target_model.locate import TOKENIZER_FILES, resolve_target
 from draftlab.text.prompts import EMBEDDED_PROMPTS, prompt_file

@@ -12,12 +12,11 @@ from draftlab.heads.folder import load_config, load_head, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.heads.initial import fingerprint
 from draftlab.kernels.cuda_device import free_memory, use_device
-from draftlab.pipeline.head_spec import draft_vocabulary, head_config, mask_token
-from draftlab.pipeline.recipe import Recipe
 from draftlab.pipeline.recording import Recording
-from draftlab.pipeline.resolve import find_head
-from draftlab.pipeline.window_training import NewPool, recorded_meanwhile
 from draftlab.progress import Monitor
+from draftlab.recipe.head_spec import draft_vocabulary, head_config, mask_token
+from draftlab.recipe.recipe import Recipe
+from draftlab.run.resolve import find_head
 from draftlab.store.store import Store
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.parts import TargetParts, load_parts
@@ -27,6 +26,7 @@ from draftlab.train.loop import Trainer
 from draftlab.train.profiler import NOT_TRAINING
 from draftlab.train.validation import Validation
 from draftlab.version import git_commit
+from draftlab.workers.window.training import NewPool, recorded_meanwhile
 
 
 def train_and_save(

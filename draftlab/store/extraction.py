@@ -2,7 +2,7 @@
 
 `HiddenStateExtractor` computes them on the target's device without synchronising the host. It
 copies them to pinned memory on a side stream, so that the next pass overlaps with the copy.
-`vllm/hidden_states.py` has the other `StateSource`.
+`servers/vllm_hidden_states.py` has the other `StateSource`.
 """
 
 from __future__ import annotations

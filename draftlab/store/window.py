@@ -2,7 +2,7 @@
 
 The plan puts the held-out records into shards of their own, which come first and stay. The other
 shards come and go: a training reads them group by group (`train/batch/window_order.py`), and
-`pipeline/window_recorder.py` records and deletes them.
+`workers/window/recorder.py` records and deletes them.
 """
 
 from __future__ import annotations

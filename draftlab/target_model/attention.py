@@ -22,7 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from draftlab.kernels.paged_attention import attend_paged
-from draftlab.kernels.paged_plan import attend_reads
+from draftlab.kernels.paged_attention.plan import attend_reads
 from draftlab.target_model.packed_rows import PackedRow, supports_varlen, varlen_attention
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftlab.kernels.paged_attention import write_paged
-from draftlab.kernels.paged_plan import Reads, Writes, plan_reads, plan_writes, write_rows
+from draftlab.kernels.paged_attention.plan import Reads, Writes, plan_reads, plan_writes, write_rows
 from draftlab.target_model.attention import attention_inputs
 from draftlab.target_model.recurrent_states import RecurrentStates
 

@@ -25,7 +25,7 @@ from draftlab.kernels.cpu_prepacked_linear import (
     RowNorm,
     why_no_prepacking,
 )
-from draftlab.kernels.paged_plan import Reads, Writes, attend_reads, write_rows
+from draftlab.kernels.paged_attention.plan import Reads, Writes, attend_reads, write_rows
 from draftlab.target_model.fused_decoder import KnownDecoder, Pair
 from draftlab.target_model.known_layers import LayerWeights, has_known_layers, window_of
 from draftlab.target_model.model import Target

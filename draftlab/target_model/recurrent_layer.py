@@ -7,7 +7,7 @@ Both are functions with the interface of the kernel libraries, which the layer c
 name. A copy of its forward pass calls the functions here in their place. It runs without a cache:
 
 - prompts, right-padded, from empty states: the layer's own functions; padding changes no state,
-- a verify step: the operators of `kernels/recurrent_step.py`, once for the outputs of all tokens;
+- a verify step: the operators of `kernels/recurrent_step/`, once for the outputs of all tokens;
   `RecurrentStates.keep` runs them again for the state after the accepted ones,
 - conversations packed into a row: the layer's own functions, on the conversations as rows.
 

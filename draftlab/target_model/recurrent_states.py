@@ -11,7 +11,7 @@ from torch import Tensor
 from draftlab.target_model.packed_rows import copy_to_device
 
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""An operator of `kernels/recurrent_step.py` that lacks its pool, rows and counts."""
+"""An operator of `kernels/recurrent_step/` that lacks its pool, rows and counts."""
 
 
 class RecurrentStates:

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.servers.settings import RegenerateSettings
 from draftlab.text.answer_message import AnswerParser
 from draftlab.text.chat_template import Encoded, RenderError, encode_prompts, omitted_roles
 from draftlab.text.conversations import Answer, Conversation
 from draftlab.text.decode import Decode
-from draftlab.text.settings import RegenerateSettings
 
 
 @dataclass

@@ -20,6 +20,8 @@ from draftlab.errors import UserError
 from draftlab.files import sha256_text
 from draftlab.formatting import count_text
 from draftlab.progress import Monitor
+from draftlab.servers.openai_answers import ServerAnswers
+from draftlab.servers.settings import RegenerateSettings
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answer_file import AnswerCounts, AnswerFile, DroppedPrompt
@@ -42,8 +44,6 @@ from draftlab.text.conversations import (
 from draftlab.text.decode import Decode, engine_decode
 from draftlab.text.prompts import select_answered
 from draftlab.text.reasons import Reasons
-from draftlab.text.server_answers import ServerAnswers
-from draftlab.text.settings import RegenerateSettings
 
 AnswerChunks = Callable[[Sequence[list[Draft]]], Iterator[tuple[int, list[Draft]]]]
 """A function that has other processes answer chunks. It yields the number of each chunk and the

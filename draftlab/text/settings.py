@@ -1,4 +1,4 @@
-"""The settings of prompts, answers and the draft vocabulary.
+"""The settings of prompts and of the draft vocabulary.
 
 Like every settings module it imports neither torch nor transformers, so that a typing error is
 reported immediately.
@@ -6,14 +6,11 @@ reported immediately.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import Field
 
-from draftlab.settings import Settings, SingleOrList
-from draftlab.target_model.settings import VllmSettings
-
-AnswerBackend = Literal["paged", "vllm", "openai"]
+from draftlab.settings import Settings
 
 
 class PromptSettings(Settings):
@@ -28,61 +25,6 @@ class PromptSettings(Settings):
     """Whether to drop conversations that repeat an earlier one."""
     per_source: Annotated[int, Field(ge=1)] | None = None
     """Number of conversations per data set (the lines' `source`), from its start; None: all."""
-
-
-class ServerSettings(Settings):
-    """A running server with OpenAI's completions interface, and how it is asked."""
-
-    url: str | None = Field(default=None, pattern=r"^https?://[^\s?#@]+$")
-    """Address, such as http://localhost:8000. The key of the environment variable OPENAI_API_KEY
-    is sent to this machine, to https://api.openai.com and to the server that OPENAI_BASE_URL names,
-    and to no other: a recipe may be a stranger's."""
-    model: str | None = None
-    """The server's name of the target; None: the only model that it serves."""
-    attempts: Annotated[int, Field(ge=1)] = 8
-    """Attempts of a request before the run ends; the waits between them grow from 1 to 60 s."""
-    timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds to wait for one answer."""
-
-
-class RegenerateSettings(Settings):
-    """How the target answers the prompts."""
-
-    enabled: bool = True
-    """Whether the target writes the answers; False keeps the given ones (off-policy)."""
-    temperatures: Annotated[
-        tuple[Annotated[float, Field(ge=0)], ...], SingleOrList, Field(min_length=1)
-    ] = (0.0, 0.8)
-    """Answer s of prompt i is sampled at temperatures[(i + s) modulo their number]; 0 is greedy."""
-    samples: Annotated[int, Field(ge=1)] = 1
-    """Answers to each prompt; the second and later ones get ids such as `prompt-7~1`."""
-    top_k: Annotated[int, Field(ge=1)] | None = None
-    """Sample from this many of the most probable tokens; None: all."""
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Sample from the most probable tokens with this total probability; None: all."""
-    max_new_tokens: Annotated[int, Field(ge=1)] = 1024
-    """Maximum length of an answer, in tokens. Chat models often write several hundred; the share of
-    answers that were cut is printed."""
-    batch: Annotated[int, Field(ge=1)] = 64
-    """Prompts decoded at once."""
-    piece: Annotated[int, Field(ge=1)] = 256
-    """Conversations written at a time; a restart repeats fewer than this many, and an interruption
-    says how many. Each piece is decoded independently: for vLLM use several times `batch`."""
-    backend: AnswerBackend = "paged"
-    """What decodes. paged: draftlab's engine. vllm: an installed vLLM in its own process, on
-    `target.gpus` GPUs (tensor parallel). openai: a running server, see `server`."""
-    server: ServerSettings = Field(default=ServerSettings(), validate_default=True)
-    """The server of the backend "openai"."""
-
-    @field_validator("server")
-    @classmethod
-    def _check_server(cls, server: ServerSettings, info: ValidationInfo) -> ServerSettings:
-        if info.data.get("backend") == "openai" and server.url is None:
-            raise ValueError("expected the server's address in server.url for backend openai")
-        return server
-
-    vllm: VllmSettings = VllmSettings()
-    """Settings of the backend "vllm"."""
 
 
 class DraftVocabSettings(Settings):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.distill import distill
-from draftlab.kernels.distill_types import at_least_float32
+from draftlab.kernels.distill.types import at_least_float32
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import DraftTeacher, step_of_row
 

@@ -10,7 +10,7 @@ import numpy as np
 from acceptance_peers import WARMUP_STEPS, Trained
 
 from draftlab.heads.head import DraftHead
-from draftlab.pipeline.recipe import Recipe, load_recipe
+from draftlab.recipe.recipe import Recipe, load_recipe
 
 OURS = "ours"
 """Name of our heads."""

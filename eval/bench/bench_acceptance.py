@@ -45,9 +45,9 @@ from draftlab.heads.head import DraftHead
 from draftlab.intervals import bootstrap_interval
 from draftlab.kernels.cuda_device import free_memory
 from draftlab.pipeline.pipeline import Pipeline
-from draftlab.pipeline.recipe import Recipe
-from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
+from draftlab.recipe.recipe import Recipe
+from draftlab.run.stages import STAGES
 from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from draftlab.heads.config import TargetIdentity, make_head_config
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
-from draftlab.kernels.sampling_types import VerifyResult
+from draftlab.kernels.sampling.types import VerifyResult
 from draftlab.kernels.verify import verify
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.model import Target

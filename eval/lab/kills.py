@@ -46,10 +46,10 @@ from safetensors.numpy import load
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.cli import app
-from draftlab.pipeline.stages import STAGES
-from draftlab.pipeline.window_shards import JOURNAL
+from draftlab.run.stages import STAGES
 from draftlab.store.shard import NO_TIME
 from draftlab.train.verification import VERIFIED
+from draftlab.workers.window.shards import JOURNAL
 from tests.helpers.small_run import new_workshop, write_prompts
 
 RECIPE, RUN, LOG = Path("small.yaml"), Path("runs/kills"), Path("kills.log")

@@ -39,9 +39,9 @@ from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
 from draftlab.intervals import bootstrap_interval
 from draftlab.pipeline.pipeline import Pipeline
-from draftlab.pipeline.recipe import Recipe, load_recipe
-from draftlab.pipeline.stages import STAGES
 from draftlab.progress import Monitor
+from draftlab.recipe.recipe import Recipe, load_recipe
+from draftlab.run.stages import STAGES
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
 from draftlab.text.chat_template import stop_ids

@@ -24,10 +24,10 @@ from draftlab.export.settings import ExportSettings
 from draftlab.files import write_json
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import load_head
-from draftlab.pipeline.api import export_head
-from draftlab.pipeline.head_workspace import HeadWorkspace, open_head
-from draftlab.pipeline.resolve import REFERENCE
 from draftlab.progress import Monitor
+from draftlab.run.api import export_head
+from draftlab.run.head_workspace import HeadWorkspace, open_head
+from draftlab.run.resolve import REFERENCE
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings

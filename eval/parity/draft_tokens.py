@@ -16,8 +16,8 @@ from common import client, decoded
 
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.sampling import Generation
-from draftlab.vllm.engine import COUNTERS, drafting_options
-from draftlab.vllm.process import CLIENT
+from draftlab.servers.vllm_engine import COUNTERS, drafting_options
+from draftlab.servers.vllm_process import CLIENT
 
 if TYPE_CHECKING:
     from parity_vllm import Bench

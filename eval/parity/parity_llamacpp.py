@@ -41,7 +41,7 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.sampling import Generation
 from draftlab.errors import UserError
-from draftlab.vllm.engine import required_positions
+from draftlab.servers.vllm_engine import required_positions
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.sampling import Generation
-from draftlab.vllm.engine import required_positions
+from draftlab.servers.vllm_engine import required_positions
 from tests.helpers.zoo import eager_model
 
 BATCH = 8

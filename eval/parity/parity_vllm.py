@@ -53,8 +53,8 @@ from draftlab.evaluate.statistics import acceptance_interval
 from draftlab.export.layout import Layout
 from draftlab.heads.family import get_family
 from draftlab.intervals import bootstrap_interval
-from draftlab.vllm.engine import COUNTERS, VllmEngine, required_positions
-from draftlab.vllm.process import PYTHON_VARIABLE
+from draftlab.servers.vllm_engine import COUNTERS, VllmEngine, required_positions
+from draftlab.servers.vllm_process import PYTHON_VARIABLE
 from eval.measurements import PrintMonitor
 
 BATCHES = (1, 8)

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from draftlab.pipeline.recipe import Recipe, flatten
+from draftlab.recipe.recipe import Recipe, flatten
 from tests.helpers.small_run import copy_of_finished, draftlab
 
 pytestmark = pytest.mark.slow

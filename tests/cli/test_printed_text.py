@@ -23,8 +23,8 @@ from draftlab.cli.plain_text import PlainConsole
 from draftlab.errors import UserError
 from draftlab.formatting import visible, visible_json
 from draftlab.heads.folder import CONFIG
-from draftlab.pipeline.inspect import inspect_path
-from draftlab.pipeline.resolve import reference_head
+from draftlab.run.inspect import inspect_path
+from draftlab.run.resolve import reference_head
 from tests.helpers.small_run import draftlab
 
 TITLE = "\x1b]0;owned\x07"

@@ -18,8 +18,8 @@ from draftlab.doctor.target_session import TargetSession
 from draftlab.heads.config import make_head_config
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS
 from draftlab.heads.vllm_config import native_config
-from draftlab.pipeline.resolve import reference_head
 from draftlab.progress import Monitor
+from draftlab.run.resolve import reference_head
 from draftlab.target_model.settings import TargetSettings
 from tests.helpers.diagnosis import CopyHead, Tensors, initial_tensors, reference_config
 

@@ -26,7 +26,7 @@ from draftlab.doctor.identity import (
 from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
-from draftlab.pipeline.resolve import reference_head
+from draftlab.run.resolve import reference_head
 from tests.helpers.diagnosis import CopyHead, Tensors
 
 Check = Callable[..., tuple[list[Finding], bool]]

@@ -11,7 +11,7 @@ from draftlab.doctor.diagnose import diagnose
 from draftlab.doctor.foreign_head import read_foreign_head
 from draftlab.doctor.target_session import TargetSession
 from draftlab.export.write import write_export
-from draftlab.pipeline.resolve import reference_head
+from draftlab.run.resolve import reference_head
 from tests.helpers.diagnosis import fault_kinds
 
 

@@ -23,7 +23,7 @@ from draftlab.doctor.target_session import TargetSession
 from draftlab.doctor.weight_hypotheses import layouts, masks, sorted_blocks, unproject_mask
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import WEIGHTS, load_config
-from draftlab.pipeline.resolve import reference_head
+from draftlab.run.resolve import reference_head
 from tests.helpers.diagnosis import (
     CopyHead,
     DiagnoseCopy,

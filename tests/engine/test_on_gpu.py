@@ -20,8 +20,8 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.heads.folder import load_head, new_head
-from draftlab.pipeline.resolve import reference_head
 from draftlab.progress import Monitor
+from draftlab.run.resolve import reference_head
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings

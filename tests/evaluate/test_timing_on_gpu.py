@@ -6,8 +6,8 @@ import pytest
 
 from draftlab.evaluate.evaluator import EvalSettings, Evaluator, NamedHead
 from draftlab.heads.folder import load_head
-from draftlab.pipeline.resolve import reference_head
 from draftlab.progress import Monitor
+from draftlab.run.resolve import reference_head
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids

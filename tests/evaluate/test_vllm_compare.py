@@ -15,12 +15,12 @@ from draftlab.evaluate.results import Report
 from draftlab.evaluate.vllm_compare import check_settings
 from draftlab.evaluate.workload import EngineResults, Workload
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.pipeline.api import write_report
 from draftlab.progress import Monitor
 from draftlab.report.conditions import row_labels
+from draftlab.run.api import write_report
+from draftlab.servers.vllm_process import PYTHON_VARIABLE
 from draftlab.target_model.model import Target
 from draftlab.text.suites import Suite
-from draftlab.vllm.process import PYTHON_VARIABLE
 from tests.helpers import fake_vllm
 
 # the fake vLLM begins an answer with the prompt's first token and accepts that many modulo K + 1

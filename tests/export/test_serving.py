@@ -21,7 +21,7 @@ from draftlab.evaluate.results import Row
 from draftlab.export.serving_tables import MeasuredSteps, batch_schedule, measured_steps, step_rates
 from draftlab.export.settings import ExportSettings
 from draftlab.heads.folder import load_config
-from draftlab.pipeline.head_workspace import export_files
+from draftlab.run.head_workspace import export_files
 from tests.export.test_block_exports import DFLASH, DSPARK
 from tests.helpers import sample_report as sample
 from tests.helpers.draft_blocks import simulate

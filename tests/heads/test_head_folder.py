@@ -17,7 +17,7 @@ from draftlab.errors import UserError
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import head_tensors, load_config, load_head, native_config, save_head
 from draftlab.heads.head import DraftHead
-from draftlab.pipeline.resolve import reference_head
+from draftlab.run.resolve import reference_head
 from tests.helpers.head_toys import EAGLE, LLAMA3, LLAMA4_HEAD, PEAGLE, make_head
 
 DRAFT, VOCAB, HIDDEN = 21, 50, 24

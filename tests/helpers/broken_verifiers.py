@@ -8,7 +8,7 @@ import pytest
 
 from draftlab.engine import draft_sampler
 from draftlab.evaluate.certificate.known_faults import Fault
-from draftlab.kernels.sampling_types import VerifyResult
+from draftlab.kernels.sampling.types import VerifyResult
 from draftlab.kernels.verify import verify
 from tests.helpers.lossless import BLOCK_FAULTS, FAULTS, broken
 

@@ -13,7 +13,7 @@ from draftlab.doctor.findings import Diagnosis
 from draftlab.heads.config import HeadConfig, make_head_config
 from draftlab.heads.folder import load_config, new_head
 from draftlab.heads.head import initialise_head
-from draftlab.pipeline.resolve import reference_head
+from draftlab.run.resolve import reference_head
 from draftlab.target_model.parts import TargetParts
 
 Tensors = dict[str, Tensor]

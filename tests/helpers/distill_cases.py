@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.kernels.distill import distill
-from draftlab.kernels.distill_linear import distill_linear
-from draftlab.kernels.distill_plan import plan_rows
-from draftlab.kernels.distill_types import Labels, Loss, Teacher
+from draftlab.kernels.distill.linear import distill_linear
+from draftlab.kernels.distill.plan import plan_rows
+from draftlab.kernels.distill.types import Labels, Loss, Teacher
 
 LOSSES: tuple[Loss, ...] = ("soft_ce", "lk", "ce_l1")
 

@@ -17,7 +17,7 @@ from draftlab.engine.sampling import Request, Sampling, sampling_metadata
 from draftlab.engine.step import Verifier
 from draftlab.evaluate.certificate.gtest import g_test
 from draftlab.kernels.sampling import target_probabilities
-from draftlab.kernels.sampling_types import SamplingMetadata
+from draftlab.kernels.sampling.types import SamplingMetadata
 from draftlab.kernels.verify import verify
 from draftlab.target_model.model import Target
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from draftlab.pipeline.head_spec import planned_head, target_config
-from draftlab.pipeline.recipe import Recipe, parse_recipe
-from draftlab.pipeline.sizes import HeadSize
+from draftlab.plan.sizes import HeadSize
+from draftlab.recipe.head_spec import planned_head, target_config
+from draftlab.recipe.recipe import Recipe, parse_recipe
 from draftlab.store.manifest import StoreIdentity
 
 LLAMA_8B = {

@@ -13,9 +13,9 @@ import torch
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request
 from draftlab.progress import Monitor
+from draftlab.servers.settings import RegenerateSettings
 from draftlab.text.answers import regenerate
 from draftlab.text.conversations import Conversation, read_conversations
-from draftlab.text.settings import RegenerateSettings
 from tests.helpers.messages import assistant, user
 from tests.helpers.toys import toy_tokenizer
 

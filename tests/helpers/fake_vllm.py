@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from draftlab.vllm.process import PYTHON_VARIABLE
+from draftlab.servers.vllm_process import PYTHON_VARIABLE
 
 _INIT = """
 import json, os, sys

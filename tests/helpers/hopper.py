@@ -57,7 +57,8 @@ def compiled() -> Iterator[dict[str, list[Any]]]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from draftlab.kernels import dependent_launch, paged_attention_launch
+    from draftlab.kernels import dependent_launch
+    from draftlab.kernels.paged_attention import launch as paged_attention_launch
 
     kernels: dict[str, list[Any]] = {}
     run = JITFunction.run

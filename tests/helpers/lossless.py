@@ -24,7 +24,7 @@ from draftlab.engine.eager_head import PassLayout
 from draftlab.evaluate.certificate.gtest import g_test, samples_for
 from draftlab.kernels import sampling as sampling_module
 from draftlab.kernels import verify as verify_module
-from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
+from draftlab.kernels.sampling.types import SamplingMetadata, VerifyResult
 
 VOCAB, K, ROWS, START = 5, 2, 100_000, 0
 DRAFT_IDS = torch.tensor([0, 1, 3, 4])  # token 2 can only come from the target
@@ -209,7 +209,7 @@ def assert_rejected(tokens: Tensor, joint: np.ndarray) -> None:
 
 
 def broken(old: str, new: str) -> ModuleType:
-    """Return verify.py or sampling.py, whichever contains `old`, with `new` in its place."""
+    """Return verify/ or sampling.py, whichever contains `old`, with `new` in its place."""
     modules = (verify_module, sampling_module)
     sources = {module.__name__: inspect.getsource(module) for module in modules}
     (name,) = [name for name, source in sources.items() if source.count(old) == 1]

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
-from draftlab.pipeline.recipe import Recipe
-from draftlab.pipeline.worker_pool import CallHandler, Outcome, Worker, WorkerPool
 from draftlab.progress import Monitor
+from draftlab.recipe.recipe import Recipe
+from draftlab.workers.pool import CallHandler, Outcome, Worker, WorkerPool
 
 
 class LostError(Exception):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.kernels.ttt_attention import document_starts
-from draftlab.kernels.ttt_attention_types import StepKeyValues
+from draftlab.kernels.ttt_attention.types import StepKeyValues
 from tests.helpers.gpu import to_device
 
 Attend = Callable[..., Tensor]
@@ -130,7 +130,7 @@ def check_kernels(
         case: has the `run` and the `query` of `Case`.
         plan: rows and keys of all tiles; None: the launcher chooses them.
     """
-    from draftlab.kernels.ttt_attention_launch import Plan, Tiles
+    from draftlab.kernels.ttt_attention.launch import Plan, Tiles
 
     tiles = plan and Plan(*[Tiles(*plan, 4, 1)] * 4)
     actual = case.run(partial(operator.triton, plan=tiles))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels import sampling
-from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata, draft_index
+from draftlab.kernels.sampling.types import DraftDistribution, SamplingMetadata, draft_index
 
 TEMPERATURES = (0.0, 0.7, 1.0, 1.5, 0.01, 5.0)
 

@@ -8,7 +8,7 @@ from huggingface_hub import ModelCard
 from draftlab.evaluate.certificate.result import Certificate, SamplingTest
 from draftlab.heads.folder import load_config
 from draftlab.hub.card import model_card
-from draftlab.pipeline.resolve import reference_head
+from draftlab.run.resolve import reference_head
 from tests.helpers.sample_report import report
 
 LAUNCH = "# Serving this head with vLLM\n\n```\nvllm serve org/base\n```\n"

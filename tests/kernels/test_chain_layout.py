@@ -13,7 +13,7 @@ from torch import Tensor
 from draftlab.heads.eagle3 import Eagle3Layer
 from draftlab.kernels import chain_layout as module
 from draftlab.kernels.head_inputs import head_inputs
-from draftlab.kernels.step_types import MaskedColumns
+from draftlab.kernels.step_layout.types import MaskedColumns
 from tests.helpers.head_toys import make_config
 from tests.helpers.interpreter import INTERPRETED, interpreter_test, kernel_cases
 
@@ -23,7 +23,7 @@ INPUTS: list[Callable] = [head_inputs.reference]
 test_in_the_interpreter = interpreter_test(__file__)
 
 if INTERPRETED:
-    from draftlab.kernels import chain_layout_triton
+    from draftlab.kernels.chain_layout import triton as chain_layout_triton
 
     chain_layout_triton._COLUMNS, chain_layout_triton._TILE = 4, 16  # several of each
     LAY_OUT.append(chain_layout_triton.chain_layout)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
-from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata
+from draftlab.kernels.sampling.types import DraftDistribution, SamplingMetadata
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
 from tests.helpers.decoding import PARALLEL, untrained_head

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from draftlab.kernels.distill_linear import distill_linear
+from draftlab.kernels.distill.linear import distill_linear
 from tests.helpers.distill_cases import arguments_of, at_once, in_chunks, make_case
 
 

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.kernels import distill_linear
 from draftlab.kernels.distill import distill_rows
-from draftlab.kernels.distill_plan import plan_rows
-from draftlab.kernels.distill_types import Distilled, Labels, Loss, Teacher
+from draftlab.kernels.distill import linear as distill_linear
+from draftlab.kernels.distill.plan import plan_rows
+from draftlab.kernels.distill.types import Distilled, Labels, Loss, Teacher
 from tests.helpers.distill_cases import LOSSES, in_chunks, make_case
 from tests.helpers.interpreter import compiles, inside, interpreter_test
 
@@ -25,7 +25,7 @@ test_in_the_interpreter = interpreter_test(__file__)
 @pytest.fixture
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set several tiles a row, for a vocabulary of a hundred."""
-    from draftlab.kernels import distill_triton
+    from draftlab.kernels.distill import triton as distill_triton
 
     monkeypatch.setattr(distill_triton, "TILE", 32)
 
@@ -78,7 +78,7 @@ def test_kernel_equals_reference(
     dtype: torch.dtype,
     seed: int,
 ) -> None:
-    from draftlab.kernels import distill_triton
+    from draftlab.kernels.distill import triton as distill_triton
 
     case = make_case(
         num_rows, positions, vocab, loss=loss, softcap=softcap, scale=0.8, dtype=dtype, seed=seed

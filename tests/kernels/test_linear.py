@@ -40,7 +40,7 @@ def test_products(num_rows: int, split: int, dtype: torch.dtype) -> None:
 
     x is a slice of wider rows and y is written into a part of a tensor; both have NaN around them.
     """
-    from draftlab.kernels.linear_launch import Config, _workspace, launch
+    from draftlab.kernels.linear.launch import Config, _workspace, launch
 
     wide_x = random(num_rows + 1, 136, seed=1, dtype=dtype, scale=3.0)
     wide_x[num_rows], wide_x[:, 104:] = float("nan"), float("nan")
@@ -79,7 +79,7 @@ def test_a_norm_started_by_one_product_and_finished_by_the_next(
     splits: tuple[int, int], dtype: torch.dtype
 ) -> None:
     """40 outputs in tiles of 16: the last partial Σ y² covers rows that W does not have."""
-    from draftlab.kernels.linear_launch import Config, allocate_next_norm, launch
+    from draftlab.kernels.linear.launch import Config, allocate_next_norm, launch
 
     x, residual = (random(3, n, seed=n, dtype=dtype) for n in (64, 40))
     first = random(40, 64, seed=1, dtype=dtype, scale=0.1)
@@ -146,7 +146,7 @@ def test_configurations_fit_the_device(
     num_rows: int, shape: tuple[int, int], swiglu: bool, normed: bool, dtype: torch.dtype
 ) -> None:
     """Shared memory of an H200, tiles Triton takes, and no split where it is not meant."""
-    from draftlab.kernels.linear_launch import choose
+    from draftlab.kernels.linear.launch import choose
 
     x = torch.empty(num_rows, shape[1], dtype=dtype, device="meta")
     config = choose(x, shape[0], swiglu, normed)
@@ -181,7 +181,7 @@ def test_products_at_real_sizes(
     dtype: torch.dtype, shape: tuple[int, int, int], config: tuple[int, ...] | None, device: str
 ) -> None:
     """Errors against float64 of the same numbers; a split product repeats bit by bit."""
-    from draftlab.kernels.linear_launch import Config
+    from draftlab.kernels.linear.launch import Config
 
     m, n, k = shape
     draw = lambda *s, seed, **o: random(*s, seed=seed, dtype=dtype, **o).to(device)  # noqa: E731
@@ -212,7 +212,7 @@ def test_products_at_real_sizes(
 def test_overlapped_launches_change_no_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 dependent products in a CUDA graph equal the same ones launched one by one."""
     from draftlab.kernels import dependent_launch
-    from draftlab.kernels.linear_launch import Config
+    from draftlab.kernels.linear.launch import Config
 
     weights = [
         random(2048, 2048, seed=s, dtype=torch.bfloat16, scale=0.03).to(device) for s in range(8)

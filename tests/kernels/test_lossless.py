@@ -19,7 +19,7 @@ from scipy import stats
 from draftlab.engine import draft_sampler
 from draftlab.kernels import verify as verify_module
 from draftlab.kernels.sampling import sample_token
-from draftlab.kernels.sampling_types import VerifyResult
+from draftlab.kernels.sampling.types import VerifyResult
 from tests.helpers.gpu import on_devices
 from tests.helpers.lossless import (
     ARGMAX_DRAFT_FAULTS,

@@ -191,7 +191,7 @@ SMALL = [
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("shape", SMALL, ids=str)
 def test_kernel(shape: tuple, splits: int) -> None:
-    from draftlab.kernels.paged_attention_launch import Plan
+    from draftlab.kernels.paged_attention.launch import Plan
 
     case, options = make_case(shape)
     group = case.query.shape[2] // case.key_pool.shape[2]
@@ -212,7 +212,7 @@ def test_kernel_as_planned() -> None:
 @pytest.mark.parametrize("splits", [1, 4])
 def test_scores_far_from_zero(splits: int) -> None:
     """Whole tiles of vanishing weight before and after the ones that count."""
-    from draftlab.kernels.paged_attention_launch import Plan
+    from draftlab.kernels.paged_attention.launch import Plan
 
     case = Case([60], [2], 2, head_dim=16, block_size=16, scale=40.0)
     case.check(partial(attend_paged.triton, plan=Plan(16, 16, splits, 4, 2)))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.kernels.parallel_layout import parallel_layout
-from draftlab.kernels.step_types import ParallelLayout
+from draftlab.kernels.step_layout.types import ParallelLayout
 from tests.helpers.gpu import assert_same, capture, on_gpu, to_device
 from tests.helpers.interpreter import INTERPRETED, interpreter_test
 

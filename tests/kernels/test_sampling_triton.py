@@ -17,7 +17,7 @@ test_in_the_interpreter = interpreter_test(__file__)
 def two_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set several blocks a row, for a vocabulary of a thousand."""
     if INTERPRETED:
-        from draftlab.kernels import sampling_triton
+        from draftlab.kernels.sampling import triton as sampling_triton
 
         monkeypatch.setattr(sampling_triton, "BLOCK", 512)
 

@@ -13,15 +13,15 @@ from torch import Tensor
 
 from draftlab.kernels import step_layout
 from draftlab.kernels.chain_layout import chain_layout
-from draftlab.kernels.sampling_types import SamplingMetadata, VerifyResult
-from draftlab.kernels.step_types import SlotBuffers, StepLayout
+from draftlab.kernels.sampling.types import SamplingMetadata, VerifyResult
+from draftlab.kernels.step_layout.types import SlotBuffers, StepLayout
 from tests.helpers.gpu import assert_same, capture, on_gpu, to_device
 from tests.helpers.interpreter import INTERPRETED, interpreter_test
 
 test_in_the_interpreter = interpreter_test(__file__)
 IMPLEMENTATIONS = ["reference"]
 if INTERPRETED:
-    from draftlab.kernels import step_layout_triton
+    from draftlab.kernels.step_layout import triton as step_layout_triton
 
     step_layout_triton._TABLE_TILE, step_layout_triton._LOGITS_TILE = 2, 4  # several of each
     IMPLEMENTATIONS.append("triton")

@@ -14,7 +14,7 @@ import torch
 from draftlab.kernels import noise
 from draftlab.kernels.noise import Purpose
 from draftlab.kernels.sampling import sample_draft, sample_token
-from draftlab.kernels.sampling_types import DraftDistribution, VerifyResult
+from draftlab.kernels.sampling.types import DraftDistribution, VerifyResult
 from draftlab.kernels.verify import verify
 from tests.helpers.gpu import to_device
 from tests.helpers.interpreter import (
@@ -32,7 +32,9 @@ if INTERPRETED:
     import triton
     import triton.language as tl
 
-    from draftlab.kernels import noise_triton, sampling_triton, verify_launch
+    from draftlab.kernels.noise import triton as noise_triton
+    from draftlab.kernels.sampling import triton as sampling_triton
+    from draftlab.kernels.verify import launch as verify_launch
 
     @triton.jit
     def draw_noise(keys, bits, uniform, exponential, PURPOSE: tl.constexpr, SIZE: tl.constexpr):

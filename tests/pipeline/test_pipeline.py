@@ -13,11 +13,13 @@ import pytest
 
 from draftlab import Monitor, Report, evaluate_head, export_head, find_run, load_recipe
 from draftlab.errors import UserError
-from draftlab.pipeline import preflight, recording, target_worker, training
-from draftlab.pipeline.run_folder import lock
+from draftlab.pipeline import recording, training
+from draftlab.plan import preflight
+from draftlab.run.folder import lock
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.train.distributed.backends import TrainBackend
+from draftlab.workers import target_worker
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import (
     InterruptingMonitor,

@@ -11,7 +11,7 @@ import pytest
 from draftlab.evaluate.results import Report, Row
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config
-from draftlab.pipeline.recipe import Recipe, load_recipe
+from draftlab.recipe.recipe import Recipe, load_recipe
 from tests.helpers.hybrid_zoo import HYBRID
 from tests.helpers.small_run import RECIPES, draftlab, write_prompts
 from tests.helpers.zoo import zoo_folder_with_tokenizer

@@ -16,11 +16,11 @@ from transformers import FalconH1Config
 
 from draftlab.errors import UserError
 from draftlab.heads.folder import load_config
-from draftlab.pipeline import head_spec
-from draftlab.pipeline.estimate import estimate_stages
-from draftlab.pipeline.estimate_table import estimate_table
-from draftlab.pipeline.recipe import load_recipe
 from draftlab.pipeline.rehearsal import stand_in_config
+from draftlab.plan.estimate import estimate_stages
+from draftlab.plan.estimate_table import estimate_table
+from draftlab.recipe import head_spec
+from draftlab.recipe.recipe import load_recipe
 from draftlab.target_model.locate import resolve_target, shipped_config
 from draftlab.target_model.settings import TargetSettings
 from tests.helpers.small_run import RECIPES, copy_of_finished, draftlab, write_prompts

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftlab.heads.folder import load_config
-from draftlab.pipeline.resolve import reference_head
 from draftlab.report import formatting as fmt
 from draftlab.report.conditions import condition_lines, row_labels, split_conditions
+from draftlab.run.resolve import reference_head
 from tests.helpers import sample_report as sample
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
-from draftlab.pipeline.store_statistics import count_predicted, length_histogram
 from draftlab.progress import Monitor
+from draftlab.run.store_statistics import count_predicted, length_histogram
 from draftlab.store.merge import merge
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftlab.errors import UserError
-from draftlab.pipeline.head_spec import target_config
+from draftlab.recipe.head_spec import target_config
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.locate import resolve_device, resolve_target

@@ -11,8 +11,8 @@ import pytest
 from draftlab.errors import UserError
 from draftlab.heads.config import make_head_config
 from draftlab.heads.folder import CONFIG, load_config
-from draftlab.pipeline.head_spec import target_config
-from draftlab.pipeline.resolve import reference_head
+from draftlab.recipe.head_spec import target_config
+from draftlab.run.resolve import reference_head
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
 from tests.helpers.small_run import draftlab

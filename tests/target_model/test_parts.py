@@ -20,8 +20,8 @@ from draftlab.files import (
     sha256_text,
     write_json,
 )
-from draftlab.pipeline.run_folder import Run
-from draftlab.pipeline.stages import STAGES
+from draftlab.run.folder import Run
+from draftlab.run.stages import STAGES
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.parts import load_parts, model_parts, read_tensor
 from tests.helpers.table_target import IDENTITY

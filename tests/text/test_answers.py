@@ -13,13 +13,13 @@ import torch
 from draftlab.engine import kv_pool
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
+from draftlab.servers.settings import RegenerateSettings
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.answer_rounds import AnswerGenerator, Draft
 from draftlab.text.chat_template import prompt_ids
 from draftlab.text.conversations import Conversation, read_conversations
 from draftlab.text.decode import engine_decode
-from draftlab.text.settings import RegenerateSettings
 from tests.helpers.fake_decoder import (
     SETTINGS,
     STOP,

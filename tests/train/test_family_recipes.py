@@ -11,7 +11,7 @@ import torch
 from draftlab.errors import UserError
 from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.peagle import PeagleHead
-from draftlab.pipeline.recipe import load_recipe
+from draftlab.recipe.recipe import load_recipe
 from draftlab.store.store import Store
 from draftlab.target_model.parts import check_llama_style
 from tests.helpers.small_run import RECIPES, copy_of_finished, draftlab, new_workshop

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.pipeline.recipe import load_recipe
+from draftlab.recipe.recipe import load_recipe
 from draftlab.train.loop import Trainer
 from draftlab.train.settings import TrainSettings
 from draftlab.train.trackers import check_trackers

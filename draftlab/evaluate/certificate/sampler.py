@@ -15,7 +15,7 @@ from draftlab.engine.sampling import Request, sampling_metadata
 from draftlab.evaluate.certificate.exact_tree import AnswerTree
 from draftlab.kernels.noise import BLOCK_STRIDE
 from draftlab.kernels.sampling import argmax_draft, sample_draft, sample_token
-from draftlab.kernels.sampling_types import DraftDistribution, SamplingMetadata
+from draftlab.kernels.sampling.types import DraftDistribution, SamplingMetadata
 from draftlab.kernels.verify import verify
 
 

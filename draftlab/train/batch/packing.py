@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.kernels.distill_plan import RowPlan, plan_rows
+from draftlab.kernels.distill.plan import RowPlan, plan_rows
 from draftlab.kernels.noise import prompt_key
 from draftlab.store.fp8 import E4M3, dequantise
 from draftlab.store.store import Record

@@ -18,7 +18,7 @@ from draftlab.heads.block import BlockHead
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import Attention
 from draftlab.kernels.ttt_attention import document_starts
-from draftlab.kernels.ttt_attention_types import StepKeyValues
+from draftlab.kernels.ttt_attention.types import StepKeyValues
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.fast.functions import LayerInputs, layer_inputs

@@ -19,7 +19,7 @@ from draftlab.heads.eagle3 import Eagle3Head, Eagle3Layer
 from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import Attention
 from draftlab.kernels.ttt_attention import document_starts, ttt_attention
-from draftlab.kernels.ttt_attention_types import StepKeyValues
+from draftlab.kernels.ttt_attention.types import StepKeyValues
 from draftlab.train.batch.packing import Batch
 from draftlab.train.fast.functions import layer_inputs
 from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, normed

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.ttt_attention import ttt_attention
-from draftlab.kernels.ttt_attention_types import StepKeyValues
+from draftlab.kernels.ttt_attention.types import StepKeyValues
 
 
 def chunked_attention(

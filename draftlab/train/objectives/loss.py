@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.distill import lk_weight, weighted
-from draftlab.kernels.distill_linear import distill_linear
-from draftlab.kernels.distill_types import Labels, Loss, Teacher, at_least_float32, sum_dtype
-from draftlab.kernels.sampling_types import draft_index
+from draftlab.kernels.distill.linear import distill_linear
+from draftlab.kernels.distill.types import Labels, Loss, Teacher, at_least_float32, sum_dtype
+from draftlab.kernels.sampling.types import draft_index
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
@@ -46,7 +46,7 @@ class LossTerms:
     written this token.
 
     Attributes:
-        loss: ℓ of `kernels/distill.py`; "lk" weighs its terms by the α of the current batch.
+        loss: ℓ of `kernels/distill/`; "lk" weighs its terms by the α of the current batch.
         acceptance_weighting: share of a row's weight that is multiplied by the probability that its
             draft is reached.
         dpace: floor of the acceptance probability in D-PACE's weights of rows; None: no weights.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.ttt_attention import document_starts
-from draftlab.kernels.ttt_attention_types import StepKeyValues
+from draftlab.kernels.ttt_attention.types import StepKeyValues
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.chunked_attention import chunked_attention

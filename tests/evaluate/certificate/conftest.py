@@ -14,7 +14,7 @@ from draftlab.engine.engine import Engine
 from draftlab.evaluate.certificate.certify import Certificate, Sampled, certify
 from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.kernels.sampling_types import VerifyResult
+from draftlab.kernels.sampling.types import VerifyResult
 from draftlab.kernels.verify import verify
 from draftlab.progress import Monitor
 from draftlab.target_model.loading import load_target

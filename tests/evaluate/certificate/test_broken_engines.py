@@ -17,7 +17,7 @@ from draftlab.engine.generation_state import Sequence as EngineSequence
 from draftlab.evaluate.certificate.certify import Sampled
 from draftlab.evaluate.certificate.known_faults import Fault, known_faults
 from draftlab.heads.block import BlockHead
-from draftlab.kernels.sampling_types import VerifyResult
+from draftlab.kernels.sampling.types import VerifyResult
 from draftlab.kernels.verify import verify
 from draftlab.target_model.model import Target
 from tests.helpers.broken_verifiers import faulty_verifier

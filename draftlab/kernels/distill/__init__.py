@@ -1,0 +1,139 @@
+"""The distillation loss over the draft vocabulary, on logits (docs/methods.md §2).
+
+With p the target's distribution, p = exp(z − logsumexp over the whole vocabulary), which is not
+renormalized over the draft vocabulary D, and q the head's:
+
+    soft_ce  −Σ_D p log q
+    lk       λ · Σ_D p (log p − log q) + (1 − λ) · (1 − α),  α = Σ_D min(p, q)
+    ce_l1    a · (−log q(x)) + b · ‖q − p‖₁,  ‖q − p‖₁ = 2 (1 − α),  x the data's token
+
+`distill/linear.py` computes it from hidden states, a chunk of rows at a time; on a GPU a kernel
+(`distill/triton.py`) takes the place of `distill_rows`. Tests: tests/kernels/test_distill.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftlab.kernels.dispatch import triton_operator
+from draftlab.kernels.distill.plan import RowPlan
+from draftlab.kernels.distill.types import (
+    Distilled,
+    Labels,
+    Loss,
+    Teacher,
+    at_least_float32,
+    check_loss_arguments,
+)
+
+
+def distill(
+    draft_logits: Tensor,
+    teacher_logits: Tensor,
+    logsumexp: Tensor,
+    *,
+    loss: Loss = "soft_ce",
+    kl_weight: Tensor | None = None,
+    labels: Labels | None = None,
+) -> Distilled:
+    """Return the loss, α and the head's argmax of each row.
+
+    Args:
+        draft_logits: the head's [R, D].
+        teacher_logits: the target's over the draft vocabulary, z, float32 [R, D].
+        logsumexp: of the target's logits over the whole vocabulary, float32 [R].
+        kl_weight: λ of lk, [R] (see `lk_weight`).
+        labels: of ce_l1. A token outside the draft vocabulary has no cross-entropy.
+
+    Raises:
+        ValueError: `kl_weight` or `labels` are not those that the loss needs.
+    """
+    check_loss_arguments(loss, kl_weight, labels)
+    log_p = teacher_logits - logsumexp[:, None]
+    p = log_p.exp()
+    log_q = at_least_float32(draft_logits).log_softmax(-1)
+    alpha = p.minimum((log_q.detach() if loss == "soft_ce" else log_q).exp()).sum(-1)
+    if labels is not None:
+        known = labels.ids >= 0
+        log_likelihood = log_q.gather(1, labels.ids.clamp(min=0)[:, None])[:, 0]
+        cross_entropy = -torch.where(known, log_likelihood, 0)
+        value = labels.cross_entropy * cross_entropy + 2 * labels.l1 * (1 - alpha)
+        return Distilled(value, alpha.detach(), draft_logits.detach().argmax(-1))
+    log_ratio = log_q if loss == "soft_ce" else log_q - log_p
+    value = -(p * log_ratio).sum(-1)
+    if kl_weight is not None:
+        value = kl_weight * value + (1 - kl_weight) * (1 - alpha)
+    return Distilled(value, alpha.detach(), draft_logits.detach().argmax(-1))
+
+
+def lk_weight(alpha: Tensor, step: Tensor, num_steps: int) -> Tensor:
+    """Return each row's λ of lk: exp(−3 ᾱ), with ᾱ the mean α of the row's unrolled step.
+
+    The rows' α come from a `distill_linear` under `torch.no_grad`.
+
+    Args:
+        alpha: [R].
+        step: int64 [R], below num_steps.
+    """
+    # [R, L] in place of index_add, whose sums on a GPU have no fixed order.
+    of_step = step[:, None] == torch.arange(num_steps, device=step.device)
+    mean = torch.where(of_step, alpha[:, None], 0).sum(0) / of_step.sum(0).clamp(min=1)
+    return (-3 * mean).exp()[step]
+
+
+def weighted(weight: Tensor, loss: Tensor) -> Tensor:
+    """Return Σ weight · loss over the rows whose weight is not 0."""
+    return torch.where(weight != 0, weight * loss, 0).sum()
+
+
+def _on_cuda_in_float32(
+    logits: Tensor, z: Tensor, rows: slice, plan: RowPlan, teacher: Teacher, weight: Tensor, *_: Any
+) -> bool:
+    """Return whether the kernel, which computes in float32, takes these rows."""
+    return logits.is_cuda and weight.dtype == torch.float32
+
+
+@triton_operator("distill.triton", when=_on_cuda_in_float32)
+def distill_rows(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    rows: slice,
+    plan: RowPlan,
+    teacher: Teacher,
+    weight: Tensor,
+    kl_weight: Tensor | None,
+    labels: Labels | None,
+    loss: Loss,
+    gradients: bool,
+    out: Distilled,
+) -> None:
+    """Fill `out` at a chunk's rows; with `gradients`, overwrite `logits` by those of Σ w·ℓ.
+
+    On a GPU both logits are columns [:D] of contiguous buffers of one width, whose other columns
+    may be overwritten.
+
+    Args:
+        logits: [n, D], the head's, of the plan's `rows`.
+        teacher_logits: [c, D], the plain products (see `Teacher.to_logits`), by position.
+        weight, kl_weight, labels: of all R rows, in their original order.
+    """
+    row, teacher_index = plan.order[rows], plan.teacher_index[rows]
+    with torch.set_grad_enabled(gradients):
+        x = logits.detach().requires_grad_(gradients)
+        result = distill(
+            x,
+            teacher.to_logits(teacher_logits)[teacher_index - teacher_index[0]],
+            teacher.logsumexp[plan.positions[teacher_index]],
+            loss=loss,
+            kl_weight=None if kl_weight is None else kl_weight[row],
+            labels=None if labels is None else replace(labels, ids=labels.ids[row]),
+        )
+        if gradients:
+            (gradient,) = torch.autograd.grad(weighted(weight[row], result.loss), x)
+            logits.copy_(gradient.masked_fill_((weight[row] == 0)[:, None], 0))
+    for name, values in vars(result).items():
+        getattr(out, name)[row] = values.detach()

@@ -1,0 +1,83 @@
+"""The order of rows by teacher, and their division into chunks (`distill/linear.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows that are processed together, in the plan's order, and their teachers' positions.
+
+    The last teacher of a chunk may be the first one of the next.
+    """
+
+    rows: slice
+    teachers: slice
+
+    @property
+    def num_rows(self) -> int:
+        """Return the number of rows, at least one."""
+        return self.rows.stop - self.rows.start
+
+    @property
+    def num_teachers(self) -> int:
+        """Return the number of teachers, at least one."""
+        return self.teachers.stop - self.teachers.start
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """The order of R rows sorted by teacher; rows of one teacher stay in their order.
+
+    Attributes:
+        order: int64 [R], the i-th row.
+        teacher_index: int64 [R], the index of its teacher in `positions`.
+        positions: int64 [J], the teachers' positions, ascending, without repetition.
+        host: `teacher_index` on the CPU.
+    """
+
+    order: Tensor
+    teacher_index: Tensor
+    positions: Tensor
+    host: Tensor
+
+    def chunks(self, height: int) -> list[Chunk]:
+        """Return chunks of rows, of about equal size.
+
+        Args:
+            height: the most rows and teachers of a chunk together; at least 2.
+        """
+        num_rows = len(self.host)
+        if num_rows == 0:
+            return []
+        # Rows [i, j) and their teachers are key[j − 1] − key[i] + 2.
+        host = self.host.numpy()
+        key = host + np.arange(num_rows)
+        # Each chunk but the last covers at least height − 1 of key. Use as few chunks as possible,
+        # then the smallest height for that number, so that no chunk is much smaller than others.
+        span = int(key[-1]) + 1
+        number = -(-span // (max(height, 2) - 1))
+        height = -(-span // number) + 1
+        chunks, start = [], 0
+        while start < num_rows:
+            stop = int(key.searchsorted(key[start] + height - 2, side="right"))
+            first, last = int(host[start]), int(host[stop - 1])
+            chunks.append(Chunk(slice(start, stop), slice(first, last + 1)))
+            start = stop
+        return chunks
+
+
+def plan_rows(row: Tensor) -> RowPlan:
+    """Return a plan of rows by their teachers' positions, int64 [R], in any order.
+
+    Plan on the CPU, where batches are prepared, and move the plan with them: for a GPU tensor the
+    host waits.
+    """
+    positions, teacher_index = row.unique(return_inverse=True)
+    order = teacher_index.argsort(stable=True)
+    teacher_index = teacher_index[order]
+    return RowPlan(order, teacher_index, positions, teacher_index.cpu())

@@ -1,0 +1,227 @@
+"""Triton kernels of `ttt_attention/`: the forward pass, and what both passes share.
+
+A program packs the query heads that share a kv head, of a few neighbouring rows, into one tile:
+packed row p is query head p % GROUP_PADDED of row `first + p // GROUP_PADDED`. It loops over tiles
+of keys. Because rows are sorted by slot and documents contiguous, the rows of a tile see most key
+tiles in full. Only the tiles at the edges (where documents begin, and on the diagonal) are masked.
+
+Step keys form tiles too: the keys of TOKENS rows and KEYS / TOKENS steps, gathered, each visible to
+the packed rows of its own row only. Tensor cores then process them like other keys, and in the
+backward pass sum over the heads that share a key. With a group of four, a step costs as much as 32
+more keys.
+
+Backward, with softmax weights p, Δ = Σ dO · O and dS = p · (dO · V − Δ) (FlashAttention-2, Dao,
+arXiv:2307.08691, §3.1.2): dQ = dS · K takes a tile of rows, dK = dSᵀ · Q and dV = pᵀ · dO a tile of
+keys and all rows that see it. There are no atomics, so the same inputs give the same bits. A step
+key is visible to one row, so the tile of that row computes its complete gradient; several rows see
+a key of parallel drafting, whose gradient is in `parallel_attention/triton.py`. Scores are kept as
+powers of two (2^x is one instruction).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+BEYOND = tl.constexpr(1 << 30)  # a slot or row after all others
+
+# Numbers that change from batch to batch must not compile new kernels.
+UNSPECIALIZED = [
+    "num_rows", "num_keys", "num_steps", "num_packed", "num_segments", "num_slots", "num_depths"
+]  # fmt: skip
+
+
+@triton.jit
+def _row_tile(tile, segments, num_segments, num_rows, num_steps, TOKENS: tl.constexpr):
+    """Return the first row of a tile, the end of its segment, and the rows' number of step keys.
+
+    The rows of segment n (parallel drafting: of depth n) have n step keys. segments: the first row
+    of each one, and the end; None: all rows have `num_steps`.
+    """
+    first, end, steps = tile * TOKENS, num_rows, num_steps
+    if segments is not None:
+        for number in range(num_segments):
+            begin = tl.load(segments + number).to(tl.int32)
+            stop = tl.load(segments + number + 1).to(tl.int32)
+            count = tl.cdiv(stop - begin, TOKENS)
+            inside = (tile >= 0) & (tile < count)
+            first = tl.where(inside, begin + tile * TOKENS, first)
+            end, steps = tl.where(inside, stop, end), tl.where(inside, number, steps)
+            tile -= count
+    return first, end, steps
+
+
+@triton.jit
+def _bounds(index, starts, row, end):
+    """Return the first and last slot that each row sees; (BEYOND, −1) for padding.
+
+    Rows from `end` on repeat the one before. index and starts point to one row of the batch.
+    """
+    row = tl.minimum(row, end - 1)
+    first, last = tl.load(starts + row).to(tl.int32), tl.load(index + row).to(tl.int32)
+    return tl.where(first <= last, first, BEYOND), tl.where(first <= last, last, -1)
+
+
+@triton.jit
+def _packed_rows(first, kv_head, end, GROUP, GROUP_PADDED, ROWS: tl.constexpr):
+    """Return row and query head [ROWS] of a tile's packed rows, and which come before `end`."""
+    packed = tl.arange(0, ROWS)
+    row, member = first + packed // GROUP_PADDED, packed % GROUP_PADDED
+    return row, kv_head * GROUP + member, (row < end) & (member < GROUP)
+
+
+@triton.jit
+def _load_tile(pointers, real, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr):
+    """Load [N, HEAD_DIM_PADDED] at pointers [N], zeros where not `real`; None: all are real."""
+    dim = tl.arange(0, HEAD_DIM_PADDED)
+    places = pointers[:, None] + dim[None, :]
+    if HEAD_DIM == HEAD_DIM_PADDED and real is None:
+        tile = tl.load(places)
+    elif HEAD_DIM == HEAD_DIM_PADDED:
+        tile = tl.load(places, real[:, None], other=0.0)
+    elif real is None:
+        tile = tl.load(places, (dim < HEAD_DIM)[None, :], other=0.0)
+    else:
+        tile = tl.load(places, real[:, None] & (dim < HEAD_DIM)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _store_tile(pointers, tile, real, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr):
+    """Store [N, HEAD_DIM_PADDED] at pointers [N]."""
+    dim = tl.arange(0, HEAD_DIM_PADDED)
+    mask = real[:, None] & (dim < HEAD_DIM)[None, :]
+    tl.store(pointers[:, None] + dim[None, :], tile.to(pointers.dtype.element_ty), mask)
+
+
+@triton.jit
+def _key_tiles(first_seen, last_seen, KEYS: tl.constexpr):
+    """Return which keys the rows of a tile see together.
+
+    Rows of two documents have no key in common; rows of one share those up to the first row's slot.
+
+    Returns:
+        begin, count: the first key, and the number of tiles from it on.
+        full: the number of these tiles, the first ones, that all rows see in full.
+    """
+    begin, end = tl.min(first_seen, 0), tl.max(last_seen, 0) + 1
+    count = tl.where(end > 0, tl.cdiv(end - begin, KEYS), 0)
+    common = tl.where(tl.max(first_seen, 0) == begin, tl.min(last_seen, 0) + 1 - begin, 0)
+    return begin, count, tl.maximum(common, 0) // KEYS
+
+
+@triton.jit
+def _step_key_tile(
+    tile, first, end, batch, index, starts, step_rows, num_steps, num_rows,
+    TOKENS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Return the step keys of a tile: key n was computed by row `first + n % TOKENS` in a step.
+
+    Returns:
+        step [KEYS] (0: the unroll's first), the key's flat row in that step, packed token
+        n % TOKENS, and which of the keys exist.
+    """
+    number = tile * KEYS + tl.arange(0, KEYS)
+    step, token = number // TOKENS, number % TOKENS
+    row = first + token
+    _, last_seen = _bounds(index, starts, row, end)
+    real = (step < num_steps) & (row < end) & (last_seen >= 0)
+    line = step.to(tl.int64) * tl.num_programs(1) + batch  # of step_rows [steps · B, R]
+    return step, tl.load(step_rows + line * num_rows + row, real, other=0), token, real
+
+
+@triton.jit
+def _step_pointers(tensors, step, offset, STEPS: tl.constexpr):
+    """Return pointers [N], `offset` into the tensor of each step; Triton has no pointer arrays."""
+    pointers = tensors[0] + offset
+    for other in tl.static_range(1, STEPS):
+        pointers = tl.where(step == other, tensors[other] + offset, pointers)
+    return pointers
+
+
+@triton.jit
+def _accumulate(q, k, v, visible, top, total, acc, scale, PRECISION: tl.constexpr):
+    """Add a tile of keys, of which `visible` [rows, keys] are visible (None: all), to the softmax.
+
+    top: highest score; total: Σ 2^(score − top); acc: Σ 2^(score − top) · value.
+    """
+    score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if visible is not None:
+        score = tl.where(visible, score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, 1) * scale)
+    # A row that has seen nothing yet: −inf − −inf would be NaN.
+    base = new_top if visible is None else tl.where(new_top == float("-inf"), 0.0, new_top)
+    weight = tl.exp2(score * scale - base[:, None])
+    rescale = tl.exp2(top - base)
+    total = total * rescale + tl.sum(weight, 1)
+    acc = tl.dot(weight.to(v.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit(do_not_specialize=UNSPECIALIZED)
+def forward_kernel(
+    query, key, value, step_keys, step_values, step_rows, index, starts, segments, output, lse,
+    scale, num_rows, num_steps, num_segments,
+    query_batch, query_row, query_head, key_batch, key_row, key_head,
+    value_batch, value_row, value_head,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, STEPS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Compute the output, and log2 Σ 2^score of each row and head (+inf for padding).
+
+    Grid [kv heads, B, tiles]. scale includes log2 e. step_keys, step_values: contiguous tensors
+    [B · R_j, kv heads, head_dim].
+    """
+    TOKENS: tl.constexpr = ROWS // GROUP_PADDED
+    # The last rows of a document see the most keys, so their programs start first.
+    first, end, steps = _row_tile(
+        tl.num_programs(2) - 1 - tl.program_id(2),
+        segments, num_segments, num_rows, num_steps, TOKENS,
+    )  # fmt: skip
+    kv_head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    index, starts = index + batch * num_rows, starts + batch * num_rows
+    row, head, real = _packed_rows(first, kv_head, end, GROUP, GROUP_PADDED, ROWS)
+    first_seen, last_seen = _bounds(index, starts, row, end)
+    begin, count, full = _key_tiles(first_seen, last_seen, KEYS)
+    at = query + batch * query_batch + row.to(tl.int64) * query_row + head * query_head
+    q = _load_tile(at, real, HEAD_DIM, HEAD_DIM_PADDED)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
+    for tile in range(tl.cdiv(steps * TOKENS, KEYS)):
+        step, step_row, token, exists = _step_key_tile(
+            tile, first, end, batch, index, starts, step_rows, steps, num_rows, TOKENS, KEYS
+        )
+        offset = (step_row * KV_HEADS + kv_head) * HEAD_DIM
+        at_key = _step_pointers(step_keys, step, offset, STEPS)
+        at_value = _step_pointers(step_values, step, offset, STEPS)
+        k = _load_tile(at_key, exists, HEAD_DIM, HEAD_DIM_PADDED)
+        v = _load_tile(at_value, exists, HEAD_DIM, HEAD_DIM_PADDED)
+        visible = ((row - first)[:, None] == token[None, :]) & exists[None, :]
+        top, total, acc = _accumulate(q, k, v, visible, top, total, acc, scale, PRECISION)
+
+    key += batch * key_batch + kv_head * key_head
+    value += batch * value_batch + kv_head * value_head
+    for tile in range(full, count):
+        j = begin + tile * KEYS + tl.arange(0, KEYS)
+        read = j <= tl.max(last_seen, 0)
+        k = _load_tile(key + j.to(tl.int64) * key_row, read, HEAD_DIM, HEAD_DIM_PADDED)
+        v = _load_tile(value + j.to(tl.int64) * value_row, read, HEAD_DIM, HEAD_DIM_PADDED)
+        visible = (first_seen[:, None] <= j[None, :]) & (j[None, :] <= last_seen[:, None])
+        top, total, acc = _accumulate(q, k, v, visible, top, total, acc, scale, PRECISION)
+    for tile in range(full):
+        j = begin + tile * KEYS + tl.arange(0, KEYS)
+        k = _load_tile(key + j.to(tl.int64) * key_row, None, HEAD_DIM, HEAD_DIM_PADDED)
+        v = _load_tile(value + j.to(tl.int64) * value_row, None, HEAD_DIM, HEAD_DIM_PADDED)
+        top, total, acc = _accumulate(q, k, v, None, top, total, acc, scale, PRECISION)
+
+    alive = total > 0
+    total = tl.where(alive, total, 1.0)
+    result = acc / total[:, None]
+    at_row = (batch * num_rows + row) * (KV_HEADS * GROUP) + head
+    _store_tile(output + at_row * HEAD_DIM, result, real, HEAD_DIM, HEAD_DIM_PADDED)
+    # +inf for padding, so that 2^(score − lse) is 0 in the backward pass.
+    tl.store(lse + at_row, tl.where(alive, top + tl.log2(total), float("inf")), real)

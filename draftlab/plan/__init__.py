@@ -1,0 +1,1 @@
+"""Before a run: checks of a recipe, and estimates of time, memory and disk."""

@@ -1,0 +1,231 @@
+"""Sizes of targets, heads and conversations for estimates, without weights.
+
+Models are built on torch's "meta" device, and their parameters are counted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from draftlab.errors import UserError
+from draftlab.heads.head import DraftHead
+from draftlab.recipe.hardware import Gpu
+from draftlab.recipe.recipe import Recipe
+from draftlab.target_model.config_fields import max_positions
+from draftlab.target_model.parts import text_decoder
+from draftlab.target_model.recurrent import attention_layers, planned_state_bytes
+from draftlab.target_model.replacements import freeze_rope
+from draftlab.text.prompts import prompt_file
+from draftlab.train.flops import kept_bytes
+
+PROMPT_TOKENS = 256
+"""Assumed length of a prompt, if there is no prompt file."""
+BYTES_PER_TOKEN = 4
+"""Approximate bytes of text per token."""
+
+
+def count_parameters(module: nn.Module) -> int:
+    """Return the number of a module's parameters."""
+    return sum(p.numel() for p in module.parameters())
+
+
+def _first(config: Any, *names: str) -> Any:
+    """Return the first of some fields that a config has."""
+    return next((value for name in names if (value := getattr(config, name, None))), None)
+
+
+@dataclass(frozen=True)
+class TargetSize:
+    """The size of a target.
+
+    Attributes:
+        parameters: number of parameters of its text model.
+        expert_parameters: number of parameters of its experts.
+        active_share: share of the experts that process one token.
+        bytes_each: bytes of a parameter as it is loaded.
+        stored_each: bytes of a parameter in the files.
+        kv_bytes: bytes of one position's keys and values in all layers.
+        state_bytes: bytes of one request's states in all recurrent layers; None: unknown.
+        max_length: positions that the target supports.
+        quantised: whether its files are quantised.
+    """
+
+    parameters: int
+    expert_parameters: int
+    active_share: float
+    bytes_each: int
+    stored_each: int
+    kv_bytes: int
+    state_bytes: int | None
+    max_length: int
+    quantised: bool
+
+    @classmethod
+    def of(cls, recipe: Recipe, config: Any, *, on_cpu: bool = False) -> TargetSize:
+        """Return the size of a target with this config, as the recipe loads it.
+
+        Args:
+            on_cpu: whether a CPU loads it, by default in 32 bits.
+        """
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, trust_remote_code=recipe.target.trust_remote_code
+            )
+        text = config.get_text_config()
+        stored = text.dtype or getattr(config, "dtype", None) or torch.bfloat16
+        auto = 4 if on_cpu else stored.itemsize
+        bytes_each = {"float32": 4, "auto": auto}.get(recipe.target.dtype, 2)
+        decoder, _, _ = text_decoder(model)
+        max_length = freeze_rope(decoder) or max_positions(text)
+        heads = _first(text, "num_key_value_heads", "num_attention_heads")
+        width = _first(text, "head_dim") or text.hidden_size // text.num_attention_heads
+        experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+        count = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
+        per_token = _first(text, "num_experts_per_tok") or 1
+        return cls(
+            parameters=count_parameters(model),
+            expert_parameters=experts,
+            active_share=per_token / (count or 1) if experts else 1.0,
+            bytes_each=bytes_each,
+            stored_each=stored.itemsize,
+            kv_bytes=2 * attention_layers(decoder) * heads * width * bytes_each,
+            state_bytes=planned_state_bytes(decoder),
+            max_length=max_length,
+            quantised=any(getattr(c, "quantization_config", None) for c in (config, text)),
+        )
+
+    @property
+    def active(self) -> float:
+        """Return the number of parameters that process one token."""
+        return self.parameters - self.expert_parameters * (1 - self.active_share)
+
+    @property
+    def bytes(self) -> int:
+        """Return the bytes of all parameters."""
+        return self.parameters * self.bytes_each
+
+    def step_seconds(self, gpu: Gpu, rows: int, length: float) -> float:
+        """Return the least time of a decoding step, bound by memory reads or matrix products.
+
+        Args:
+            rows: sequences in the batch.
+            length: their positions, on average.
+        """
+        used_share = 1 - (1 - self.active_share) ** rows  # of the experts
+        reads = self.bytes_each * (self.parameters - self.expert_parameters * (1 - used_share))
+        states = 2 * (self.state_bytes or 0)  # they are read and written
+        reads += rows * (length * self.kv_bytes + states)
+        return max(reads / gpu.bandwidth, 2 * self.active * rows / gpu.products) / 1e12
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """The conversations that a recipe answers and records.
+
+    Attributes:
+        count: number of conversations.
+        prompt: tokens of a prompt, on average.
+        long_prompt: 99th percentile of the tokens of a prompt.
+        answer: most tokens of a conversation's answers together, on average.
+        assumed: whether the prompts' length is assumed, since there is no file of prompts.
+    """
+
+    count: int
+    prompt: float
+    long_prompt: float
+    answer: float
+    assumed: bool
+
+    @property
+    def length(self) -> float:
+        """Return the most tokens of a conversation, on average."""
+        return self.prompt + self.answer
+
+    @classmethod
+    def of(cls, recipe: Recipe, max_length: int) -> Conversations | None:
+        """Return a recipe's conversations, measured from its file of prompts if there is one.
+
+        Args:
+            max_length: positions that the target supports.
+
+        Returns:
+            None: there is no file, and the recipe does not limit the number of prompts.
+        """
+        settings, regenerate = recipe.prompts, recipe.regenerate
+        sizes = _prompt_sizes(recipe)
+        if not sizes and settings.max_prompts is None:
+            return None
+        count = len(sizes) or settings.max_prompts or 0
+        tokens, turns = np.array(sizes or [(PROMPT_TOKENS, 1)]).T
+        prompt, longest = tokens.mean(), np.quantile(tokens, 0.99)
+        answer = float(turns.mean()) * regenerate.max_new_tokens if regenerate.enabled else 0
+        samples = regenerate.samples if regenerate.enabled else 1
+        prompt, longest = (min(float(tokens), max_length) for tokens in (prompt, longest))
+        answer = min(answer, max_length - prompt)
+        return cls(count * samples, prompt, longest, answer, not sizes)
+
+    @staticmethod
+    def longest(recipe: Recipe) -> float:
+        """Return the most tokens of a recorded conversation, by the file of prompts; 0: no file."""
+        regenerate, limit = recipe.regenerate, recipe.record.max_length
+        answer = regenerate.max_new_tokens if regenerate.enabled else 0
+        lengths = (prompt + turns * answer for prompt, turns in _prompt_sizes(recipe))
+        length = max(lengths, default=0)
+        return min(length, limit or length)
+
+
+def _prompt_sizes(recipe: Recipe) -> list[tuple[float, int]]:
+    """Return about how many tokens and user turns each prompt has; nothing without a file."""
+    try:
+        path = prompt_file(recipe.prompts.source)
+    except UserError:
+        return []
+    with open(path, "rb") as file:
+        return [
+            # In a text the quotes would be escaped.
+            (len(line) / BYTES_PER_TOKEN, max(1, line.count(b'"user"')))
+            for line in islice(file, recipe.prompts.max_prompts)
+        ]
+
+
+@dataclass(frozen=True)
+class HeadSize:
+    """The size of a head and of its training.
+
+    Attributes:
+        trained: number of parameters that training changes.
+        flops: floating-point operations of training for one position of the data.
+        memory: approximate bytes of memory that training takes.
+    """
+
+    trained: int
+    flops: float
+    memory: float
+
+    @classmethod
+    def of(cls, head: DraftHead, recipe: Recipe, *, on_cpu: bool = False) -> HeadSize:
+        """Return the size of a head as the recipe trains it, without the savings of compaction.
+
+        Args:
+            on_cpu: whether a CPU trains it, which computes in 32 bits.
+        """
+        settings, config = recipe.train, head.config
+        objective = head.family.objective()
+        steps = objective.mean_steps(settings)
+        trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+        frozen = count_parameters(head) - trained
+        target_lm_head = config.draft_vocab_size * config.target_hidden_size
+        positions = (settings.micro_rows or settings.batch_rows) * settings.row_tokens
+        dtype = torch.float32 if on_cpu else torch.bfloat16
+        kept = steps * kept_bytes(config, dtype) / settings.anchor_parts
+        # In 32 bits: weights, gradients, two moments; frozen weights and the target's lm_head.
+        memory = 16 * trained + 4 * (frozen + target_lm_head)
+        memory += positions * (kept + dtype.itemsize * config.feature_size)
+        return cls(trained, objective.dense_flops(head, settings, settings.row_tokens / 2), memory)

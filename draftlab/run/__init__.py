@@ -1,0 +1,1 @@
+"""A run folder: its stages, their records, and the verbs that read one."""

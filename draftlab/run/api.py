@@ -1,0 +1,279 @@
+"""Evaluate and export a head without a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from draftlab.errors import UserError
+from draftlab.evaluate.evaluator import EvalSettings, Evaluator, NamedHead
+from draftlab.evaluate.results import Report
+from draftlab.evaluate.vllm_compare import check_settings
+from draftlab.export.gguf import convert, find_converter
+from draftlab.export.settings import ExportSettings
+from draftlab.export.write import plan_export, write_planned
+from draftlab.files import check_folder, read_json, same_fingerprint
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.folder import load_config, load_head
+from draftlab.progress import Monitor
+from draftlab.report import write_html
+from draftlab.run.held_out_prompts import NAMED_BY_USER, default_suite
+from draftlab.run.resolve import find_head, name_in_reports
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.locate import resolve_target
+from draftlab.target_model.model import Target
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import stop_ids, template_sha256, tokenizer_sha256
+from draftlab.text.conversations import Conversation
+from draftlab.text.suites import conversation_suite, load_suite
+
+HELD_OUT = "held-out prompts of the run"
+"""Name of the suite where none is named."""
+
+
+def check_trained_for(
+    head: HeadConfig, target: Target, tokenizer: Any, folder: Path, *, raw: bool = False
+) -> None:
+    """Check that a head was trained for this target, tokenizer and chat template.
+
+    Args:
+        raw: prompts are plain text, so that the chat template is not checked.
+
+    Raises:
+        UserError: the head was trained for another one.
+    """
+    pairs = {
+        "target": (head.target.fingerprint, target.fingerprint),
+        "tokenizer": (head.target.tokenizer_sha256, tokenizer_sha256(tokenizer)),
+    }
+    if not raw:
+        pairs["chat template"] = (head.target.template_sha256, template_sha256(tokenizer))
+    differences = [
+        f"{name}: the head was trained with {trained[:12]}, found {actual[:12]}"
+        for name, (trained, actual) in pairs.items()
+        if not same_fingerprint(trained, actual)
+    ]
+    if differences:
+        raise UserError(
+            f"the head was trained for {head.target.name}, which is not this target:\n  "
+            + "\n  ".join(differences),
+            where=folder,
+            do="name its target with --target",
+        )
+
+
+def _load_named(folder: Path, name: str, target: Target) -> NamedHead:
+    """Load a head with a target's device and dtype."""
+    head = load_head(
+        folder,
+        target_tensors=target.parts.shared_tensors,
+        dtype=target.dtype,
+        device=target.device,
+    )
+    return NamedHead(name, head, folder)
+
+
+def _load_compared(
+    settings: EvalSettings, names: set[str], target: Target, tokenizer: Any, monitor: Monitor
+) -> Iterator[NamedHead]:
+    """Yield the heads of `eval.compare`, with a warning for heads that have another target."""
+    for source in settings.compare:
+        folder = find_head(source)
+        config = load_config(folder)
+        try:
+            check_trained_for(config, target, tokenizer, folder, raw=settings.raw)
+        except UserError:
+            monitor.say(
+                f"warning: eval.compare: {source} is left out, it was trained for "
+                f"{config.target.name}"
+            )
+            continue
+        yield _load_named(folder, name_in_reports(folder, names), target)
+
+
+def new_evaluator(
+    target_settings: TargetSettings,
+    head_folder: Path | None,
+    settings: EvalSettings,
+    *,
+    monitor: Monitor,
+    target: Target | None = None,
+    head_name: str | None = None,
+    held_out: Callable[[], list[Conversation]] | None = None,
+) -> Evaluator:
+    """Load what an evaluation needs, and check its settings.
+
+    Args:
+        head_folder: None evaluates plain decoding only.
+        target: the loaded target; None: it is loaded.
+        head_name: the name in the report; None: the folder's name.
+        held_out: returns the prompts that the head's training held out, for settings without a
+            suite; None: they are not known.
+
+    Raises:
+        UserError: no suite is named, and there is no default.
+    """
+    sources = settings.suite or default_suite(target_settings)
+    if not sources and held_out is None:
+        raise UserError(
+            "expected a suite of prompts, found none: only a run has prompts that training held "
+            "out, and the built-in ones are for the built-in target",
+            where="eval.suite",
+            do=NAMED_BY_USER,
+        )
+    if settings.engine == "vllm":
+        check_settings(settings)
+    if target is None:
+        target = load_target(target_settings)
+        for note in target.notes:
+            monitor.say(note)
+    tokenizer = load_tokenizer(target_settings)
+    heads = []
+    if head_folder is not None:
+        config = load_config(head_folder)
+        check_trained_for(config, target, tokenizer, head_folder, raw=settings.raw)
+        name = head_name or name_in_reports(head_folder)
+        heads.append(_load_named(head_folder, name, target))
+        heads += _load_compared(settings, {name}, target, tokenizer, monitor)
+    max_prompt = target.max_length - max(settings.max_new_tokens, settings.timing_tokens)
+    options = {"raw": settings.raw, "max_prompt_tokens": max(max_prompt, 1)}
+    suites = [load_suite(source, tokenizer, monitor, **options) for source in sources]
+    if not suites:
+        conversations = held_out()
+        monitor.say(
+            f"eval: the {len(conversations):,} prompts that training held out, since eval.suite "
+            "names none"
+        )
+        suites = [conversation_suite(HELD_OUT, conversations, tokenizer, monitor, **options)]
+    return Evaluator(
+        target,
+        heads,
+        suites,
+        stop_ids(tokenizer, target.folder),
+        settings,
+        monitor=monitor,
+    )
+
+
+def evaluate_head(
+    target_settings: TargetSettings,
+    head_folder: Path | None,
+    settings: EvalSettings,
+    out: Path,
+    *,
+    monitor: Monitor,
+    target: Target | None = None,
+    head_name: str | None = None,
+    held_out: Callable[[], list[Conversation]] | None = None,
+) -> Report:
+    """Evaluate a head, and write report.json, report.html and plots into `out`.
+
+    `new_evaluator` documents the other arguments.
+    """
+    check_folder(out)
+    evaluator = new_evaluator(
+        target_settings,
+        head_folder,
+        settings,
+        monitor=monitor,
+        target=target,
+        head_name=head_name,
+        held_out=held_out,
+    )
+    report = evaluator.run()
+    write_report(report, out)
+    return report
+
+
+def write_report(report: Report, out: Path) -> None:
+    """Write report.json, report.html and plots into `out`.
+
+    Raises:
+        UserError: vLLM failed, so the report has draftlab's rows alone; it is written.
+    """
+    report.write(out / "report.json")
+    write_html(report, out)
+    if reason := report.environment.get("vllm_failure"):
+        raise UserError(
+            f"vLLM failed, so the report has draftlab's rows alone: {reason}",
+            where=out / "report.json",
+            do="mend what vLLM says and repeat the command; `draftlab inspect` prints the report",
+        )
+
+
+def export_head(
+    head_folder: Path,
+    target_settings: TargetSettings,
+    out: Path,
+    layout: str,
+    *,
+    settings: ExportSettings | None = None,
+    report: Path | None = None,
+    monitor: Monitor,
+) -> Path:
+    """Export a head to a layout, load the export back and compare it; return its folder.
+
+    Args:
+        report: report.json of the head's evaluation, whose fastest K is the default.
+    """
+    places, settings = {layout: out}, settings or ExportSettings()
+    return export_layouts(
+        head_folder, target_settings, places, settings=settings, report=report, monitor=monitor
+    )[0]
+
+
+def export_layouts(
+    head_folder: Path,
+    target_settings: TargetSettings,
+    places: Mapping[str, Path],
+    *,
+    settings: ExportSettings,
+    report: Path | None = None,
+    monitor: Monitor,
+) -> list[Path]:
+    """Export a head to several layouts, once all of them have been checked; return their folders.
+
+    Args:
+        places: layout → folder.
+        report: see `export_head`.
+    """
+    converter = find_converter() if settings.gguf and "llamacpp" in places else None
+    target_folder = resolve_target(target_settings)
+    planned = [
+        plan_export(
+            head_folder,
+            target_folder,
+            out,
+            layout,
+            target_name=target_settings.path,
+            k=settings.k,
+            dtype=settings.dtype,
+            report=report,
+            calibration=Path(settings.calibration).expanduser() if settings.calibration else None,
+            calibration_temperature=settings.calibration_temperature,
+            bake_temperature=settings.bake_temperature,
+            monitor=monitor,
+        )
+        for layout, out in places.items()
+    ]
+    paths = []
+    for layout, one in zip(places, planned, strict=True):
+        path = write_planned(
+            one,
+            max_shard=settings.max_shard,
+            trust_remote_code=target_settings.trust_remote_code,
+        )
+        monitor.say(
+            f"export: {path} holds the head in {layout} layout; it was loaded back and is equal"
+        )
+        if converter is not None and layout == "llamacpp":
+            dtype = read_json(path / "config.json")["dtype"]
+            convert(converter, path, target_folder, dtype, monitor)
+        paths.append(path)
+    if better := load_config(head_folder).provenance.get("better_validation"):
+        monitor.say(
+            f"warning: this head is its training's last; the one after step {better['step']:,} had "
+            f"a better validation (predicted AL {better['predicted_al']:.3f}) and is in train/best"
+        )
+    return paths

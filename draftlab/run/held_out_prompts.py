@@ -1,0 +1,77 @@
+"""The prompts of a run that its training never saw, for an evaluation that names no suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from draftlab.errors import UserError
+from draftlab.evaluate.settings import EvalSettings
+from draftlab.recipe.recipe import Recipe
+from draftlab.run.stages import STAGES
+from draftlab.store.manifest import MANIFEST, Manifest
+from draftlab.store.prompt_split import group_by_prompt
+from draftlab.store.window import StoreWindow
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.conversations import Conversation, iterate_conversations
+from draftlab.train.validation import hold_out_records
+
+NAMED_BY_USER = (
+    "name prompts: eval.suite in a recipe, --suite on the command line (a JSONL file of "
+    "conversations, mt-bench, humaneval …)"
+)
+
+
+def default_suite(target: TargetSettings) -> tuple[str, ...]:
+    """Return the suite of an evaluation that names none; (): a run's own held-out prompts.
+
+    The built-in prompts ask for Python functions, which are the task of the built-in target alone.
+    """
+    return ("embedded:heldout",) if target.path == "embedded" else ()
+
+
+def check_suite(recipe: Recipe) -> None:
+    """Check that there are prompts to evaluate.
+
+    Raises:
+        UserError: the recipe names no suite, and its training holds no prompts out.
+    """
+    named: EvalSettings = recipe.eval
+    if named.suite or default_suite(recipe.target) or recipe.train.validation_share:
+        return
+    raise UserError(
+        "expected prompts to evaluate: without eval.suite they are those that train."
+        "validation_share holds out, found a share of 0",
+        where="eval.suite",
+        do=NAMED_BY_USER,
+    )
+
+
+def held_out_prompts(recipe: Recipe, run: Path) -> list[Conversation]:
+    """Return the conversations of a run whose records were held out, one for each prompt.
+
+    Raises:
+        UserError: there is no store, or nothing was held out.
+    """
+    folder = run / STAGES["store"].artefact
+    if not (folder / MANIFEST).is_file():
+        raise UserError(
+            "expected the store of the run, which says what training held out, found none",
+            where=folder,
+            do=NAMED_BY_USER,
+        )
+    manifest = Manifest.read(folder / MANIFEST)
+    ids, settings = manifest.index.ids, recipe.train
+    _, numbers = hold_out_records(ids, StoreWindow.of(manifest), settings, recipe.seed)
+    held_out = {ids[int(number)] for number in numbers}
+    answers = iterate_conversations(run / STAGES["answers"].artefact)
+    found = [conversation for conversation in answers if conversation.id in held_out]
+    if not found:
+        raise UserError(
+            "expected prompts that training held out, found none",
+            where="train.validation_share",
+            do=NAMED_BY_USER,
+        )
+    _, first = np.unique(group_by_prompt([one.id for one in found]), return_index=True)
+    return [found[i] for i in sorted(first.tolist())]

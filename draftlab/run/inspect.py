@@ -1,0 +1,296 @@
+"""Print a run, a store, a head or reports: `draftlab inspect`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.table import Table
+
+from draftlab.errors import UserError
+from draftlab.evaluate.results import Report
+from draftlab.formatting import count_text, plain_values, size_text
+from draftlab.heads.family import get_family
+from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config, stored_shapes
+from draftlab.report import print_report, print_suites
+from draftlab.run.folder import find_run
+from draftlab.run.resolve import REFERENCE, recipe_of, reference_head
+from draftlab.run.stage_records import read_record, record_path
+from draftlab.run.stages import STAGES
+from draftlab.run.store_statistics import count_predicted, length_histogram
+from draftlab.store.manifest import MANIFEST, Manifest
+from draftlab.store.shard import ShardSizes
+from draftlab.store.store import Store
+from draftlab.store.urls import is_url
+from draftlab.store.window import StoreWindow, planned_sizes
+from draftlab.target_model.boundaries import default_boundaries
+from draftlab.target_model.loading import load_tokenizer
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.samples import highlight_answers
+
+REPORT = "report.json"
+NAMES_ITS_FOLDER = (CONFIG, WEIGHTS, NATIVE, MANIFEST, "report.html", "recipe.yaml")
+"""Files whose path is read as that of their folder."""
+
+
+def inspect_path(name: str | None, sample: int, console: Console, *, verify: bool = False) -> None:
+    """Print a run, a store, a head folder or a report.
+
+    Args:
+        name: path (the folder or a file in it), URL of a store, or run name;
+            None: the latest run.
+        sample: index of the conversation to print.
+        verify: whether to hash a store's shards.
+    """
+    if name is not None and is_url(name):
+        _store(Store.open(name), console, verify)
+        console.print("no conversation: without a run's recipe the tokenizer is unknown")
+        return
+    path = Path(name) if name is not None else find_run(None)
+    if name == REFERENCE and not path.exists():
+        path = reference_head()
+    path = _folder_of(path)
+    if file := _report_file(path):
+        print_report(Report.read(file), console)
+    elif (path / MANIFEST).is_file():
+        if _is_rolling(path):
+            _window(path, console)
+            return
+        run = path.resolve().parent
+        recipe = recipe_of(run) if (run / "recipe.yaml").is_file() else None
+        store = Store.open(path, url=recipe.record.url if recipe else None)
+        _check_sample(store, sample)
+        _store(store, console, verify)
+        if recipe:
+            _conversation(store, recipe.target, sample, console)
+        else:
+            console.print("no conversation: without a run's recipe the tokenizer is unknown")
+    elif (path / CONFIG).is_file():
+        _head(path, console)
+    else:
+        _refuse_other_files(path)
+        _run(find_run(None if name is None else str(path)), sample, console, verify)
+
+
+def _refuse_other_files(path: Path) -> None:
+    """Raise a `UserError` for files that other verbs read."""
+    expected = "expected a run, a store, a head folder or a report"
+    if path.is_file():
+        raise UserError(
+            f"{expected}, found another file", where=path, do="name the folder of its run"
+        )
+    inside = [] if (path / "recipe.yaml").is_file() else sorted(path.glob("*"))
+    folders = [path, *inside]
+    if models := [folder for folder in folders if (folder / NATIVE).is_file()]:
+        model = quote(str(models[0]))
+        raise UserError(
+            f"{expected}, found a model in another program's layout",
+            where=models[0],
+            do=f"if it is a head, `draftlab doctor {model}` checks it, and "
+            f"`draftlab import {model} --to FOLDER` converts it to a head folder",
+        )
+
+
+def inspect_reports(names: Sequence[str], console: Console) -> None:
+    """Print several reports (folders or files) in one table, with a column for each suite."""
+    files = {name: _report_file(_folder_of(Path(name))) for name in names}
+    for name, file in files.items():
+        if file is None:
+            raise UserError(
+                "expected a report: a folder that `draftlab eval` wrote, or its report.json",
+                where=name,
+                do="name one run, store or head at a time; only reports are printed together",
+            )
+    print_suites([Report.read(file) for file in files.values() if file], console)
+
+
+def _folder_of(path: Path) -> Path:
+    """Return the folder of a file that names its folder; otherwise the path itself."""
+    return path.parent if path.is_file() and path.name in NAMES_ITS_FOLDER else path
+
+
+def _report_file(path: Path) -> Path | None:
+    """Return the report.json that a path is or contains."""
+    files = (path, path / REPORT) if path.suffix == ".json" else (path / REPORT,)
+    return next((file for file in files if file.is_file()), None)
+
+
+def _table(title: str, rows: dict[str, Any], console: Console) -> None:
+    table = Table(title=title, title_justify="left", show_header=False, box=None)
+    for key, value in rows.items():
+        table.add_row(key, str(value))
+    console.print(table)
+
+
+def _run(folder: Path, sample: int, console: Console, verify: bool) -> None:
+    stages: dict[str, str] = {}
+    for stage in STAGES.values():
+        if (path := record_path(folder, stage)).is_file():
+            complete = read_record(path)["complete"]
+            stages[stage.name] = "complete" if complete else "unfinished"
+    if (folder / STAGES["eval"].artefact / REPORT).is_file() and "eval" in stages:
+        report = quote(str(folder / STAGES["eval"].artefact))
+        stages["eval"] += f"; `draftlab inspect {report}` prints it"
+    is_recorded = stages.get("store") == "complete"
+    store = None
+    if is_recorded and not _is_rolling(folder / "store"):
+        recipe = recipe_of(folder)
+        store = Store.open(folder / "store", url=recipe.record.url)
+        _check_sample(store, sample)
+    _table(f"run {folder.name}", {"folder": folder, **stages}, console)
+    if (folder / "head" / CONFIG).is_file():
+        _head(folder / "head", console)
+    if store is None and is_recorded:
+        _window(folder / "store", console)
+    elif store is not None:
+        _store(store, console, verify)
+        _conversation(store, recipe.target, sample, console)
+
+
+def _head(folder: Path, console: Console) -> None:
+    config, shapes = load_config(folder), stored_shapes(folder)
+    weights = sum(math.prod(shape) for shape in shapes.values())
+    num_layers, options = config.target_num_layers, config.options()
+    imported = config.provenance.get("imported")
+    default, note = default_boundaries(num_layers), ""
+    if not get_family(config.family).reads_last_state and config.boundaries != default:
+        note = f" (by default {list(default)})"
+    _table(
+        f"head {folder}",
+        {
+            "family": config.family,
+            "boundaries": f"{list(config.boundaries)} of {num_layers} layers{note}; each "
+            "is the input of that layer (the output of the layer before)"
+            + f", {num_layers} the state before the final norm"
+            * (num_layers in config.boundaries),
+            "target": f"{config.target.name} ({config.target.architecture}, "
+            f"{config.target.fingerprint[:12]})",
+            "layers": config.num_layers,
+            "hidden, feed-forward": f"{config.hidden_size}, {config.intermediate_size}",
+            "weights": f"{len(shapes)} tensors, {weights:,} values, "
+            f"{size_text((folder / WEIGHTS).stat().st_size)}",
+            "draft vocabulary": f"{config.draft_vocab_size:,} of {config.vocab_size:,}",
+            "trained K": config.k_trained,
+            "options": ", ".join(name for name, value in options.items() if value is True)
+            or "none",
+            "embeddings": config.embeddings,
+            **{
+                name.replace("_", " "): _option(v)
+                for name, v in options.items()
+                if type(v) is not bool
+            },
+            **({"imported from": f"{imported['layout']} layout"} if imported else {}),
+            **dict(plain_values(config.provenance)),
+        },
+        console,
+    )
+
+
+def _option(value: Any) -> Any:
+    return _fields(value.model_dump(mode="json")) if isinstance(value, BaseModel) else value
+
+
+def _fields(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def _store(store: Store, console: Console, verify: bool) -> None:
+    if verify:
+        store.verify()
+    manifest, counts = store.manifest, store.manifest.counts
+    num_bytes = int(manifest.written.bytes.sum())
+    in_answers = f"{counts.loss_tokens / counts.tokens:.1%} in answers"
+    if store.files.is_local:
+        statistics = count_predicted(store)
+        predicted = f"{statistics.predicted / counts.tokens:.1%} predicted"
+        shares = [f"{share:.1%} with {size:,}" for size, share in statistics.coverage.items()]
+        coverage = "not counted: all records answer one prompt"
+        if shares:
+            coverage = f"chosen by other prompts, covers {', '.join(shares)}"
+    else:
+        predicted, coverage = "predicted ones are not counted", "not counted: it reads all shards"
+    histogram = length_histogram(store.lengths)
+    most = max(count for _, count in histogram)
+    lengths = "\n".join(
+        f"≤ {longest:<7,} {count:>9,} {'▇' * math.ceil(30 * count / most)}"
+        for longest, count in histogram
+    )
+    _table(
+        f"store {store.address}",
+        {
+            "target": f"{store.identity.target_name} ({store.identity.target_fingerprint[:12]})",
+            "boundaries": f"{list(store.identity.boundaries)}, inputs of layers",
+            "records": f"{counts.records:,} in {count_text(len(manifest.shards), 'shard')}",
+            "tokens": f"{counts.tokens:,}, {in_answers}, {predicted}",
+            "draft vocabulary": coverage,
+            "lengths": lengths,
+            "size": f"{size_text(num_bytes)}, {num_bytes / counts.tokens:,.0f} bytes per token, "
+            f"{store.identity.dtype}",
+            "checksums": f"the SHA-256 hashes of all {len(manifest.shards)} shards agree"
+            if verify
+            else "file sizes agree; --verify compares hashes",
+            "dropped": _fields(manifest.dropped.model_dump()),
+            "truncated": manifest.truncated,
+            "not finite": len(manifest.written.not_finite_records),
+        },
+        console,
+    )
+
+
+def _is_rolling(folder: Path) -> bool:
+    """Return whether the shards of a store come and go."""
+    window = StoreWindow.of(Manifest.read(folder / MANIFEST))
+    return window is not None and window.rolls
+
+
+def _window(folder: Path, console: Console) -> None:
+    """Print a store whose shards come and go, and what is there at the moment."""
+    manifest = Manifest.read(folder / MANIFEST)
+    window, counts = StoreWindow.of(manifest), manifest.counts
+    if window is None:
+        return
+    num_kept, files = window.validation_shards, ShardSizes.of(folder)
+    there = files.sizes[files.numbers >= num_kept]
+    size = size_text(float(planned_sizes(manifest)[num_kept:].sum()))
+    _table(
+        f"store {folder}",
+        {
+            "target": f"{manifest.identity.target_name} "
+            f"({manifest.identity.target_fingerprint[:12]})",
+            "boundaries": f"{list(manifest.identity.boundaries)}, inputs of layers",
+            "records": f"{counts.records:,} in {count_text(len(manifest.shards), 'shard')}",
+            "tokens": f"{counts.tokens:,}, {counts.loss_tokens / counts.tokens:.1%} in answers",
+            "held out": f"{window.validation_records:,} records in "
+            f"{count_text(num_kept, 'shard')}, which stay",
+            "window": f"{size_text(window.size)} of {size}: the other shards are recorded while a "
+            "training reads them, and deleted",
+            "there now": f"{count_text(len(there), 'shard')} of them, "
+            f"{size_text(float(there.sum()))}",
+        },
+        console,
+    )
+
+
+def _check_sample(store: Store, index: int) -> None:
+    if not 0 <= index < len(store):
+        raise UserError(
+            f"expected a sample in 0..{len(store) - 1}, found {index}",
+            where="--sample",
+            do="choose a number in this range",
+        )
+
+
+def _conversation(store: Store, target: TargetSettings, index: int, console: Console) -> None:
+    try:
+        tokenizer = load_tokenizer(target)
+    except UserError as error:
+        console.print(f"no conversation: {error.what}")
+        return
+    tokens, spans = store.tokens_and_spans(index)
+    console.print(f"\nconversation {store.ids[index]}: the target's answer is coloured")
+    console.print(highlight_answers(tokens.tolist(), spans.tolist(), tokenizer))

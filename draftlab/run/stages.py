@@ -1,0 +1,94 @@
+"""The stages of a run: what each reads and writes, and which settings decide its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from draftlab.heads.folder import CONFIG, WEIGHTS
+from draftlab.servers.settings import ServerSettings
+from draftlab.store.manifest import MANIFEST
+from draftlab.target_model.settings import VllmSettings
+from draftlab.train.settings import is_free
+
+REPORT = "report.json"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage of the pipeline.
+
+    Attributes:
+        name: also the name of its record in `stages/`.
+        after: the stage whose artefact it reads.
+        settings: prefixes of the recipe's settings that decide its result.
+        artefact: file or folder in the run folder.
+        files: files that a complete artefact folder has.
+        hashed: glob pattern, in the run folder, of the files whose hashes its record keeps.
+        cheap: runs again without --force when a setting changed.
+        with_window: further settings that decide its result if record.window is set.
+    """
+
+    name: str
+    after: str | None
+    settings: tuple[str, ...]
+    artefact: str
+    files: tuple[str, ...] = ()
+    hashed: str = ""
+    cheap: bool = False
+    with_window: tuple[str, ...] = ()
+
+
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage(
+            "answers",
+            None,
+            ("seed", "target", "prompts", "regenerate"),
+            "answers.jsonl",
+            hashed="answers.jsonl",
+        ),
+        Stage(
+            "store",
+            "answers",
+            ("record",),
+            "store",
+            (MANIFEST,),
+            hashed=f"store/{MANIFEST}",
+            with_window=("train.validation_share",),  # besides the seed, an input of the answers
+        ),
+        Stage(
+            "head",
+            "store",
+            ("seed", "draft_vocab", "head", "train"),
+            "head",
+            (CONFIG, WEIGHTS),
+            hashed="head/*",
+        ),
+        Stage("eval", "head", ("eval",), "eval", (REPORT,), hashed=f"eval/{REPORT}", cheap=True),
+        Stage("export", "eval", ("export",), "export", hashed="export/*/*", cheap=True),
+    )
+}
+SETTINGS_WITHOUT_EFFECT = {
+    "target.path",  # its fingerprint and the prompts' SHA-256 are inputs
+    "prompts.source",
+    "target.device",
+    "target.gpus",
+    "record.url",
+    *(f"regenerate.server.{name}" for name in ServerSettings.model_fields if name != "model"),
+    *(f"{s}.vllm.{name}" for s in ("regenerate", "record") for name in VllmSettings.model_fields),
+}
+"""Settings that change how a stage runs and not its result, beside those of training
+(`train.settings.is_free`)."""
+
+
+def settings_with_effect(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings that a stage's result depends on, by dotted name."""
+    train = {
+        key.removeprefix("train."): value
+        for key, value in settings.items()
+        if key.startswith("train.")
+    }
+    free = SETTINGS_WITHOUT_EFFECT | {f"train.{name}" for name in train if is_free(name, train)}
+    return {key: value for key, value in settings.items() if key not in free}

@@ -1,1 +1,0 @@
-"""An installed vLLM as engine, for answers and for hidden states."""

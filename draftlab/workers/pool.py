@@ -1,0 +1,255 @@
+"""Workers that hold the target: one process answers and records on each GPU, and a leader deals.
+
+The leader hands out tasks: a chunk of prompts, or the number of a shard. A task does not depend on
+who does it, so that of a worker that ends is done again by another one.
+"""
+
+from __future__ import annotations
+
+import time
+import traceback
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+from draftlab.errors import UserError
+from draftlab.progress import Monitor
+from draftlab.recipe.recipe import Recipe
+from draftlab.workers.target_worker import TargetDescription, TargetWorker
+
+POLL_S = 0.2
+TASKS_AHEAD = 2
+"""Tasks that a worker has at a time, so that it does not wait for the leader."""
+MAX_ATTEMPTS = 3
+"""Workers that may end at one task before the run does."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a worker returns of a call.
+
+    Attributes:
+        lines: for the user.
+        error: the error that ended the call.
+    """
+
+    value: Any = None
+    lines: list[str] = field(default_factory=list)
+    error: UserError | None = None
+
+
+class _Lines(Monitor):
+    """Keeps lines until they are taken."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def say(self, line: str) -> None:
+        self._lines.append(line)
+
+    def take(self) -> list[str]:
+        """Return the lines since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
+
+
+class CallHandler:
+    """Calls the methods of a `TargetWorker` in a worker process.
+
+    Args:
+        recipe, run: as for `TargetWorker`.
+    """
+
+    def __init__(self, recipe: Recipe, run: Path) -> None:
+        self._monitor = _Lines()
+        self._worker = TargetWorker(recipe, run, self._monitor)
+
+    def call(self, method: str, arguments: Sequence[Any]) -> Outcome:
+        """Call a method. The traceback of an error is printed."""
+        try:
+            value = getattr(self._worker, method)(*arguments)
+        except Exception as error:
+            traceback.print_exc()
+            if not isinstance(error, UserError):
+                error = UserError(
+                    f"{type(error).__name__}: {error}",
+                    do="the worker's log has the traceback of this bug or fault of the machine",
+                )
+            return Outcome(lines=self._monitor.take(), error=error)
+        return Outcome(value, self._monitor.take())
+
+
+class Worker(ABC):
+    """A process that holds the target.
+
+    Attributes:
+        name: for the user.
+        log: the file that it prints into.
+    """
+
+    name: str
+    log: Path
+
+    @abstractmethod
+    def call(self, method: str, *arguments: Any) -> Future[Outcome]:
+        """Have a method of its `TargetWorker` called, after all earlier calls."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the process."""
+
+
+class WorkerPool(ABC):
+    """Workers, and the leader's view of them. A context manager that ends them.
+
+    Args:
+        monitor: receives the workers' lines.
+    """
+
+    lost: ClassVar[tuple[type[BaseException], ...]]
+    """What a call's future raises when its worker has ended."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor, self.workers = monitor, list[Worker]()
+        self._said = set[str]()
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the workers."""
+        for worker in self.workers:
+            worker.close()
+        self.workers.clear()
+
+    @abstractmethod
+    def start_workers(self, num_tasks: int) -> None:
+        """Start workers, if some are missing and there is work for them.
+
+        Raises:
+            UserError: there are none, and none can be started.
+        """
+
+    def describe(self, stage: str) -> TargetDescription:
+        """Return what the leader needs to know of the target of a stage."""
+        ((_, description),) = self.run("describe", [stage])
+        return description
+
+    def run(self, method: str, tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Have a method called for each task; yield its number and the result as tasks end.
+
+        Raises:
+            UserError: a task failed, or several workers ended at it. It names the worker.
+        """
+        waiting = deque(range(len(tasks)))
+        running: dict[Future[Outcome], tuple[Worker, int]] = {}
+        attempts = Counter[int]()
+        try:
+            while waiting or running:
+                self.start_workers(len(waiting) + len(running))
+                self.hand_out(method, tasks, waiting, running)
+                if not running:
+                    time.sleep(POLL_S)
+                    continue
+                wait(running, POLL_S, FIRST_COMPLETED)
+                for future in done_futures(running):
+                    worker, number = running.pop(future)
+                    try:
+                        outcome = future.result()
+                    except (*self.lost, CancelledError) as error:
+                        waiting.appendleft(number)
+                        attempts[number] += worker in self.workers  # and not an earlier task's end
+                        self.drop(worker, error, final=attempts[number] == MAX_ATTEMPTS)
+                        continue
+                    yield number, self.value_of(worker, outcome)
+        finally:
+            for future in running:
+                future.cancel()
+
+    def hand_out(
+        self,
+        method: str,
+        tasks: Sequence[Any],
+        waiting: deque[int],
+        running: dict[Future[Outcome], tuple[Worker, int]],
+    ) -> None:
+        """Have workers that have little to do call a method for waiting tasks.
+
+        Args:
+            tasks: the arguments, by number.
+            waiting: numbers of tasks; those that are handed out are taken.
+            running: takes the calls, with their workers and numbers.
+        """
+        loads = Counter(id(worker) for worker, _ in running.values())
+        for load in range(TASKS_AHEAD):
+            for worker in self.workers:
+                # The last tasks go to those that have nothing to do.
+                enough = load == 0 or len(waiting) > len(self.workers)
+                if waiting and enough and loads[id(worker)] == load:
+                    number = waiting.popleft()
+                    running[worker.call(method, tasks[number])] = worker, number
+                    loads[id(worker)] += 1
+
+    def finish(self) -> None:
+        """Wait until the workers have written what they computed.
+
+        What a worker computed that ends meanwhile is lost.
+
+        Raises:
+            UserError: a worker failed, or all of them ended.
+        """
+        finishing = [(worker, worker.call("finish")) for worker in self.workers]
+        for number, (worker, future) in enumerate(finishing, 1):
+            try:
+                outcome = future.result()
+            except (*self.lost, CancelledError) as error:
+                none_left = number == len(finishing) and self.workers == [worker]
+                self.drop(worker, error, final=none_left)
+                continue
+            self.value_of(worker, outcome)
+
+    def value_of(self, worker: Worker, outcome: Outcome) -> Any:
+        """Report the lines of a call, and return its value or raise its error."""
+        for line in outcome.lines:
+            if line not in self._said:
+                self._said.add(line)
+                self.monitor.say(f"{worker.name}: {line}")
+        if (error := outcome.error) is not None:
+            raise UserError(f"{worker.name}: {error.what}", where=error.where, do=error.do)
+        return outcome.value
+
+    def drop(self, worker: Worker, error: BaseException, *, final: bool) -> None:
+        """Go on without a worker that has ended, or raise a `UserError`."""
+        if worker not in self.workers:
+            return
+        self.workers.remove(worker)
+        worker.close()
+        log = f"; its log: {worker.log}" if has_text(worker.log) else "; it printed nothing"
+        reason = f"{worker.name} ended ({error}){log}"
+        if final:
+            raise UserError(
+                f"expected a worker process to do its work, found that {reason}",
+                do="the log may say why (a process that printed nothing may have been killed for "
+                "its memory); the same command goes on after the finished tasks",
+            )
+        self.monitor.say(f"{reason}; its work is done by others")
+
+
+def done_futures(futures: Iterable[Future[Any]]) -> list[Future[Any]]:
+    """Return the futures that are done, in their order.
+
+    `wait` does not return those that the shutdown of their executor has cancelled, since no thread
+    takes them any more.
+    """
+    return [future for future in futures if future.done()]
+
+
+def has_text(log: Path) -> bool:
+    return log.is_file() and bool(log.stat().st_size)

@@ -1,0 +1,204 @@
+"""What a process that holds the target does for a run: it answers chunks and records shards."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from draftlab.kernels.cuda_device import free_memory
+from draftlab.progress import Monitor
+from draftlab.recipe.head_spec import choose_boundaries
+from draftlab.recipe.recipe import Recipe
+from draftlab.run.stages import STAGES
+from draftlab.servers.vllm_answers import VllmAnswers
+from draftlab.servers.vllm_hidden_states import VllmStateSource
+from draftlab.store.identity import StoreIdentity
+from draftlab.store.record import OpenStateSource, ShardRecorder, open_recorder
+from draftlab.store.samples import SampleTable
+from draftlab.store.window import HeldOut
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.metadata import TargetMetadata
+from draftlab.target_model.model import Target
+from draftlab.text.answer_rounds import AnswerGenerator, Draft
+from draftlab.text.chat_template import stop_ids, template_sha256, tokenizer_sha256
+from draftlab.text.decode import Decode, engine_decode
+from draftlab.text.samples import open_samples
+
+
+def held_out(recipe: Recipe) -> HeldOut:
+    """Return what decides the held-out records, which a store with a window is planned by."""
+    return HeldOut(recipe.train.validation_share, recipe.seed)
+
+
+@dataclass(frozen=True)
+class TargetDescription:
+    """What a process that does not load the target needs to know of the loaded one.
+
+    Attributes:
+        dtype: compute dtype, which depends on the device.
+        padding_reason: `Target.padding_reason`.
+    """
+
+    dtype: str
+    padding_reason: str | None
+
+
+@dataclass
+class TargetWorker:
+    """The target in this process, loaded when it is first needed, and its work for a run.
+
+    Args:
+        recipe: the recipe.
+        run: the run folder.
+        monitor: receives lines.
+    """
+
+    recipe: Recipe
+    run: Path
+    monitor: Monitor
+    _recorder: ShardRecorder | None = field(default=None, init=False)
+    _open: ExitStack = field(default_factory=ExitStack, init=False)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Return the target's tokenizer."""
+        return load_tokenizer(self.recipe.target)
+
+    @cached_property
+    def target(self) -> Target:
+        """Return the target, which is loaded when the first stage needs it."""
+        self.monitor.say(f"loading target {self.recipe.target.path}")
+        target = load_target(self.recipe.target)
+        for note in target.notes:
+            self.monitor.say(note)
+        return target
+
+    @cached_property
+    def metadata(self) -> TargetMetadata:
+        """Return what is known of the target without loading it, for stages that vLLM computes."""
+        return TargetMetadata(self.recipe.target)
+
+    @property
+    def answering_target(self) -> Target | TargetMetadata:
+        """The target of the stage answers; its metadata if another program decodes."""
+        return self.target if self.recipe.regenerate.backend == "paged" else self.metadata
+
+    @property
+    def recorded_target(self) -> Target | TargetMetadata:
+        """The target of the stage store; its metadata if vLLM computes the states."""
+        if self.recipe.record.backend != "vllm":
+            return self.target
+        self.free("target")  # vLLM needs the memory
+        return self.metadata
+
+    def free(self, *names: str) -> None:
+        """Free what earlier stages have loaded; a later one that needs it loads it again."""
+        loaded = [name for name in names if name in self.__dict__]
+        for name in loaded:
+            delattr(self, name)
+        if loaded:
+            free_memory()
+
+    def describe(self, stage: str) -> TargetDescription:
+        """Return what the leading process needs to know of the target of a stage."""
+        target = self.answering_target if stage == "answers" else self.recorded_target
+        return TargetDescription(str(target.dtype).removeprefix("torch."), target.padding_reason)
+
+    @cached_property
+    def _answering(self) -> tuple[AnswerGenerator, Decode]:
+        """Return what answers a chunk of prompts."""
+        settings, target = self.recipe.regenerate, self.answering_target
+        decode: Decode
+        if isinstance(target, TargetMetadata):
+            decode = self._open.enter_context(VllmAnswers(target, settings, self.monitor))
+        else:
+            decode = engine_decode(target, settings.batch, self.monitor)
+        generator = AnswerGenerator(
+            self.tokenizer,
+            settings,
+            self.recipe.seed,
+            stop_ids(self.tokenizer, target.folder),
+            target.max_length,
+        )
+        return generator, decode
+
+    def answer(self, chunk: list[Draft]) -> list[Draft]:
+        """Return a chunk of prompts with the target's answers."""
+        generator, decode = self._answering
+        generator.answer(chunk, decode, lambda _: None)
+        return chunk
+
+    def record(self, number: int) -> int:
+        """Record a shard of the published plan, and return its number of tokens.
+
+        The shard may still be written; `finish` waits for it.
+        """
+        recorder = self._opened_recorder()
+        shard = recorder.receipts.plan.shards[number]
+        if not recorder.receipts.is_committed(shard):  # by a worker that was given up meanwhile
+            for _ in recorder.record(number):
+                pass
+        return shard.tokens
+
+    def record_ahead(self, number: int) -> list[str]:
+        """Record a shard of a window; return the files that were committed since the last call.
+
+        The shard may still be written; `flush` waits for it.
+        """
+        recorder = self._opened_recorder()
+        for _ in recorder.record(number):
+            pass
+        return recorder.writers.take_committed()
+
+    def flush(self) -> list[str]:
+        """Wait until all shards are committed; return the files since the last call."""
+        writers = self._opened_recorder().writers
+        writers.wait()
+        return writers.take_committed()
+
+    def _opened_recorder(self) -> ShardRecorder:
+        """Return what records shards of the published plan."""
+        if self._recorder is None:
+            identity, samples = self.samples(self.recorded_target, Monitor())
+            self._recorder = open_recorder(
+                self.recorded_target,
+                samples,
+                self.run / STAGES["store"].artefact,
+                self.recipe.record,
+                identity,
+                self.open_source,
+                self._open,
+                held_out(self.recipe),
+            )
+        return self._recorder
+
+    @property
+    def open_source(self) -> OpenStateSource | None:
+        """What opens vLLM as the source of hidden states; None: the target computes them."""
+        if self.recipe.record.backend != "vllm":
+            return None
+        return partial(VllmStateSource, self.metadata, self.recipe.record, self.monitor)
+
+    def samples(
+        self, target: Target | TargetMetadata, monitor: Monitor
+    ) -> tuple[StoreIdentity, SampleTable]:
+        """Return the identity of the store and its samples, which the answers are made into."""
+        boundaries = choose_boundaries(self.recipe, target.num_layers, monitor)
+        identity = StoreIdentity.of(
+            target,
+            tokenizer_sha256=tokenizer_sha256(self.tokenizer),
+            template_sha256=template_sha256(self.tokenizer),
+            boundaries=boundaries,
+            dtype=self.recipe.record.dtype,
+        )
+        answers = self.run / STAGES["answers"].artefact
+        return identity, open_samples(answers, self.tokenizer, monitor)
+
+    def finish(self) -> None:
+        """Wait until all shards are committed, and end vLLM."""
+        self._recorder = None
+        self.__dict__.pop("_answering", None)
+        self._open.close()

@@ -1,0 +1,1 @@
+"""Recording of a window of the store while a head trains on it."""

@@ -1,0 +1,244 @@
+"""What cannot succeed is refused at the start, by the run and by its plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from draftlab.errors import UserError
+from draftlab.export.layout import serving_warnings
+from draftlab.recipe.recipe import parse_recipe
+from tests.helpers.small_run import draftlab, new_workshop
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new_workshop(tmp_path_factory.mktemp("workshop"))
+
+
+@pytest.mark.parametrize("verb", ["run", "run --plan"])
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("train.wandb=project", "train.wandb is set, and wandb is not installed"),
+        ("train.tensorboard=true", "where: train.tensorboard"),
+        ("train.device=cuda:99", "expected device 'cuda:99', found"),
+        ("train.device=foo", "where: train.device"),
+        ("target.device=foo", "where: target.device"),
+        ("seed=-1", "seed: expected a number greater than or equal to 0, found -1"),
+        ("seed=99999999999999999999999", "seed: expected a number less than 9223372036854775808"),
+        ("eval.seed=-1", "eval.seed: expected a number"),
+        ("export.max_shard=lots", "a size such as 200GB or 1.5TB, found 'lots'"),
+        ("head.family=peagle head.mask_token=nonsense", "where: head.mask_token"),
+        ("head.num_attention_heads=5", "5 attention heads are not a multiple of 2 key-value heads"),
+        ("head.num_key_value_heads=0", "head.num_key_value_heads: expected a number greater than"),
+        ("head.head_dim=7", "head_dim: expected a multiple of 2, found 7"),
+        (
+            "train.precision=fp8 head.intermediate_size=100",
+            "sizes that are multiples of 16, found [100, ",
+        ),
+        ("prompts.source=no.jsonl", "where: no.jsonl"),
+        ("eval.suite=no.jsonl", "where: no.jsonl"),
+        ("name=latest", "runs/latest is a link to the latest run"),
+        (f"name={'x' * 300}", "expected a name of at most 250 letters, found one of 300"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_what_cannot_succeed_is_refused(
+    verb: str, settings: str, message: str, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftlab.train.trackers.find_spec", lambda name: None)
+    name, *options = verb.split()
+    result = draftlab(workshop, name, "small.yaml", *settings.split(), *options)
+    assert result.exit_code == 2, result.output
+    assert message in result.output
+    assert not (workshop / "runs").exists()
+
+
+CHATML_WITHOUT_PROMPT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
+)
+
+
+def _without_template(target: Path) -> None:
+    edit_json(target / "tokenizer_config.json", chat_template=...)
+    (target / "chat_template.jinja").unlink(missing_ok=True)
+
+
+def _with_template(source: str) -> Callable[[Path], None]:
+    def damage(target: Path) -> None:
+        _without_template(target)
+        (target / "chat_template.jinja").write_text(source)
+
+    return damage
+
+
+def _without_stop_token(target: Path) -> None:
+    for name in ("generation_config.json", "config.json"):
+        edit_json(target / name, eos_token_id=...)
+    edit_json(target / "tokenizer_config.json", eos_token=...)
+
+
+def edit_json(path: Path, **values: object) -> None:
+    """Set keys of a JSON file; `...` removes a key. Nothing happens without the file."""
+    if path.exists():
+        fields = json.loads(path.read_text()) | values
+        path.write_text(json.dumps({k: v for k, v in fields.items() if v is not ...}))
+
+
+def _write_prompts(line: str) -> Callable[[Path], None]:
+    return lambda target: write_text(target.parent / "prompts.jsonl", line)
+
+
+def write_text(path: Path, text: str) -> None:
+    path.write_text(text + "\n")
+
+
+@pytest.mark.parametrize(
+    ("damage", "settings", "message"),
+    [
+        (_without_template, "", "expected a target with a chat template"),
+        (_with_template(CHATML_WITHOUT_PROMPT), "", "prompt ends before '<|im_start|>assistant"),
+        (_with_template("{% for m in messages %}"), "", "the target's chat template"),
+        (_without_stop_token, "", "expected an eos_token_id"),
+        (None, "record.url=foo://bucket/x", "foo:// URLs cannot be opened"),
+        (None, "record.url=ftp://host/x", "a URL that can be written, found ftp://"),
+        (None, "record.url=http://host/x", "a URL that can be written, found http://"),
+        (None, "record.url=https://host/x", "a URL that can be written, found https://"),
+        (None, "record.url=memory://x", "whose files outlive this process, found memory://"),
+        (None, "head.family=eagle export.formats=llamacpp", "export.formats"),
+        (_write_prompts("{"), "", "expected a JSON object in UTF-8"),
+        (_write_prompts(json.dumps({"messages": []})), "", "prompts.jsonl:1"),
+    ],
+    ids=lambda value: str(getattr(value, "__name__", value))[:40],
+)
+def test_the_plan_and_the_run_refuse_with_the_same_words(
+    damage: Callable[[Path], None] | None, settings: str, message: str, tmp_path: Path
+) -> None:
+    workshop = new_workshop(tmp_path)
+    if damage is not None:
+        damage(workshop / "toy")
+    refusals = []
+    for options in ((), ("--plan",)):
+        result = draftlab(workshop, "run", "small.yaml", *settings.split(), *options)
+        assert result.exit_code == 2, result.output
+        refusals.append(result.stderr[result.stderr.index("error: ") :])
+    assert refusals[0] == refusals[1]
+    assert message in refusals[0]
+    assert not (workshop / "runs").exists()
+
+
+def test_a_window_that_no_layer_has_is_refused() -> None:
+    head = {"family": "dflash", "sliding_window": 64, "num_layers": 1}
+    with pytest.raises(UserError, match=r"head\.sliding_window: expected a layer with sliding"):
+        parse_recipe({"name": "r", "head": head | {"layer_types": ["full_attention"]}})
+    parse_recipe({"name": "r", "head": head | {"layer_types": ["sliding_attention"]}})
+
+
+def test_a_mask_token_of_ordinary_text_is_refused(tmp_path: Path) -> None:
+    workshop = new_workshop(tmp_path)
+    plan = ("run", "small.yaml", "--plan", "head.family=peagle")
+    refused = draftlab(workshop, *plan, "head.mask_token=Q")
+    assert refused.exit_code == 2
+    assert "is no added token, so that ordinary text can contain it" in refused.output
+    assert draftlab(workshop, *plan).exit_code == 0
+
+
+def test_a_template_that_ends_prompts_as_its_answers_begin_needs_no_generation_prompt(
+    tmp_path: Path,
+) -> None:
+    workshop = new_workshop(tmp_path)
+    _with_template(LLAMA2)(workshop / "toy")
+    assert draftlab(workshop, "run", "small.yaml", "--plan").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "program", "kind", "warned"),
+    [
+        ("eagle3", "vllm", "gemma3_text", True),
+        ("eagle3", "speculators", "gemma3", True),
+        ("dspark", "vllm", "gemma3_text", True),
+        ("eagle3", "sglang", "gemma3_text", False),
+        ("eagle3", "vllm", "llama", False),
+        ("eagle", "vllm", "gemma3_text", False),
+    ],
+)
+def test_targets_that_vllm_cannot_draft_for_are_named(
+    family: str, program: str, kind: str, warned: bool
+) -> None:
+    head = SimpleNamespace(family=family)
+    for config in ({"model_type": kind}, {"text_config": {"model_type": kind}}):
+        export = SimpleNamespace(head=head, target=config)
+        assert ("has no SupportsEagle3" in " ".join(serving_warnings(program, export))) is warned
+
+
+@pytest.mark.parametrize("verb", ["run", "run --plan"])
+def test_a_device_without_products_in_fp8_is_refused(
+    verb: str, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("torch._scaled_mm is only supported on newer devices")
+
+    monkeypatch.setattr("draftlab.train.fast.check_fp8.linear", refuse)
+    name, *options = verb.split()
+    result = draftlab(workshop, name, "small.yaml", "train.precision=fp8", *options)
+    assert result.exit_code == 2, result.output
+    assert "expects a GPU that multiplies e4m3 numbers" in result.output
+    assert "only supported on newer devices" in result.output
+    assert not (workshop / "runs").exists()
+    assert draftlab(workshop, name, "small.yaml", "--plan").exit_code == 0
+
+
+def test_a_plan_without_its_files_is_printed_whole(workshop: Path) -> None:
+    settings = ("prompts.source=no.jsonl", "prompts.max_prompts=9", "eval.suite=none.jsonl")
+    result = draftlab(workshop, "run", "small.yaml", *settings, "--plan")
+    assert result.exit_code == 2
+    assert "answers  would run; it needs no.jsonl, which is not there yet" in result.output
+    assert "eval     would run; it needs none.jsonl, which is not there yet" in result.output
+    assert "  total " in result.output
+    assert draftlab(workshop, "prepare", "small.yaml", settings[-1], "--plan").exit_code == 0
+
+
+def test_a_plan_names_processes_without_work(workshop: Path) -> None:
+    plan = ("train", "small.yaml", "--plan", "--gpus")
+    assert "nothing to do, since a step has" not in draftlab(workshop, *plan, "2").output
+    output = draftlab(workshop, *plan, "8").output
+    assert "warning: 6 of 8 processes have nothing to do, since a step has 2 rows" in output
+
+
+def test_a_plan_names_rows_that_are_too_short(workshop: Path) -> None:
+    plan = ("train", "small.yaml", "--plan")
+    assert "train.row_tokens is" not in draftlab(workshop, *plan).output
+    output = draftlab(workshop, *plan, "train.row_tokens=16").output
+    assert "train.row_tokens is 16: record.max_length=16 cuts it" in output
+    limited = draftlab(workshop, *plan, "train.row_tokens=16", "record.max_length=16").output
+    assert "train.row_tokens is" not in limited
+
+
+def test_rows_that_are_too_short_stop_a_run_before_it_records(tmp_path: Path) -> None:
+    workshop = new_workshop(tmp_path)
+    result = draftlab(workshop, "train", "small.yaml", "train.row_tokens=16")
+    assert result.exit_code == 2
+    assert "expected records of at most train.row_tokens = 16 tokens, found one of" in result.output
+    assert (workshop / "runs/small/answers.jsonl").exists()
+    assert not list((workshop / "runs/small").glob("store/*"))
+    # The store is for any rows, and a head of longer rows can follow.
+    assert draftlab(workshop, "record", "small.yaml", "train.row_tokens=16").exit_code == 0
+    assert draftlab(workshop, "train", "small.yaml").exit_code == 0
+
+
+def test_a_folder_in_place_of_the_link_stops_no_run(tmp_path: Path) -> None:
+    workshop = new_workshop(tmp_path)
+    (workshop / "runs/latest").mkdir(parents=True)
+    result = draftlab(workshop, "prepare", "small.yaml")
+    assert result.exit_code == 0, result.output
+    assert "runs/latest is not a link and stays" in result.output
+    assert {path.name for path in (workshop / "runs").iterdir()} == {"latest", "small"}

@@ -1,0 +1,136 @@
+"""Sizes of targets, heads and conversations, from configs and prompts alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import Llama4Config
+
+from draftlab.plan.estimate import estimate_stages
+from draftlab.plan.estimate_table import estimate_table
+from draftlab.plan.sizes import Conversations, TargetSize
+from draftlab.recipe.hardware import GPUS
+from draftlab.recipe.head_spec import target_config
+from draftlab.run.stages import STAGES
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.settings import TargetSettings
+from tests.helpers.estimates import head_size, recipe
+from tests.helpers.small_run import write_prompts
+from tests.helpers.zoo import zoo_config, zoo_folder
+
+
+def test_a_targets_size(llama_8b: Path) -> None:
+    settings = recipe(llama_8b)
+    size = TargetSize.of(settings, target_config(settings.target))
+    assert size.parameters == size.active == 8_030_261_248
+    assert size.kv_bytes == 2 * 32 * 8 * 128 * 2
+    # One row is bound by reading the weights, many rows by matrix products.
+    h200 = GPUS["H200"]
+    assert size.step_seconds(h200, 1, 0) == pytest.approx(16.06e9 / 4.8e12, rel=0.01)
+    assert size.step_seconds(h200, 4096, 0) == pytest.approx(2 * 8.03e9 * 4096 / 989e12, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama4", "gpt_oss", "qwen3_moe"])
+def test_parameters_are_those_of_the_loaded_target(kind: str, tmp_path: Path) -> None:
+    folder = zoo_folder(tmp_path, kind)
+    model = load_target(TargetSettings(path=str(folder), device="cpu")).model
+    settings = recipe(folder)
+    size = TargetSize.of(settings, target_config(settings.target))
+    assert size.parameters == sum(p.numel() for p in model.parameters())
+    text = zoo_config(kind).get_text_config()
+    per_token = getattr(text, "num_experts_per_tok", 1)
+    assert (size.active < size.parameters) == (kind != "llama")
+    assert size.active_share == (
+        1.0 if kind == "llama" else per_token / (8 if kind == "qwen3_moe" else 4)
+    )
+
+
+def test_scout_and_maverick(tmp_path: Path) -> None:
+    """Their published sizes: 17 B of 109 B and of 400 B parameters, vision included."""
+    for name, text, total in (
+        ("scout", {}, 108e9),
+        ("maverick", {"num_local_experts": 128, "interleave_moe_layer_step": 2}, 401e9),
+    ):
+        Llama4Config(text_config=text).save_pretrained(tmp_path / name)
+        settings = recipe(tmp_path / name)
+        size = TargetSize.of(settings, target_config(settings.target))
+        assert size.parameters == pytest.approx(total, rel=0.01)
+        assert size.active == pytest.approx(17.2e9, rel=0.01)
+
+
+def test_training_an_8b_head(llama_8b: Path) -> None:
+    """methods §2: 425 M parameters trained, 16.5 GFLOP a position, TTT 7."""
+    train = {"ttt_steps": 7, "batch_rows": 4, "row_tokens": 2048}
+    size = head_size(recipe(llama_8b, draft_vocab={"size": 32000}, train=train))
+    assert size.trained == pytest.approx(425e6, rel=0.01)
+    assert size.flops == pytest.approx(16.5e9, rel=0.01)
+    assert 15e9 < size.memory < 36e9  # measured on GPUs
+    smaller = head_size(
+        recipe(llama_8b, draft_vocab={"size": 32000}, train=train | {"micro_rows": 1})
+    )
+    assert smaller.memory < size.memory
+    assert smaller.flops == size.flops
+    parallel = train | {"ttt_steps": 8, "cod_ratio": 0.8, "cod_min": 0.2}
+    dropped, whole = (
+        head_size(
+            recipe(
+                llama_8b, draft_vocab={"size": 32000}, head={"family": "peagle"}, train=parallel | c
+            )
+        )
+        for c in ({}, {"cod_ratio": 1.0})
+    )
+    assert dropped.flops / whole.flops == pytest.approx(34_088 / 65_536, rel=0.1)
+
+
+def test_conversations_are_measured_or_assumed(llama_8b: Path, tmp_path: Path) -> None:
+    settings = recipe(llama_8b, regenerate={"max_new_tokens": 100, "samples": 2})
+    assumed = Conversations.of(settings, 4096)
+    assert (assumed.count, assumed.length, assumed.assumed) == (2000, 356, True)
+    write_prompts(tmp_path / "p.jsonl", ["a" * 1000] * 7)
+    prompts = {"source": str(tmp_path / "p.jsonl"), "max_prompts": 5}
+    measured = Conversations.of(recipe(llama_8b, prompts=prompts), 4096)
+    assert (measured.count, measured.assumed) == (5, False)
+    assert 250 < measured.prompt < 300
+    write_prompts(tmp_path / "p.jsonl", [*["a" * 1000] * 97, *["a" * 40_000] * 3])
+    prompts = {"source": str(tmp_path / "p.jsonl")}
+    mixed = Conversations.of(recipe(llama_8b, prompts=prompts), 131_072)
+    assert 500 < mixed.prompt < 1500
+    assert 10_000 < mixed.long_prompt < 10_100
+    settings = recipe(llama_8b, prompts=prompts, regenerate={"max_new_tokens": 500, "batch": 64})
+    answers = estimate_stages(settings)[1]
+    positions = mixed.long_prompt + 500  # a batch may meet the long prompts
+    assert answers.memory == pytest.approx(64 * positions * 131_072)
+    assert f"KV cache of {positions:,.0f} positions for each of a batch" in answers.note
+    cut = Conversations.of(recipe(llama_8b), 300)
+    assert (cut.prompt, cut.answer) == (256, 44)
+    with_answers = Conversations.of(recipe(llama_8b, regenerate={"enabled": False}), 4096)
+    assert with_answers.answer == 0
+
+
+def test_every_turn_of_a_conversation_has_an_answer(llama_8b: Path, tmp_path: Path) -> None:
+    """Plans are an upper bound, so that a run of several turns fits the planned disk."""
+    turn = [{"role": "user", "content": 'the "user" asks'}, {"role": "assistant", "content": "?"}]
+    lines = [json.dumps({"id": str(n), "messages": turn * n}) + "\n" for n in (1, 2, 6)]
+    (tmp_path / "p.jsonl").write_text("".join(lines))
+    settings = recipe(
+        llama_8b,
+        prompts={"source": str(tmp_path / "p.jsonl")},
+        regenerate={"max_new_tokens": 200},
+        train={"row_tokens": 1024},
+    )
+    assert Conversations.of(settings, 131_072).answer == 3 * 200
+    assert Conversations.longest(settings) == pytest.approx(6 * 200 + len(lines[-1]) / 4)
+    assert "at most 1,800 tokens to generate" in estimate_stages(settings)[1].note
+    table = "\n".join(estimate_table(settings, tmp_path, STAGES))
+    assert re.search("longest conversation may have about 1,[34]", table)
+
+
+def test_positions_of_longrope_are_those_that_the_target_supports(tmp_path: Path) -> None:
+    folder = zoo_folder(tmp_path, "phi3")
+    settings = recipe(folder)
+    used = load_target(TargetSettings(path=str(folder), device="cpu")).max_length
+    assert TargetSize.of(settings, target_config(settings.target)).max_length == used
+    assert used < zoo_config("phi3").max_position_embeddings

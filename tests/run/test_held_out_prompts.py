@@ -1,0 +1,87 @@
+"""A run without a suite is evaluated on the prompts that its training never saw."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftlab import Monitor, load_recipe
+from draftlab.errors import UserError
+from draftlab.evaluate.results import Report
+from draftlab.evaluate.settings import EvalSettings
+from draftlab.run.api import HELD_OUT, evaluate_head
+from draftlab.run.held_out_prompts import check_suite, default_suite, held_out_prompts
+from draftlab.store.store import Store
+from draftlab.target_model.settings import TargetSettings
+from draftlab.train.validation import split_records
+from tests.helpers.small_run import draftlab
+
+
+def without_suite(folder: Path) -> None:
+    """Take the suite out of the recipe of the finished run."""
+    text = (folder / "small.yaml").read_text().replace("  suite: prompts.jsonl\n", "")
+    (folder / "small.yaml").write_text(text)
+
+
+def trained_prompts(folder: Path) -> set[str]:
+    recipe = load_recipe(folder / "small.yaml")
+    store = Store.open(folder / "runs" / "small" / "store")
+    training, held_out = split_records(store, recipe.train, recipe.seed, Monitor())
+    assert held_out
+    return {store.ids[int(number)].partition("~")[0] for number in training}
+
+
+def test_held_out_prompts_were_not_trained_on(folder: Path) -> None:
+    recipe = load_recipe(folder / "small.yaml")
+    found = held_out_prompts(recipe, folder / "runs" / "small")
+    names = [one.id.partition("~")[0] for one in found]
+    assert found
+    assert len(set(names)) == len(names)
+    assert not {*names} & trained_prompts(folder)
+
+
+def test_a_run_without_a_suite_says_which_prompts_it_takes(folder: Path) -> None:
+    without_suite(folder)
+    result = draftlab(folder, "run", "small.yaml")
+    assert result.exit_code == 0, result.output
+    assert "prompts that training held out, since eval.suite names none" in result.output
+    rows = Report.read(folder / "runs" / "small" / "eval" / "report.json").rows
+    assert {row.suite for row in rows} == {HELD_OUT}
+    again = draftlab(folder, "eval", "--run", "small", "--out", "elsewhere")
+    assert again.exit_code == 0, again.output
+    assert {row.suite for row in Report.read(folder / "elsewhere" / "report.json").rows} == {
+        HELD_OUT
+    }
+
+
+def test_only_the_built_in_target_has_built_in_prompts(folder: Path, tmp_path: Path) -> None:
+    assert default_suite(TargetSettings(path="embedded")) == ("embedded:heldout",)
+    assert default_suite(TargetSettings(path="toy")) == ()
+    head = folder / "runs" / "small" / "head"
+    with pytest.raises(UserError, match="expected a suite of prompts, found none") as error:
+        evaluate_head(TargetSettings(path="toy"), head, EvalSettings(), tmp_path, monitor=Monitor())
+    assert "--suite" in error.value.do
+
+
+def test_a_recipe_that_holds_nothing_out_has_to_name_prompts(folder: Path) -> None:
+    without_suite(folder)
+    nothing = ["train.validation_share=0"]
+    with pytest.raises(UserError, match="found a share of 0"):
+        check_suite(load_recipe(folder / "small.yaml", nothing))
+    named = [*nothing, "eval.suite=prompts.jsonl"]
+    check_suite(load_recipe(folder / "small.yaml", named))
+    plan = draftlab(folder, "run", "small.yaml", *nothing, "name=other", "--plan")
+    assert plan.exit_code == 2, plan.output
+    assert "expected prompts to evaluate" in plan.output
+
+
+def test_several_suites_have_rows_of_their_own(folder: Path) -> None:
+    line = {"messages": [{"role": "user", "content": "Name a colour."}]}
+    (folder / "other.jsonl").write_text(json.dumps(line) + "\n")
+    suites = "prompts.jsonl,other.jsonl"
+    result = draftlab(folder, "eval", "--run", "small", "--suite", suites, "--out", "two")
+    assert result.exit_code == 0, result.output
+    rows = Report.read(folder / "two" / "report.json").rows
+    assert list(dict.fromkeys(row.suite for row in rows)) == suites.split(",")

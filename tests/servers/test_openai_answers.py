@@ -1,0 +1,143 @@
+"""Answers from a real HTTP server with OpenAI's completions interface, and its failures."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftlab.engine.sampling import Request, Sampling
+from draftlab.errors import UserError
+from draftlab.progress import Monitor
+from draftlab.servers import openai_answers as server_answers
+from draftlab.servers.settings import RegenerateSettings
+from tests.helpers.completion_server import SAMPLED, CompletionServer, answer_tokens, prepare, serve
+from tests.helpers.small_run import draftlab
+
+VOCAB_SIZE = 289
+
+
+def decoder(server: CompletionServer) -> server_answers.ServerAnswers:
+    url = f"http://127.0.0.1:{server.server_port}"
+    settings = RegenerateSettings.model_validate(
+        {"backend": "openai", "batch": 2, "server": {"url": url, "attempts": 1}}
+    )
+    return server_answers.ServerAnswers(settings, server.tokenizer, Monitor(), VOCAB_SIZE)
+
+
+def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:
+    """Also when requests fail at first, and when the server returns text only."""
+    assert draftlab(workshop, "prepare", "small.yaml", "name=engine", *SAMPLED).exit_code == 0
+    expected = answer_tokens(workshop, "engine")
+    with serve(workshop / "toy") as server:
+        server.failures = [503, "drop", 429, "break", "reset", 408, 500]
+        output = prepare(workshop, server, "name=server")
+        assert "the-target at http://127.0.0.1" in output
+        assert output.count("requests are repeated: ") == 1, "not a line for each of them"
+        assert len(server.requests) == len(expected) == 12
+        assert 1 < server.most_at_once <= 3
+        assert answer_tokens(workshop, "server") == expected
+        server.text_only = True
+        output = prepare(workshop, server, "name=text")
+        assert "no token_ids" in output
+        decoded = [server.tokenizer.decode(tokens).rstrip("\ufffd") for tokens in expected]
+    texts = [server.tokenizer.decode(tokens) for tokens in answer_tokens(workshop, "text")]
+    assert texts == decoded
+
+
+def test_a_failing_server_ends_the_run_and_another_goes_on(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        server.failures = [500] * 40
+        output = prepare(workshop, server, "regenerate.server.attempts=2", code=2)
+        assert "HTTP 500" in output
+        assert "(2 attempts)" in output
+        assert "repeat the command" in output
+        server.failures = []
+        server.models = ["second"]
+        output = prepare(workshop, server, code=2)
+        assert "model" in output, "answers of two models do not mix"
+        assert "second" in output
+        server.models = ["the-target"]
+        # Neither address nor attempts decide the answers, so the run goes on with another server.
+        prepare(workshop, server, "regenerate.server.attempts=3")
+        requests = len(server.requests)
+        prepare(workshop, server)
+        assert len(server.requests) == requests, "finished answers are kept"
+
+
+def test_refusals(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        server.failures = [400]
+        output = prepare(workshop, server, "regenerate.server.attempts=5", code=2)
+        assert "HTTP 400" in output
+        assert "/v1/completions, prompt 'p" in output
+        assert "repeated" not in output
+        server.models = ["one", "two"]
+        output = prepare(workshop, server, code=2)
+        assert "expected the server to serve one model, found one, two" in output
+        output = prepare(workshop, server, "regenerate.server.model=three", "name=new", code=2)
+        assert "expected the server to serve three, found one, two" in output
+    output = prepare(workshop, server, "regenerate.server.attempts=1", code=2)
+    assert "the server gave no answer" in output
+    result = draftlab(workshop, "prepare", "small.yaml", "regenerate.backend=openai")
+    assert result.exit_code == 2
+    assert "server.url" in result.output
+
+
+def test_the_stop_token_is_the_one_that_the_server_names(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        eos = server.tokenizer.eos_token_id
+        request = Request("1", (5, 6), 4, Sampling(), frozenset({eos, 9}))
+
+        def answer(**fields: Any) -> tuple[int, ...]:
+            server.changes = {"finish_reason": "stop", "token_ids": [7], **fields}
+            (generation,) = decoder(server)([request], 64)
+            return generation.token_ids
+
+        assert answer() == (7, eos)
+        assert answer(token_ids=[7, 9]) == (7, 9)
+        assert answer(stop_reason=9) == (7, 9), "vLLM"
+        assert answer(matched_stop=9) == (7, 9), "SGLang"
+        for reason in ({"stop_reason": "\n\n"}, {"matched_stop": "\n\n"}, {"stop_reason": 8}):
+            with pytest.raises(UserError, match="no stop token"):
+                answer(**reason)
+
+
+def test_the_text_of_a_cut_answer_may_end_within_a_character(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        server.text_only = True
+        server.changes = {"finish_reason": "length", "text": "return x\ufffd"}
+        (generation,) = decoder(server)([Request("1", (5, 6), 4, Sampling(), frozenset({9}))], 64)
+        expected = server.tokenizer.encode("return x", add_special_tokens=False)
+        assert list(generation.token_ids) == expected
+
+
+@pytest.mark.parametrize("choices", [[], [{"finish_reason": "stop"}]])
+def test_an_answer_of_another_form_is_refused(
+    workshop: Path, choices: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve(workshop / "toy") as server:
+        decode = decoder(server)
+        monkeypatch.setattr(decode, "_post", lambda *_: choices)
+        with pytest.raises(UserError, match="expected one choice"):
+            list(decode([Request("1", (5, 6), 4, Sampling(), frozenset({9}))], 64))
+
+
+def test_leaving_the_answers_does_not_wait_for_the_server(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        stops = frozenset({9})
+        requests = [Request(str(i), (5, 6), 4, Sampling(), stops) for i in range(6)]
+        answers = decoder(server)(requests, 64)
+        next(answers)
+        server.hold = threading.Event()
+        closing = threading.Thread(target=answers.close)
+        closing.start()
+        closing.join(30)
+        left = not closing.is_alive()
+        server.hold.set()
+        while server.in_work:
+            time.sleep(0.01)
+        assert left

@@ -1,0 +1,313 @@
+"""A Ray cluster of several nodes on this machine makes the files that one process makes."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="needs the extra draftlab[ray]")
+from ray.exceptions import RayActorError
+
+from draftlab.errors import UserError
+from draftlab.recipe.recipe import load_recipe
+from draftlab.workers.ray_cluster import RayCluster
+from draftlab.workers.ray_nodes import num_places, target_resources, wait_for_files
+from draftlab.workers.ray_pool import RayPool
+from tests.helpers.monitors import RecordingMonitor
+from tests.helpers.ray_nodes import NODE, processes, ray_cluster, start_driver
+from tests.helpers.small_run import (
+    contents,
+    copy_of_finished,
+    draftlab,
+    finished,
+    new_workshop,
+    write_prompts,
+)
+
+TIMEOUT_S = 400
+SLOWER = ("regenerate.max_new_tokens=64", "regenerate.piece=1", "regenerate.batch=1")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    with ray_cluster(3) as cluster:
+        yield cluster
+
+
+class Driver:
+    """A driver on a cluster, whose console is read while it runs."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.process = start_driver(folder, *arguments)
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def wait(self, until: Callable[[], bool] | None = None) -> int | None:
+        """Wait until a condition holds or the driver ends; return its exit code, if it ended."""
+        end = time.monotonic() + TIMEOUT_S
+        while self.process.poll() is None and not (until and until()):
+            if time.monotonic() > end:
+                self.process.kill()
+                pytest.fail(f"it still runs after {TIMEOUT_S} s:\n{self.text}")
+            time.sleep(0.05)
+        if self.process.poll() is not None:
+            self._reader.join(10)
+        return self.process.poll()
+
+
+def kept(run: Path) -> dict[str, bytes]:
+    """Return the bytes of what the expensive stages of a run made."""
+    files = {"answers.jsonl": (run / "answers.jsonl").read_bytes()}
+    for name in ("store", "head"):
+        files |= {f"{name}/{path}": data for path, data in contents(run / name).items()}
+    return files
+
+
+@pytest.mark.slow
+def test_a_run_equals_that_of_one_process(cluster: Any, tmp_path: Path) -> None:
+    driver = Driver(new_workshop(tmp_path), "run", "small.yaml", "--ray", cluster.address)
+    assert driver.wait() == 0, driver.text
+    run = tmp_path / "runs/small"
+    assert kept(run) == kept(finished() / "runs/small")
+    assert "ray: 4 nodes with 3 CPUs in all" in driver.text
+    nodes = set(re.findall(r"ray: node (\S+) answers and records", driver.text))
+    assert nodes
+    assert nodes <= {path.stem for path in (run / "logs").iterdir()}
+    assert re.search(r"^train: 6/6 ", driver.text, re.MULTILINE)
+    assert re.search(r"^ray: node \S+ evaluates$", driver.text, re.MULTILINE)
+    assert (run / "eval/report.html").is_file()
+    assert not (run / ".ray-train").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_window_is_recorded_on_other_nodes(cluster: Any, tmp_path: Path, killed: bool) -> None:
+    settings = ("record.shard_tokens=128", "record.window=520KB", "train.steps=200")
+    texts = [f"def f{i}(use): the user {i}" for i in range(150)]
+    for name in ("ray", "full"):
+        write_prompts(new_workshop(tmp_path / name) / "prompts.jsonl", texts)
+    full = draftlab(tmp_path / "full", "train", "small.yaml", *settings, "record.keep=all")
+    assert full.exit_code == 0, full.output
+    command = ("train", "small.yaml", *settings, "--ray", cluster.address)
+    driver = Driver(tmp_path / "ray", *command)
+    if killed:
+        driver.wait(lambda: (tmp_path / "ray/runs/small/train/metrics.jsonl").exists())
+        for process in [p for node in cluster.worker_nodes for p in processes(node)]:
+            process.kill()  # ranks and actors
+    assert driver.wait() == 0, driver.text
+    heads = [contents(tmp_path / name / "runs/small/head") for name in ("ray", "full")]
+    assert heads[0] == heads[1], driver.text
+    assert "window: recorded " in driver.text
+
+
+@pytest.mark.slow
+def test_two_ranks_of_ray_train_are_two_of_torchrun(cluster: Any, tmp_path: Path) -> None:
+    for name in ("ray", "launched"):
+        copy_of_finished(tmp_path / name)
+        for part in ("head", "train", "eval", "export"):
+            shutil.rmtree(tmp_path / name / "runs/small" / part)
+    command = ("train", "small.yaml", "--gpus", "2", "train.device=cpu")
+    launched = Driver(tmp_path / "launched", *command)
+    assert launched.wait() == 0, launched.text
+    driver = Driver(tmp_path / "ray", *command, "--ray", cluster.address)
+    assert driver.wait() == 0, driver.text
+    assert "training on 2 × cpu" in driver.text
+    one, two = (kept(tmp_path / name / "runs/small") for name in ("ray", "launched"))
+    assert one == two
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["answers", "store", "head"])
+@pytest.mark.parametrize("victim", ["worker", "node", "driver"])
+def test_killed_in_a_stage_it_ends_with_the_same_bytes(
+    cluster: Any, tmp_path: Path, stage: str, victim: str
+) -> None:
+    new_workshop(tmp_path)
+    run, command = tmp_path / "runs/small", ("train", "small.yaml", "--ray", cluster.address)
+    begun = {
+        "answers": lambda: "answers and records" in driver.text,
+        "store": lambda: (run / "store/manifest.json").exists(),
+        "head": lambda: (run / "train/metrics.jsonl").exists(),
+    }
+    driver = Driver(tmp_path, *command)
+    driver.wait(begun[stage])
+    if victim == "driver":
+        number = signal.SIGTERM if stage == "head" else signal.SIGKILL
+        driver.process.send_signal(number)
+        assert driver.wait() in (-number, 128 + number), driver.text
+        driver = Driver(tmp_path, *command)
+    elif victim == "node":
+        busy = [n for n in cluster.worker_nodes if processes(n)] or list(cluster.worker_nodes)
+        cluster.remove_node(busy[0], allow_graceful=False)
+        cluster.add_node(**NODE)
+    else:
+        for process in [p for node in cluster.worker_nodes for p in processes(node)][:1]:
+            process.kill()
+    assert driver.wait() == 0, driver.text
+    assert kept(run) == kept(finished() / "runs/small"), driver.text
+
+
+@pytest.mark.slow
+def test_sigterm_at_the_driver_writes_a_checkpoint(cluster: Any, tmp_path: Path) -> None:
+    new_workshop(tmp_path)
+    run, ranks = tmp_path / "runs/small", ("--gpus", "2", "train.device=cpu")
+    settings = ("train.steps=3000", "train.checkpoint_every=3000")
+    command = ("train", "small.yaml", *settings, *ranks, "--ray", cluster.address)
+    driver = Driver(tmp_path, *command)
+    driver.wait(lambda: (run / "train/metrics.jsonl").exists())
+    driver.process.terminate()
+    assert driver.wait() == 128 + signal.SIGTERM, driver.text
+    written = re.search(r"SIGTERM: a checkpoint of step (\d+) is written", driver.text)
+    assert written, driver.text
+    step = int(written[1])
+    (checkpoint,) = (run / "train/checkpoints").iterdir()
+    assert checkpoint.name == f"step-{step:07d}"
+    assert not (run / "head").exists()
+    driver = Driver(tmp_path, *command, f"train.checkpoint_every={step + 1}")
+    driver.wait(lambda: f"resuming training after step {step}" in driver.text)
+    assert f"resuming training after step {step}" in driver.text
+    driver.wait(lambda: len(list((run / "train/checkpoints").iterdir())) > 1)
+    driver.process.kill()
+    driver.wait()
+
+
+@pytest.mark.slow
+def test_a_node_that_joins_late_works(tmp_path: Path) -> None:
+    new_workshop(tmp_path)
+    write_prompts(tmp_path / "prompts.jsonl", [f"def f{i}(x): use x" for i in range(300)])
+    alone = Driver(tmp_path, "prepare", "small.yaml", "name=alone", *SLOWER)
+    with ray_cluster(1) as cluster:
+        command = ("prepare", "small.yaml", *SLOWER, "--ray", cluster.address)
+        driver = Driver(tmp_path, *command)
+        driver.wait(lambda: "answers and records" in driver.text)
+        cluster.add_node(**NODE)
+        assert driver.wait() == 0, driver.text
+    assert alone.wait() == 0, alone.text
+    assert driver.text.count("answers and records") == 2, driver.text
+    one, two = (tmp_path / "runs" / name / "answers.jsonl" for name in ("alone", "small"))
+    assert one.read_bytes() == two.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_first_error_names_its_node(cluster: Any, tmp_path: Path) -> None:
+    copy_of_finished(tmp_path)
+    command = ("small.yaml", "--force", "--ray", cluster.address)
+    diverges = ("train.learning_rate=10", "train.weight_decay=1.0e+30")
+    driver = Driver(tmp_path, "train", *command, *diverges)
+    assert driver.wait() == 2, driver.text
+    assert re.search(r"error: node \S+: expected finite numbers", driver.text), driver.text
+    assert len(re.findall("will train", driver.text)) == 1  # such an error is not repeated
+
+
+def test_a_cluster_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    result = draftlab(new_workshop(tmp_path), "run", "small.yaml", "--ray", "127.0.0.1:9")
+    assert result.exit_code == 2
+    assert "expected a Ray cluster, found none that can be used" in result.output
+
+
+@pytest.mark.parametrize("address", ["head", "head:port", ":6379", "head:0"])
+def test_an_address_of_another_form_is_refused(address: str, tmp_path: Path) -> None:
+    result = draftlab(new_workshop(tmp_path), "run", "small.yaml", "--ray", address)
+    assert result.exit_code == 2
+    assert f"expected auto, or HOST:PORT such as 10.0.0.1:6379; found '{address}'" in result.output
+
+
+def test_options_that_a_cluster_cannot_have_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_workshop(tmp_path)
+    command = ("small.yaml", "--ray", "auto")
+    assert "found both" in draftlab(tmp_path, "prepare", *command, "--gpus", "2").output
+    client = draftlab(tmp_path, "run", "small.yaml", "--ray", "ray://head:10001")
+    assert "a node of the cluster, which sees the run folder" in client.output
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "Ray starts the processes" in draftlab(tmp_path, "run", *command).output
+    monkeypatch.delenv("WORLD_SIZE")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert "pip install 'ray[train]>=2.60'" in draftlab(tmp_path, "run", *command).output
+
+
+def test_devices_are_those_of_the_cluster(tmp_path: Path) -> None:
+    recipe = load_recipe(new_workshop(tmp_path) / "small.yaml")
+    for has_gpus, device in ((True, "cuda"), (False, "cpu")):
+        there = RayCluster(has_gpus).on_cluster(recipe)
+        assert there.target.device == there.train.device == device
+    named = load_recipe(tmp_path / "small.yaml", ["target.device=cuda:1"])
+    with pytest.raises(UserError, match=r"expected target\.device auto, cpu or cuda"):
+        RayCluster(True).on_cluster(named)
+
+
+def test_processes_fit_into_single_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = [
+        {"Alive": True, "Resources": {"CPU": 64.0, "GPU": 8.0}},
+        {"Alive": True, "Resources": {"CPU": 33.0, "GPU": 7.0}},
+        {"Alive": True, "Resources": {"CPU": 16.0}},
+        {"Alive": False, "Resources": {"CPU": 64.0, "GPU": 8.0}},
+    ]
+    monkeypatch.setattr("ray.nodes", lambda: nodes)
+    recipe = load_recipe(new_workshop(tmp_path) / "small.yaml", ["target.gpus=4"])
+    resources = target_resources(RayCluster(True).on_cluster(recipe))
+    assert resources == {"num_cpus": 16, "num_gpus": 4}  # of 33 CPUs for 7 GPUs: 4 for each
+    assert num_places(resources) == 3
+    assert num_places(target_resources(RayCluster(False).on_cluster(recipe))) == 64 + 33 + 16
+
+
+def test_nodes_without_draftlab_end_the_run_and_a_lost_node_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ray.nodes", list)
+    recipe = load_recipe(new_workshop(tmp_path) / "small.yaml", ["target.device=cpu"])
+    pool = RayPool(recipe, tmp_path, RecordingMonitor())
+
+    def fail(count: int) -> None:
+        for _ in range(count):
+            future: Future[Any] = Future()
+            future.set_exception(RayActorError(error_msg="no module draftlab"))
+            pool._starting[future] = None
+
+    fail(8)
+    pool.start_workers(1)
+    assert pool.monitor.lines == ["ray: waiting for a node with num_cpus 1, num_gpus 0"]
+    fail(1)
+    pool.start_workers(1)
+    fail(1)
+    with pytest.raises(UserError, match="no module draftlab"):
+        pool.start_workers(1)
+
+
+def test_files_of_other_nodes_may_appear_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = threading.Timer(0.3, (tmp_path / "report.json").touch)
+    writer.start()
+    wait_for_files(tmp_path, ["report.json"])
+    writer.join()
+    monkeypatch.setattr("draftlab.workers.ray_nodes.VISIBLE_S", 0.1)
+    with pytest.raises(UserError, match=r"expected the file head\.json"):
+        wait_for_files(tmp_path, ["report.json", "head.json"])
+
+
+def test_draftlab_needs_no_ray() -> None:
+    code = "import sys; sys.modules['ray'] = None; import draftlab.cli, draftlab.pipeline.pipeline"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

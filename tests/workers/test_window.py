@@ -1,0 +1,241 @@
+"""A store that is a window, end to end: the bits of a full store, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from draftlab.errors import UserError
+from draftlab.store.manifest import MANIFEST, Manifest
+from draftlab.store.store import Store
+from draftlab.store.window import StoreWindow
+from draftlab.train.batch.window_order import WindowOrder
+from draftlab.workers.window import session as window_session
+from draftlab.workers.window import training as window_training
+from tests.helpers.small_run import draftlab, new_workshop, write_prompts
+from tests.helpers.thread_pool import LostError, ThreadPool
+
+WINDOW = 520_000
+SETTINGS = (
+    "record.shard_tokens=128",
+    f"record.window={WINDOW}",
+    "train.steps=30",
+    "train.checkpoint_every=7",
+)
+HEAD = "head/model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a working directory whose run `full` was trained on a full store in windows."""
+    folder = new_workshop(tmp_path_factory.mktemp("full"))
+    write_prompts(folder / "prompts.jsonl", [f"def f{i}(use): the user {i}" for i in range(150)])
+    result = draftlab(folder, "train", "small.yaml", "name=full", *SETTINGS, "record.keep=all")
+    assert result.exit_code == 0, result.output
+    assert "75 shards, 15 of them with the held-out records" in result.output
+    return folder
+
+
+@pytest.fixture
+def workshop(full: Path, tmp_path: Path) -> Path:
+    """Return a working directory with the answers of `full` for a run `small`."""
+    for name in ("toy", "prompts.jsonl", "small.yaml"):
+        path = full / name
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, tmp_path / name)
+    run = tmp_path / "runs/small"
+    (run / "stages").mkdir(parents=True)
+    for path in (full / "runs/full").glob("answers*"):
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, run / path.name)
+    shutil.copy(full / "runs/full/stages/answers.json", run / "stages")
+    return tmp_path
+
+
+def bytes_of(folder: Path, run: str) -> dict[str, bytes]:
+    """Return the bytes of a run's head."""
+    return {path.name: path.read_bytes() for path in (folder / "runs" / run / "head").iterdir()}
+
+
+def use_threads(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Have threads record, with faults."""
+    monkeypatch.setattr(window_training, "LocalPool", partial(ThreadPool, **options))
+
+
+@contextmanager
+def watched(store: Path) -> Iterator[list[int]]:
+    """Yield the bytes of the shards that come and go, and of those being written, over time."""
+    seen, ended = [0], threading.Event()
+
+    def watch() -> None:
+        num_kept = 0
+        while not ended.is_set():
+            if not num_kept and (store / MANIFEST).is_file():
+                plan = Manifest.read(store / MANIFEST)
+                window = StoreWindow.of(plan) if plan.complete else None
+                num_kept = window.validation_shards if window else 0
+            sizes = []
+            for path in store.glob("*shard-*") if num_kept else ():
+                try:
+                    number = int(path.name.split("shard-")[1][:5])
+                    sizes.append(path.stat().st_size if number >= num_kept else 0)
+                except OSError:
+                    pass  # it has gone meanwhile
+            seen.append(sum(sizes))
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_window_gives_the_bits_of_a_full_store(
+    full: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads(monkeypatch)
+    store = workshop / "runs/small/store"
+    with watched(store) as seen:
+        result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
+    assert result.exit_code == 0, result.output
+    assert bytes_of(workshop, "small") == bytes_of(full, "full")
+    assert "a window of 520 kB: training records the others, and deletes them" in result.output
+    assert "window: the training waited for shards " in result.output
+    assert "the recording waited for room " in result.output
+    assert WINDOW / 2 < max(seen) <= WINDOW + 2 * 40_000
+    plan = Manifest.read(store / MANIFEST)
+    num_kept = StoreWindow.of(plan).validation_shards
+    kept = sorted(path.name for path in store.glob("shard-*"))
+    assert kept == [shard.file for shard in plan.shards[:num_kept]]
+    assert not (store / kept[0]).samefile(full / "runs/full/store" / kept[0])
+    rows = [json.loads(s) for s in (workshop / "runs/small/train/metrics.jsonl").open()]
+    assert any("window" in row.get("phases", {}) for row in rows)
+    assert any("recording_waited" in row for row in rows)
+    with pytest.raises(UserError, match="this store is a window: its shards come and go"):
+        Store.open(store)
+    whole = Store.open(full / "runs/full/store")
+    hashes = {s.file: s.sha256 for s in whole.manifest.shards}
+    recorded = [json.loads(line) for line in (store / "recorded.jsonl").open()]
+    assert len(recorded) > 40
+    assert all(hashes[entry["file"]] == entry["sha256"] for entry in recorded)
+    again = draftlab(workshop, "train", "small.yaml", *SETTINGS)
+    assert "head: there" in again.output
+    other = draftlab(workshop, "train", "small.yaml", *SETTINGS, "train.validation_share=0.1")
+    assert "the stage 'store' of the run has other settings" in other.output
+
+
+def test_an_error_of_the_recording_ends_the_training(
+    full: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads(monkeypatch, faults={50: UserError("the GPU burns", do="quench it")})
+    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
+    assert result.exit_code == 2
+    assert "the GPU burns" in result.output
+    assert "quench it" in result.output
+    assert not [t for t in threading.enumerate() if t.name in ("window", "thread 1_0")]
+    use_threads(monkeypatch)
+    resumed = draftlab(workshop, "train", "small.yaml", *SETTINGS)
+    assert resumed.exit_code == 0, resumed.output
+    assert "resuming training after step" in resumed.output
+    assert bytes_of(workshop, "small") == bytes_of(full, "full")
+
+
+def test_the_shards_of_a_lost_worker_are_recorded_by_another(
+    full: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads(monkeypatch, faults={9: LostError("killed"), 40: LostError("killed")})
+    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("its work is done by others") == 2
+    assert bytes_of(workshop, "small") == bytes_of(full, "full")
+
+
+def test_answers_of_a_worker_may_arrive_together(
+    full: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later answer of a worker names the shards that earlier calls computed."""
+    use_threads(monkeypatch, num_workers=1)
+    plain = window_session.wait
+    monkeypatch.setattr(window_session, "wait", lambda futures, *_: plain(futures, 2.0))
+    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
+    assert result.exit_code == 0, result.output
+    assert bytes_of(workshop, "small") == bytes_of(full, "full")
+
+
+def test_an_error_of_the_training_ends_the_recording(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads(monkeypatch)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise UserError("no convergence")
+
+    monkeypatch.setattr("draftlab.train.loop.Trainer._log", fail)
+    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
+    assert result.exit_code == 2
+    assert "no convergence" in result.output
+    assert not [t for t in threading.enumerate() if t.name == "window"]
+
+
+def test_shards_that_are_damaged_after_they_were_written_are_recorded_again(
+    full: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_threads(monkeypatch)
+    from draftlab.workers.window.shards import WindowShards
+
+    plain, damaged = WindowShards.read, []
+
+    def damage(self: WindowShards, number: int) -> Any:
+        if len(damaged) < 2:
+            damaged.append(number)
+            path = self.folder / self.plan.shards[number].file
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        return plain(self, number)
+
+    monkeypatch.setattr(WindowShards, "read", damage)
+    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
+    assert result.exit_code == 0, result.output
+    assert result.output.count("it is recorded again") == 2
+    assert bytes_of(workshop, "small") == bytes_of(full, "full")
+
+
+@pytest.mark.slow
+def test_a_training_of_forty_windows_never_exceeds_its_window(
+    full: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two processes record; the whole data are three windows."""
+    monkeypatch.setenv(window_training.RECORDERS, "2")
+    plan = Manifest.read(full / "runs/full/store" / MANIFEST)
+    order = WindowOrder(plan, 0)
+    per_window = WINDOW * order.tokens.sum() / order.sizes.sum()
+    steps = round(40 * per_window / order.tokens.sum() * rows_of_an_epoch(plan, order) / 2) + 1
+    settings = (*SETTINGS, f"train.steps={steps}", "train.checkpoint_every=100")
+    again = draftlab(full, "train", "small.yaml", "name=long", *settings, "record.keep=all")
+    assert again.exit_code == 0, again.output
+    with watched(workshop / "runs/small/store") as seen:
+        result = draftlab(workshop, "train", "small.yaml", *settings)
+    assert result.exit_code == 0, result.output
+    trained = json.loads((workshop / "runs/small/head/draftlab.json").read_text())
+    assert trained["provenance"]["tokens_seen"] >= 40 * per_window
+    assert max(seen) <= WINDOW + 2 * int(order.sizes.max()), max(seen)
+    assert bytes_of(workshop, "small") == bytes_of(full, "long")
+
+
+def rows_of_an_epoch(plan: Manifest, order: WindowOrder) -> int:
+    """Return how many rows of 128 tokens the first epoch has."""
+    lengths = plan.index.lengths
+    steps, groups = order.steps(lengths, 128, 1), len(order.epoch(0))
+    return sum(1 for _ in takewhile(lambda step: step.group < groups, steps))
