@@ -18,7 +18,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from draftlab.files import check_folder, known_sha256
+import torch
+
+from draftlab.evaluate.evaluator import environment
+from draftlab.files import check_folder, known_sha256, write_json
 from draftlab.heads.folder import WEIGHTS
 from draftlab.kernels.cpu_memory import reuse_freed_memory
 from draftlab.pipeline.evaluate_and_export import evaluate_run, export_run
@@ -31,7 +34,6 @@ from draftlab.recipe.recipe import Recipe, flatten, to_yaml
 from draftlab.run.family_defaults import with_family_defaults
 from draftlab.run.folder import RUNS, Run, lock
 from draftlab.run.head_workspace import export_files, input_files
-from draftlab.run.provenance import write_provenance
 from draftlab.run.resolve import find_head
 from draftlab.run.stage_status import Status
 from draftlab.run.stages import STAGES, Stage
@@ -39,6 +41,7 @@ from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
 from draftlab.text.prompts import prompt_file
 from draftlab.train.distributed.ranks import Ranks, num_launched
+from draftlab.version import git_commit
 from draftlab.workers.local_pool import LocalPool, worker_devices
 from draftlab.workers.pool import WorkerPool
 from draftlab.workers.window.training import local_window_pool, num_recorders
@@ -269,3 +272,19 @@ class Pipeline:
             ranks=self.ranks,
             new_pool=partial(local_window_pool, self.recipe, self.folder, self.monitor),
         )
+
+
+def write_provenance(recipe: Recipe, run: Run) -> None:
+    """Write what a run was made with into its folder."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    write_json(
+        run.folder / "provenance.json",
+        {
+            "environment": environment(device),
+            "draftlab_commit": git_commit(),
+            "target": recipe.target.path,
+            "target_revision": recipe.target.revision,
+            "seed": recipe.seed,
+            "inputs": run.files,
+        },
+    )

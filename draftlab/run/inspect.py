@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import numpy as np
 from pydantic import BaseModel
 from rich.console import Console
 from rich.table import Table
@@ -22,8 +24,8 @@ from draftlab.run.folder import find_run
 from draftlab.run.resolve import REFERENCE, recipe_of, reference_head
 from draftlab.run.stage_records import read_record, record_path
 from draftlab.run.stages import STAGES
-from draftlab.run.store_statistics import count_predicted, length_histogram
 from draftlab.store.manifest import MANIFEST, Manifest
+from draftlab.store.prompt_split import hold_out
 from draftlab.store.shard import ShardSizes
 from draftlab.store.store import Store
 from draftlab.store.urls import is_url
@@ -31,6 +33,7 @@ from draftlab.store.window import StoreWindow, planned_sizes
 from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
+from draftlab.text.draft_vocabulary import predicted_counts
 from draftlab.text.samples import highlight_answers
 
 REPORT = "report.json"
@@ -294,3 +297,41 @@ def _conversation(store: Store, target: TargetSettings, index: int, console: Con
     tokens, spans = store.tokens_and_spans(index)
     console.print(f"\nconversation {store.ids[index]}: the target's answer is coloured")
     console.print(highlight_answers(tokens.tolist(), spans.tolist(), tokenizer))
+
+
+VOCABULARY_SIZES = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 131_072)
+HELD_OUT = 0.2
+"""Share of the prompts whose tokens the coverage is about."""
+
+
+@dataclass(frozen=True)
+class StoreStatistics:
+    """Counts over a whole store.
+
+    Attributes:
+        predicted: number of tokens that a head predicts in training.
+        coverage: size of a draft vocabulary → share of the predicted tokens of a fifth of the
+            prompts that the most frequent tokens of the other prompts cover, for sizes up to that
+            of all their tokens; empty if all records answer one prompt.
+    """
+
+    predicted: int
+    coverage: dict[int, float]
+
+
+def count_predicted(store: Store) -> StoreStatistics:
+    """Count the predicted tokens of a store; the hidden states are not read."""
+    parts = hold_out(store.ids, HELD_OUT, seed=0)
+    chosen, unseen = (predicted_counts(store, store.identity.vocab_size, x)[0] for x in parts)
+    distinct, judged = int((chosen > 0).sum()), int(unseen.sum())
+    sizes = [size for size in VOCABULARY_SIZES if size < distinct] + [distinct]
+    found = unseen[np.argsort(-chosen, kind="stable")]
+    coverage = {size: float(found[:size].sum() / judged) for size in sizes if judged}
+    return StoreStatistics(int(chosen.sum()) + judged, coverage)
+
+
+def length_histogram(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """Return (upper bound, count) for lengths up to 16, 32, 64, …, without empty ends."""
+    buckets = np.maximum(np.ceil(np.log2(np.maximum(lengths, 1))).astype(int), 4)
+    counts = np.bincount(buckets)
+    return [(2**i, int(counts[i])) for i in range(int(buckets.min()), int(buckets.max()) + 1)]

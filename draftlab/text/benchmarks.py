@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
+from draftlab.files import parse_json, read_text
 from draftlab.formatting import pip_install
-from draftlab.text.json_rows import json_rows
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _SPLITS = ("train", "test", "validation", "dev")
@@ -275,3 +275,37 @@ def _first_turn(source: BenchmarkSource, row: dict[str, Any], where: str) -> str
 def _names(files: list[Path], folder: Path) -> str:
     names = [str(file.relative_to(folder)) for file in files[:8]]
     return ", ".join(names) + (", …" if len(files) > 8 else "") or "no such file"
+
+
+def json_rows(file: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of JSON lines, or of one JSON list, each after its location."""
+    try:
+        text = read_text(file, kind="JSON file")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"expected JSON in UTF-8, found: {error}", where=file, do="save the file in UTF-8"
+        ) from None
+    if text.lstrip().startswith("["):
+        rows = [(f"{file}, item {n}", row) for n, row in enumerate(_parse(text, str(file)), 1)]
+    else:
+        lines = ((f"{file}:{n}", line) for n, line in enumerate(text.split("\n"), 1))
+        rows = [(where, _parse(line, where)) for where, line in lines if line.strip()]
+    for where, row in rows:
+        if not isinstance(row, dict):
+            raise UserError(
+                f"expected a JSON object a row, found {type(row).__name__}",
+                where=where,
+                do="correct the row, or remove it",
+            )
+        yield where, row
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise UserError(
+            f"expected JSON, found {text[:60]!r}: {error}",
+            where=where,
+            do="correct the line, or remove it",
+        ) from None

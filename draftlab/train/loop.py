@@ -36,8 +36,7 @@ from draftlab.train.checkpoint import (
     training_key,
 )
 from draftlab.train.distillation_module import DistillationModule, product_dtype
-from draftlab.train.distributed.ending import EndingSignal
-from draftlab.train.distributed.ranks import Ranks, idle_note
+from draftlab.train.distributed.ranks import EndingSignal, Ranks, idle_note
 from draftlab.train.distributed.wrap import wrap
 from draftlab.train.flops import StepWork, mean_context, product_rate
 from draftlab.train.metrics import MetricsLog, Window, reset_peak_memory, speed_line

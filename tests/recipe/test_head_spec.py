@@ -20,8 +20,13 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.plan.estimate import estimate_stages
 from draftlab.plan.preflight import check_before_run
-from draftlab.recipe.head_rope import head_rope, norm_epsilon
-from draftlab.recipe.head_spec import choose_boundaries, head_config, planned_identity
+from draftlab.recipe.head_spec import (
+    choose_boundaries,
+    head_config,
+    head_rope,
+    norm_epsilon,
+    planned_identity,
+)
 from draftlab.recipe.recipe import parse_recipe
 from draftlab.run.stages import STAGES
 from draftlab.train.settings import HeadSettings

@@ -12,7 +12,7 @@ import pytest
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.servers import openai_answers as server_answers
+from draftlab.servers import openai_answers
 from draftlab.servers.settings import RegenerateSettings
 from tests.helpers.completion_server import SAMPLED, CompletionServer, answer_tokens, prepare, serve
 from tests.helpers.small_run import draftlab
@@ -20,12 +20,12 @@ from tests.helpers.small_run import draftlab
 VOCAB_SIZE = 289
 
 
-def decoder(server: CompletionServer) -> server_answers.ServerAnswers:
+def decoder(server: CompletionServer) -> openai_answers.ServerAnswers:
     url = f"http://127.0.0.1:{server.server_port}"
     settings = RegenerateSettings.model_validate(
         {"backend": "openai", "batch": 2, "server": {"url": url, "attempts": 1}}
     )
-    return server_answers.ServerAnswers(settings, server.tokenizer, Monitor(), VOCAB_SIZE)
+    return openai_answers.ServerAnswers(settings, server.tokenizer, Monitor(), VOCAB_SIZE)
 
 
 def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
-from draftlab.servers import connection as server_connection
+from draftlab.servers import connection
 from draftlab.servers.answer_check import answer_fault
 from draftlab.servers.connection import API_KEY, BASE_URL, key_for
 from draftlab.servers.openai_answers import ServerAnswers
@@ -170,7 +170,7 @@ def test_who_gets_the_key(
 def test_a_server_that_only_the_recipe_names_gets_no_key(
     server: StubServer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server_connection, "_is_loopback", lambda host: False)
+    monkeypatch.setattr(connection, "_is_loopback", lambda host: False)
     monkeypatch.setenv(API_KEY, KEY)
     with running() as users:
         monkeypatch.setenv(BASE_URL, f"{users.url}/v1")
@@ -312,7 +312,7 @@ def test_a_server_on_this_machine_is_reached_without_a_proxy(
         monkeypatch.setenv("http_proxy", proxy.url)
         ask(server, tokenizer)
         assert (server.keys, proxy.keys) == ([f"Bearer {KEY}"] * 2, [])
-        monkeypatch.setattr(server_connection, "_is_loopback", lambda host: False)
+        monkeypatch.setattr(connection, "_is_loopback", lambda host: False)
         proxy.answers = {server.url + path: answer for path, answer in server.answers.items()}
         ask(server, tokenizer)
         assert (len(server.keys), proxy.keys) == (2, [None, None])

@@ -10,7 +10,7 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.run.store_statistics import count_predicted, length_histogram
+from draftlab.run.inspect import count_predicted, length_histogram
 from draftlab.store.merge import merge
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from draftlab.progress import Monitor
 from draftlab.store.columns import Texts
-from draftlab.store.prompt_split import group_by_prompt, hold_out, split_groups
-from draftlab.store.text_hashes import hash_texts
+from draftlab.store.prompt_split import group_by_prompt, hash_texts, hold_out, split_groups
 from draftlab.text.conversations import Conversation, answer_id
 from draftlab.text.samples import build_samples
 from tests.helpers.toys import toy_tokenizer

@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 from draftlab.kernels.dependent_launch import FP_FUSION
 from draftlab.kernels.launch_sizes import cdiv, next_power_of_2
 from draftlab.kernels.parallel_attention import ParallelRows
-from draftlab.kernels.parallel_attention.triton import d_slot_keys_kernel
 from draftlab.kernels.ttt_attention.backward_triton import (
     d_keys_kernel,
     d_query_kernel,
+    d_slot_keys_kernel,
     d_step_keys_kernel,
     delta_kernel,
 )

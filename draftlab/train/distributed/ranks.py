@@ -8,9 +8,10 @@ answers prompts, where NCCL would time out after minutes, and notices at once wh
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.process_environment import launched_number
+from draftlab.signals import ENDING_SIGNALS, on_ending_signal
 from draftlab.target_model.locate import resolve_device
 
 T = TypeVar("T")
@@ -226,3 +228,28 @@ def idle_note(batch_rows: int, num_ranks: int) -> str | None:
         f"{effect}, since a step has {batch_rows} rows: a train.batch_rows that is a multiple of "
         f"{num_ranks} uses all of them"
     )
+
+
+class EndingSignal:
+    """A SIGTERM or SIGHUP that any rank received.
+
+    Attributes:
+        agreed: the signal, equal on all ranks; None: none had received one in the last `sum`.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.ranks = ranks
+        self.agreed: signal.Signals | None = None
+        self._received: list[int] = []
+
+    def postponed(self) -> AbstractContextManager[None]:
+        """Return a block in which signals do not end the process."""
+        return on_ending_signal(self._received.append)
+
+    def sum(self, numbers: list[int]) -> list[int]:
+        """Return the sums of numbers over all ranks, which agree on a signal on this occasion."""
+        flags = [int(number in self._received) for number in ENDING_SIGNALS]
+        sums = self.ranks.all_reduce(torch.tensor([*numbers, *flags])).tolist()
+        received = zip(ENDING_SIGNALS, sums[len(numbers) :], strict=True)
+        self.agreed = next((number for number, count in received if count), None)
+        return sums[: len(numbers)]
