@@ -138,18 +138,26 @@ def _baked_text(export: Export) -> str:
 
 def sglang_text(export: Export, path: Path, *, algorithm: str = "EAGLE3") -> str:
     """Return launch.md for SGLang, which drafts a chain (servers §6)."""
-    command = code_block(
-        f"python -m sglang.launch_server --model-path {shlex.quote(export.target_name)} \\",
-        f"  --speculative-algorithm {algorithm} \\",
-        f"  --speculative-draft-model-path {shlex.quote(str(path))} \\",
-        f"  --speculative-num-steps {export.k} --speculative-eagle-topk 1 \\",
-        f"  --speculative-num-draft-tokens {export.k + 1}",
+    command = _sglang_command(
+        export,
+        path,
+        algorithm,
+        f"--speculative-num-steps {export.k} --speculative-eagle-topk 1",
+        f"--speculative-num-draft-tokens {export.k + 1}",
     )
     return (
         f"# Serving this head with SGLang\n\n{command}\nDrafts: {export.k} tokens a step, one a "
         "pass. SGLang counts the token it drafts from, hence one more in the last option.\n"
         f"{_sglang_load_text(export)}"
     )
+
+
+def _sglang_command(export: Export, path: Path, algorithm: str, *options: str) -> str:
+    """Return the command that starts SGLang, with further options, one a line."""
+    first = f"python -m sglang.launch_server --model-path {shlex.quote(export.target_name)}"
+    head = f"--speculative-draft-model-path {shlex.quote(str(path))}"
+    lines = [first, f"  --speculative-algorithm {algorithm}", *(f"  {o}" for o in (head, *options))]
+    return code_block(" \\\n".join(lines))
 
 
 def _sglang_load_text(export: Export) -> str:
@@ -166,16 +174,10 @@ def block_sglang_text(export: Export, path: Path) -> str:
     """Return launch.md for SGLang of a block head, whose whole block it drafts (servers §12)."""
     serving = export.serving
     temperatures = serving is not None and serving.temperatures is not None
-    command = code_block(
-        f"python -m sglang.launch_server --model-path {shlex.quote(export.target_name)} \\",
-        f"  --speculative-algorithm {get_family(export.head.family).vllm_method.upper()} \\",
-        f"  --speculative-draft-model-path {shlex.quote(str(path))} \\",
-        f"  --speculative-num-draft-tokens {export.head.k_trained + 1}" + " \\" * temperatures,
-        *(
-            [f"  --speculative-dspark-confidence-sts-path {shlex.quote(str(path / STS))}"]
-            * temperatures
-        ),
-    )
+    sts = [f"--speculative-dspark-confidence-sts-path {shlex.quote(str(path / STS))}"]
+    algorithm = get_family(export.head.family).vllm_method.upper()
+    slots = f"--speculative-num-draft-tokens {export.head.k_trained + 1}"
+    command = _sglang_command(export, path, algorithm, slots, *sts * temperatures)
     load = _sglang_load_text(export)
     if serving and temperatures and serving.step_rates:
         load = (

@@ -128,17 +128,9 @@ class ServingTables:
             mode="json", exclude={"positions", "survival_savings", "cutoff_savings"}
         )
         positions = [p.model_dump(mode="json") for p in one.positions]
-        names = {
-            "slopes": "slope",
-            "intercepts": "intercept",
-            "betas": "beta",
-            "temperatures": "temperature",
-            "error_before": "error_before",
-            "error_logistic": "error_logistic",
-            "error_after": "error_after",
-            "error_temperature": "error_temperature",
-            "error_common_temperature": "error_common_temperature",
-        }
+        names = {f"{name}s": name for name in ("slope", "intercept", "beta", "temperature")}
+        errors = ("before", "logistic", "after", "temperature", "common_temperature")
+        names |= {f"error_{name}": f"error_{name}" for name in errors}
         return {
             "schema": SCHEMA,
             "report_sha256": self.report_sha256,

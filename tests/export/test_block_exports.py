@@ -258,8 +258,6 @@ def test_windows_that_do_not_fit_are_refused(
         ("mask_token_id", None, "mask_token_id"),
         ("block_size", None, "block_size: expected one value, found none"),
         ("block_size", 0, "block_size: expected a number greater than or equal to 1, found 0"),
-        ("hidden_size", 0, "hidden_size: expected a number greater than or equal to 1, found 0"),
-        ("num_attention_heads", 0, "num_attention_heads: expected a number greater"),
         ("target_layer_ids", [0, 2, 9], r"0\.\.6|10"),
     ],
 )

@@ -76,7 +76,6 @@ def test_mistakes_are_printed_as_one_block(
 ) -> None:
     head = ("--head", folder / "head", "--target", folder / "target", "--out", tmp_path / "x")
     assert "did you mean 'llamacpp'" in refused("export", *head, "--to", "gguf")
-    assert "such as 200GB" in refused("export", *head, "--max-shard", "much")
     monkeypatch.delenv(gguf.FOLDER, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "LLAMA_CPP" in refused("export", *head, "--to", "llamacpp", "--gguf")

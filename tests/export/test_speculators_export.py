@@ -226,11 +226,10 @@ def test_launch_commands_for_hub_and_local_targets(
     assert read_config(out)["speculators_config"]["verifier"]["name_or_path"] == target
 
 
-@pytest.mark.parametrize("fields", [{}, PEAGLE])
 def test_the_number_of_tokens_is_the_trained_one_or_smaller_than_the_positions(
-    export_head: ExportHead, fields: dict
+    export_head: ExportHead,
 ) -> None:
-    exported, monitor = export_head(**fields), RecordingMonitor()
+    exported, monitor = export_head(), RecordingMonitor()
     paths = (exported.head, exported.target, exported.folder)
 
     def tokens() -> int:
@@ -255,7 +254,6 @@ def test_layouts_and_settings() -> None:
     for name, message in (
         ("speculator", "did you mean 'speculators'"),
         ("onnx", "expected a layout out of llamacpp, sglang, speculators"),
-        ("gguf", "did you mean 'llamacpp'"),
     ):
         with pytest.raises(UserError, match=message):
             layout_for(name, "eagle3")
@@ -263,7 +261,6 @@ def test_layouts_and_settings() -> None:
     for settings, message in (
         ({"formats": ("Speculators",)}, "did you mean 'speculators'"),
         ({"k": 0}, "greater than or equal to 1"),
-        ({"gguf": True}, "llamacpp among the layouts, found speculators"),
     ):
         with pytest.raises(ValueError, match=message):
             ExportSettings(**settings)
