@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from draftlab.heads.family import FORCED_DRAFTS, Family
+from draftlab.heads.family import Family
 
 if TYPE_CHECKING:
     from draftlab.export.foreign_config import ForeignConfig
@@ -22,7 +22,6 @@ class Dflash(Family):
     config_type = "draftlab.heads.block:BlockConfig"
     head_type = "draftlab.heads.block:BlockHead"
     drafter_type = "draftlab.engine.block_drafter:BlockDrafter"
-    forced_drafts_type = f"{FORCED_DRAFTS}:BlockDrafts"
     native_type = "draftlab.heads.vllm_config:dflash_native_config"
     title = "DFlash"
     description = "DFlash draft head (a block of draft tokens in one pass)"

@@ -6,7 +6,6 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from draftlab.families.eagle3 import Eagle3
-from draftlab.heads.family import FORCED_DRAFTS
 
 if TYPE_CHECKING:
     from draftlab.export.foreign_config import ForeignConfig
@@ -21,7 +20,6 @@ class Peagle(Eagle3):
     config_type = "draftlab.heads.peagle:PeagleConfig"
     head_type = "draftlab.heads.peagle:PeagleHead"
     drafter_type = "draftlab.engine.parallel_drafter:ParallelDrafter"
-    forced_drafts_type = f"{FORCED_DRAFTS}:ParallelDrafts"
     title = "parallel (P-EAGLE)"
     description = "parallel draft head (P-EAGLE: all draft tokens in one pass)"
     drafting = "parallel"

@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # the rooms above this one
     from draftlab.train.settings import HeadSettings
 
 ENTRY_POINTS = "draftlab.families"
-FORCED_DRAFTS = "draftlab.evaluate.certificate.forced_drafts"
 
 
 class Family(ABC):
@@ -40,8 +39,6 @@ class Family(ABC):
         name: key in recipes (`head.family`) and in draftlab.json.
         config_type, head_type, drafter_type: its classes, as "module:name". A family may implement
             `config_class`, `new_head` and `new_drafter` instead.
-        forced_drafts_type: the class of its teacher-forced drafts for the certificate, as
-            "module:name".
         native_type: the function for `native_config`, as "module:name"; empty: none.
         title: name of its heads in messages, such as "EAGLE3".
         description: a line for model cards and READMEs.
@@ -77,7 +74,6 @@ class Family(ABC):
     config_type: ClassVar[str]
     head_type: ClassVar[str]
     drafter_type: ClassVar[str]
-    forced_drafts_type: ClassVar[str] = f"{FORCED_DRAFTS}:ChainDrafts"
     native_type: ClassVar[str] = ""
     title: ClassVar[str]
     description: ClassVar[str]

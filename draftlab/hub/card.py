@@ -11,7 +11,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from draftlab.evaluate.certificate.result import SamplingTest
+from draftlab.evaluate.certificate.result import Sampled
 from draftlab.evaluate.results import Report, Row
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
@@ -78,9 +78,9 @@ def model_card(
 
 
 SHOWN = {
-    "L1": "the output has the target's distribution, tested with 99 % power (L1)",
-    "LS": "sampler and verifier keep the distribution of the target's own logits, tested with 99 % "
-    "power; rounding inside of the target was not tested (LS)",
+    "L1": "rejection sampling and the output of the engine passed tests of their distribution (L1)",
+    "LS": "rejection sampling passed a test of its distribution; the engine around it was not "
+    "tested (LS)",
 }
 """What a passed test at T > 0 shows, by its level; other levels show no equality."""
 
@@ -102,9 +102,9 @@ def _equality(rows: list[Row], certificate: dict[str, Any] | None) -> list[str]:
         lines.append(f"the certificate **failed**: {'; '.join(certificate['faults'])}")
     else:
         lines += [line for line in certificate["lines"] if line.startswith("T = 0,")]
-        for test in map(SamplingTest.model_validate, certificate.get("arms", ())):
-            shown = SHOWN.get(test.level, f"no equality shown: the test lacks power ({test.level})")
-            lines.append(f"{test.row.name}: {shown}")
+        for arm in certificate.get("arms", ()):
+            shown = SHOWN.get(arm["level"], f"no equality shown ({arm['level']})")
+            lines.append(f"{Sampled.of(arm).name}: {shown}")
     return lines
 
 

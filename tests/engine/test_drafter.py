@@ -15,16 +15,13 @@ from draftlab.engine.drafter import (
     ChainDrafter,
     HeadDrafter,
     Proposal,
-    VerifiedFeatures,
     new_drafter,
 )
 from draftlab.engine.eager_head import EagerHead
 from draftlab.engine.fused_head import FusedHead
 from draftlab.engine.parallel_drafter import ParallelDrafter
 from draftlab.engine.prepacked_head import PrepackedHead
-from draftlab.engine.sampling import Request, Sampling, sampling_metadata
 from draftlab.errors import UserError
-from draftlab.evaluate.certificate.exact_tree import TreeSettings, build_trees
 from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.peagle import PeagleHead
@@ -261,41 +258,3 @@ def test_the_mask_token_has_its_trained_embedding(target: Target) -> None:
     assert not torch.equal(head.embed_tokens.weight[MASK], head.mask_embedding)
     head.embed_tokens.weight[MASK] = head.mask_embedding
     assert FusedHead(head).embeddings.data_ptr() == head.embed_tokens.weight.data_ptr()
-
-
-@pytest.mark.parametrize("kind", ["parallel", "dspark", "causal", "dflash"])
-def test_the_certificates_tree_has_the_drafters_probabilities(
-    kind: str, target: Target, parallel_head: PeagleHead, block_heads: dict[str, BlockHead]
-) -> None:
-    """The tree computes them without engine and drafter."""
-    head = {"parallel": parallel_head, **block_heads}[kind]
-    context, ids = (5, 6, 7, 8), torch.tensor([[5, 6, 7, 8]])
-    settings = TreeSettings(
-        levels=3, width=2, temperature=1.0, top_k=None, top_p=None, k=3, draft_temperature=0.7
-    )
-    (tree,) = build_trees(target, head, [context], settings)
-    drafter = new_drafter(head, 3, draft_temperature=0.7)
-    drafter.start(2, 16)
-    verified = VerifiedFeatures(
-        torch.tensor([[6, 7, 8, int(tree.first_logits.argmax())]]),
-        target.states(ids, head.config.boundaries).features,
-        torch.arange(4)[None],
-        torch.tensor([4]),
-        torch.tensor([[1]], dtype=torch.int32),
-        sampling_metadata([Request("r", context, 4, Sampling(1.0))], ids.device),
-    )
-    proposal = drafter.propose(verified)
-    first = tree.first_logits.argmax()[None]
-    drafted = torch.cat([first, proposal.tokens[0]])
-
-    def without_bias(logits: Tensor, previous: Tensor) -> Tensor:
-        """A Markov head's drafts depend on the token before, which differs from node to node."""
-        if getattr(head, "markov_head", None) is None:
-            return logits
-        return logits - head.markov_head.markov_w2(head.markov_factors(previous))
-
-    for depth in range(3):  # of the step that begins at the root
-        nodes = torch.from_numpy(tree.tokens[depth - 1]).flatten() if depth else first
-        expected = without_bias(tree.draft_logits[depth][depth], nodes)
-        logits = without_bias(proposal.distribution.logits[0, depth], drafted[depth])
-        torch.testing.assert_close(logits.expand_as(expected), expected, rtol=1e-4, atol=1e-5)

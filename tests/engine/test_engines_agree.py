@@ -15,13 +15,11 @@ from draftlab.engine.prepacked_head import PrepackedHead
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Sampling
 from draftlab.engine.scheduler import Scheduler
-from draftlab.evaluate.certificate.forced_drafts import ChainDrafts
 from draftlab.kernels.cpu_prepacked_linear import why_no_prepacking
 from draftlab.target_model.model import Target
 from draftlab.target_model.prepacked_decoder import PrepackedDecoder
 from draftlab.train.objectives.loss import SOFT_CE, LossTerms
 from tests.helpers.decoding import EAGLE, NORMED, trained_head, untrained_head
-from tests.helpers.dense_attention import dense_chain
 from tests.helpers.evaluation import evaluate
 from tests.helpers.greedy_answers import outcomes, requests, run
 from tests.helpers.head_toys import LLAMA4_ATTENTION
@@ -170,19 +168,6 @@ def test_the_walk_counts_what_the_engine_counts(kind: str, pair: tuple[Target, A
     """tests/evaluate/test_walk.py has more of the first kind of chain."""
     if kind not in ("none", "parallel"):
         assert_walk_matches_engine(*pair, 3, 7)
-
-
-@pytest.mark.parametrize("start", [4, 6, 7])
-def test_the_certificates_chain_crosses_borders(start: int, llama4: tuple[Target, Any]) -> None:
-    """Its distributions equal those of dense passes in chunks."""
-    target, head = llama4
-    rows = torch.tensor([list(range(5, 16))])
-    features = target.states(rows, head.config.boundaries).features
-    chain = ChainDrafts(head, rows, features, k=11)
-    for depth, output in enumerate(dense_chain(head, rows[0], features[0], start)):
-        expected = head.logits(output).double().softmax(-1)
-        actual = chain.draft(start, depth)[0].double().softmax(-1)
-        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.skipif(NO_PREPACKING is not None, reason="no packed products")

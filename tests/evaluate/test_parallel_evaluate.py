@@ -59,7 +59,7 @@ def test_a_step_reads_a_parallel_head_once_for_any_k(
 
 def test_a_parallel_head_is_certified(target: Target, parallel_head: PeagleHead) -> None:
     prompts = [(r.id, r.prompt_ids) for r in requests(4, seed=100, shortest=3)]
-    settings = CertifySettings(samples=1000, contexts=8, finalists=2, max_samples=2000)
+    settings = CertifySettings(num_rows=2, samples=1000, contexts=8)
     rows = [Sampled(0.8, 3, True), Sampled(1.5, 2, False, top_k=4)]
     certificate = certify(
         target, parallel_head, prompts, frozenset(), settings, k=3, rows=rows, monitor=Monitor(),

@@ -15,11 +15,7 @@ from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 
 VOCAB = 5
-SETTINGS = CertifySettings(
-    context=3, contexts=60, finalists=12, enough=1000, equal_prompts=6, equal_tokens=16, batch=1024,
-)  # fmt: skip
-FEW = {"contexts": 12, "finalists": 2}
-"""Changes of `SETTINGS` for a quick choice of the context."""
+SETTINGS = CertifySettings(samples=4000, context=3, contexts=12, prompts=6, tokens=16, batch=1024)
 # Every cell occurs at this temperature; drafts are cooler.
 ON = Sampled(1.0, 2, True, draft_temperature=0.7, top_k=4)
 OFF = Sampled(1.0, 2, False, top_k=4)
@@ -30,8 +26,8 @@ PROMPTS = [
     for i in range(6)
 ]  # fmt: skip
 MARKOV_ROWS = [
-    *(Sampled(temperature, 2, True) for temperature in (0.8, 1.5)),
-    *(Sampled(temperature, 2, False, top_k=4) for temperature in (0.8, 1.5)),
+    Sampled(0.8, 2, True),
+    Sampled(1.5, 2, False, top_k=4),
     Sampled(0.8, 1, True),  # a block of one slot
 ]
 ROWS = [
@@ -44,7 +40,7 @@ RunCertify = Callable[..., Certificate]
 
 def certify_markov(small: Target, head: BlockHead, **changes: Any) -> Certificate:
     """Certify the engine with a block head, in rows with and without draft probabilities."""
-    settings = SETTINGS.model_copy(update=FEW | changes)
+    settings = replace(SETTINGS, num_rows=len(MARKOV_ROWS), **changes)
     return certify(
         small, head, PROMPTS, frozenset(), settings, k=2, rows=MARKOV_ROWS, monitor=Monitor(),
         engine=Engine,

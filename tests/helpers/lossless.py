@@ -21,7 +21,7 @@ from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.draft_sampler import Proposal
 from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.eager_head import PassLayout
-from draftlab.evaluate.certificate.gtest import g_test, samples_for
+from draftlab.evaluate.certificate.gtest import g_test
 from draftlab.kernels import sampling as sampling_module
 from draftlab.kernels import verify as verify_module
 from draftlab.kernels.sampling.types import SamplingMetadata, VerifyResult
@@ -199,13 +199,8 @@ def p_value(tokens: Tensor, joint: np.ndarray) -> float:
 
 
 def assert_rejected(tokens: Tensor, joint: np.ndarray) -> None:
-    """Assert that the fault is found, and with half of the samples that were drawn."""
-    counts = joint_counts(tokens)
-    needed = samples_for(0.99, joint, counts / counts.sum(), 1e-6)
-    print(f"99 % power at p < 1e-6 needs {needed} samples")
-    assert p_value(tokens, joint) < 1e-6
-    assert needed is not None
-    assert needed < ROWS // 2
+    """Assert that the fault is found with half of the samples that were drawn."""
+    assert p_value(tokens[: ROWS // 2], joint) < 1e-6
 
 
 def broken(old: str, new: str) -> ModuleType:

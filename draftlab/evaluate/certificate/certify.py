@@ -1,45 +1,41 @@
 """The losslessness certificate (methods §5): does the engine keep the target's distribution?
 
 At T = 0 the tokens must equal those of plain decoding. At T > 0 every row of the report is tested
-with its own temperature, K, drafts and limits: the engine answers one context many times, and a
-G-test compares the first tokens with their exact probabilities, which follow from the target alone
-(`evaluate/certificate/exact_tree.py`). The context is one in which known faults would show
-(`evaluate/certificate/contexts.py`): a head that is always right or always wrong hides them. The
-token accounting and the acceptance counts must also hold, since a decoder that drops its bonus
-token is lossless.
+with its own temperature, K, drafts and limits, in two G-tests of the joint of the first tokens:
+
+- sampler: the drafter's choice of tokens and the verifier decode a model whose distribution is
+  known (`evaluate/certificate/sampler.py`);
+- engine: the whole engine answers one context many times, and the exact probabilities follow from
+  the target alone (`evaluate/certificate/exact.py`).
 
 In 16 bits an engine's logits depend on the shape of the batch, so its tokens have no exact
-distribution. There the sampler and the verifier are tested on the target's own logits
-(`evaluate/certificate/sampler.py`), which leaves the numerics of the target out.
+distribution, and only the sampler is tested.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from draftlab.engine.counters import Counters
-from draftlab.engine.drafter import new_drafter
+from draftlab.engine.drafter import HeadDrafter, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
-from draftlab.evaluate.certificate.contexts import ContextChoice, choose_context, windows
-from draftlab.evaluate.certificate.exact_tree import TreeSettings
-from draftlab.evaluate.certificate.gtest import g_test
+from draftlab.evaluate.certificate.exact import MIN_MARGIN, AnswerTree, build_tree
+from draftlab.evaluate.certificate.gtest import detectable, g_test
 from draftlab.evaluate.certificate.result import (
     LEVELS,
     Certificate,
-    CertifySettings,
+    JointTest,
     Level,
     Sampled,
     SamplingTest,
-    sampling_test_lines,
 )
-from draftlab.evaluate.certificate.sampler import TableSampler
-from draftlab.evaluate.self_check import self_check
+from draftlab.evaluate.certificate.sampler import KnownModel
 from draftlab.evaluate.timing import Decoder
 from draftlab.formatting import count_text
 from draftlab.heads.head import DraftHead
@@ -53,7 +49,32 @@ Prompts = Sequence[tuple[str, tuple[int, ...]]]
 EngineFactory = Callable[..., Decoder]
 """Called as `engine(target, drafter or None, batch=…, max_length=…)`."""
 
-MIN_SAMPLES = 2000
+ALPHA = 1e-3
+"""Probability that a correct engine fails in any test at T > 0."""
+
+
+@dataclass(frozen=True)
+class CertifySettings:
+    """The size of the certificate.
+
+    Attributes:
+        num_rows: rows at T > 0 of the whole report, whose tests share `ALPHA`.
+        seed: of the sampling noise.
+        samples: of each test at T > 0; fixed before the first one is drawn.
+        contexts: contexts of which the one with the most even answers is tested.
+        context: largest length of a context in tokens; a short one is cheap to sample from.
+        batch: requests decoded at once.
+        prompts, tokens: prompts that are compared at T = 0, and the tokens of an answer.
+    """
+
+    num_rows: int = 1
+    seed: int = 0
+    samples: int = 20_000
+    contexts: int = 32
+    context: int = 24
+    batch: int = 256
+    prompts: int = 32
+    tokens: int = 64
 
 
 def certify(
@@ -86,7 +107,7 @@ def certify(
             do="raise eval.max_prompts, or name another eval.suite",
         )
     certification = _Certification(target, head, engine, stop_ids, settings, monitor)
-    return certification.run(prompts[: settings.equal_prompts], k, rows)
+    return certification.run(prompts[: settings.prompts], k, rows)
 
 
 @dataclass(frozen=True)
@@ -104,13 +125,22 @@ class _Certification:
         """Whether the engine's tokens have an exact distribution."""
         return self.target.dtype == torch.float32
 
+    @property
+    def num_tests(self) -> int:
+        """Tests at T > 0 of the whole report."""
+        return (1 + self.exact) * self.settings.num_rows
+
+    @property
+    def level(self) -> float:
+        """Level of each test (Bonferroni)."""
+        return ALPHA / self.num_tests
+
     def run(self, prompts: Prompts, k: int, rows: Sequence[Sampled]) -> Certificate:
         """Run all tests and return the certificate."""
-        settings, dtype = self.settings, str(self.target.dtype).removeprefix("torch.")
-        each = f"{settings.samples:,}" if settings.samples else f"up to {settings.max_samples:,}"
+        dtype = str(self.target.dtype).removeprefix("torch.")
         then = (
-            f", then {count_text(len(rows), 'row')} at T > 0 with {each} short answers each; this "
-            "takes minutes"
+            f", then {count_text(len(rows), 'row')} at T > 0 with {self.settings.samples:,} short "
+            "answers a test; this takes minutes"
         )
         self.monitor.say(f"certify: {len(prompts)} prompts at T = 0{then * bool(rows)}")
         texts, equal = self._compare_greedy(prompts, k)
@@ -121,146 +151,71 @@ class _Certification:
         ]
         if self.exact and equal < 1:
             self.faults.append(f"T = 0, K = {k}: tokens differ from plain decoding's in float32")
-        tests: list[SamplingTest] = []
+        arms: list[SamplingTest] = []
         for row in rows:
-            try:
-                choice = self._choose_context(texts, row.tree)
-            except UserError as error:  # hours of counts must not be lost for it
-                lines.append(f"{row.name}: not tested: {error.what}")
-                continue
-            tests.append(self._test_sampling(choice, row))
-            lines += sampling_test_lines(tests[-1])
+            arms.append(self._test_row(row, texts))
+            lines += [f"{row.name}: {arms[-1].level}"]
+            lines += [test.line(len(row.widths)) for test in arms[-1].tests]
+            if len(arms[-1].tests) == 1:
+                lines.append(f"  engine: not tested: {self._why_not_tested}")
         passed = not self.faults
-        levels = [test.level for test in tests]
-        if len(tests) < len(rows) or not rows:  # of a row that was not tested nothing is shown
-            levels.append(self._level(False))
-        level = min(levels, key=LEVELS.index)
+        greedy: Level = "L2" if self.exact else "L3"
+        level = min((arm.level for arm in arms), key=LEVELS.index, default=greedy)
+        level = level if passed else "L3"
         lines += [f"FAULT: {fault}" for fault in self.faults]
         lines.append(
-            f"{'passed' if passed else 'FAILED'}, level {level if passed else 'L3'} (every p must "
-            f"be at least {settings.level:g}; a correct engine fails with probability "
-            f"{settings.alpha:g})"
+            f"{'passed' if passed else 'FAILED'}, level {level} (the report has "
+            f"{count_text(self.num_tests, 'test')} at T > 0, so every p must be at least "
+            f"{self.level:.2g}; a correct engine fails with probability {ALPHA:g})"
         )
         return Certificate(
-            level=level if passed else "L3",
+            level=level,
             prompts_equal=equal,
             passed=passed,
             faults=self.faults,
-            arms=tests,
+            num_tests=self.num_tests,
+            arms=arms,
             lines=lines,
         )
 
-    def _level(self, has_power: bool) -> Level:
-        """Return the level of a row whose tests passed."""
-        if self.exact:
-            return "L1" if has_power else "L2"
-        return "LS" if has_power else "L3"
+    @property
+    def _why_not_tested(self) -> str:
+        if not self.exact:
+            return "in this dtype its logits depend on the shape of the batch"
+        return "in every context rounding could change the tokens that top-k or top-p allow"
 
     def _compare_greedy(self, prompts: Prompts, k: int) -> tuple[list[tuple[int, ...]], float]:
         """Return prompts with their plain greedy answers, and the share of equal answers."""
-        settings = self.settings
-        requests = [
-            Request(id_, ids, settings.equal_tokens, Sampling(), self.stop_ids)
-            for id_, ids in prompts
-        ]
+        tokens = self.settings.tokens
+        requests = [Request(id_, ids, tokens, Sampling(), self.stop_ids) for id_, ids in prompts]
         longest = max(len(request.prompt_ids) for request in requests)
-        size = {
-            "batch": min(len(requests), 32),
-            "max_length": min(longest + settings.equal_tokens + k + 1, self.target.max_length),
-        }
-        plain = self._decode(
-            self.engine(self.target, None, **size), requests, "certify T = 0, no drafting"
-        )
-        engine = self.engine(self.target, new_drafter(self.head, k), **size)
-        drafted = self._decode(engine, requests, f"certify T = 0, K = {k}")
+        max_length = min(longest + tokens + k + 1, self.target.max_length)
+        plain = self._decode(None, requests, max_length, "certify T = 0, no drafting")
+        drafter = new_drafter(self.head, k)
+        drafted = self._decode(drafter, requests, max_length, f"certify T = 0, K = {k}")
         equal = [plain[r.id].token_ids == drafted[r.id].token_ids for r in requests]
         texts = [(*r.prompt_ids, *plain[r.id].token_ids) for r in requests]
         return texts, float(np.mean(equal))
 
     def _decode(
-        self, engine: Decoder, requests: Sequence[Request], stage: str
+        self,
+        drafter: HeadDrafter | None,
+        requests: Sequence[Request],
+        max_length: int,
+        stage: str,
     ) -> dict[str, Generation]:
-        """Return the generations by id, and add a fault if the token accounting fails."""
+        """Return the generations by id."""
+        batch = min(self.settings.batch, len(requests))
+        engine = self.engine(self.target, drafter, batch=batch, max_length=max_length)
         by_id: dict[str, Generation] = {}
         for generation in engine.generate(requests):
             by_id[generation.id] = generation
             if len(by_id) % 64 == 0 or len(by_id) == len(requests):
                 self.monitor.progress(stage, len(by_id), len(requests))
-        counters = Counters.total(g.counters for g in by_id.values())
-        try:
-            counters.check_tokens(sum(len(g.token_ids) for g in by_id.values()), len(by_id))
-        except AssertionError as error:
-            self.faults.append(f"{stage}: {error}")
         return by_id
 
-    def _choose_context(
-        self, texts: Sequence[tuple[int, ...]], tree: TreeSettings
-    ) -> ContextChoice:
-        settings = self.settings
-        return choose_context(
-            self.target,
-            self.head,
-            windows(texts, settings.context, settings.contexts),
-            tree,
-            finalists=settings.finalists,
-            enough=settings.enough,
-            level=settings.level,
-            monitor=self.monitor,
-        )
-
-    def _test_sampling(self, choice: ContextChoice, row: Sampled) -> SamplingTest:
-        """Answer one context many times and test the joint.
-
-        The number of samples is fixed before the first one is drawn.
-        """
-        settings, tree = self.settings, choice.tree
-        needed = max(choice.max_needed or settings.max_samples, MIN_SAMPLES)
-        count = settings.samples or min(needed, settings.max_samples)
-        sampling = Sampling(row.temperature, row.top_k, row.top_p, settings.seed)
-        new_tokens = 1 + tree.settings.levels  # the token of the prefill, then the tested ones
-        requests = [
-            Request(f"certify {row.name} {i}", tree.context, new_tokens, sampling)
-            for i in range(count)
-        ]
-        generations: list[Generation] = []
-        if self.exact:
-            generations = self._engine_answers(requests, row)
-            answers = [generation.token_ids for generation in generations]
-        else:
-            sampler, size = TableSampler(tree), settings.batch
-            chunks = (requests[start : start + size] for start in range(0, count, size))
-            answers = [answer for chunk in chunks for answer in sampler.answers(chunk)]
-        joint = tree.joint()
-        cells = [tree.cell(answer) for answer in answers]
-        result = g_test(np.bincount(cells, minlength=len(joint)), joint)
-        acceptance = self_check(generations, row.k) if generations else None
-        num_faults = len(self.faults)
-        if result.p_value < settings.level:
-            self.faults.append(
-                f"{row.name}: the joint distribution of {tree.settings.levels} tokens is not the "
-                "target's"
-            )
-        if acceptance and acceptance.p_value < settings.level:
-            self.faults.append(f"{row.name}: drafts are not accepted as often as expected")
-        dtype = str(self.target.dtype).removeprefix("torch.")
-        what = "engine" if self.exact else f"sampler and verifier on the target's {dtype} logits"
-        test = SamplingTest(
-            **vars(row),
-            level="L3",
-            test=f"G-test of {tree.settings.levels} tokens, {what}, {row.name}",
-            passed=len(self.faults) == num_faults,
-            statistic=result.statistic if np.isfinite(result.statistic) else None,
-            freedom=result.freedom,
-            p_value=result.p_value,
-            acceptance_p_value=acceptance.p_value if acceptance else None,
-            n=len(answers),
-            needed={str(fault): n for fault, n in choice.needed.items()},
-        )
-        if self.faults:
-            return test
-        return test.model_copy(update={"level": self._level(test.has_power)})
-
-    def _engine_answers(self, requests: Sequence[Request], row: Sampled) -> list[Generation]:
+    def _test_row(self, row: Sampled, texts: Sequence[tuple[int, ...]]) -> SamplingTest:
+        """Test the sampler, and the engine where its tokens have an exact distribution."""
         drafter = new_drafter(
             self.head,
             row.k,
@@ -268,9 +223,101 @@ class _Certification:
             draft_temperature=row.draft_temperature,
             verification=row.verification,
         )
+        tests = [self._test_sampler(row, drafter)]
+        tree = self._choose_context(row, texts) if self.exact else None
+        if tree:
+            tests.append(self._test_engine(row, drafter, tree))
+        passed = all(test.passed for test in tests)
+        level: Level = "L1" if tree else "LS"
+        parts = " and ".join(test.part for test in tests)
+        return SamplingTest(
+            **vars(row),
+            level=level if passed and not self.faults else "L3",
+            test=f"G-test of {len(row.widths)} tokens, {parts}, {row.name}",
+            passed=passed,
+            p_value=min(test.p_value for test in tests),
+            n=self.settings.samples,
+            tests=tests,
+        )
+
+    def _requests(self, row: Sampled, context: tuple[int, ...], tokens: int) -> list[Request]:
+        sampling = Sampling(row.temperature, row.top_k, row.top_p, self.settings.seed)
+        ids = (f"certify {row.name} {i}" for i in range(self.settings.samples))
+        return [Request(id_, context, tokens, sampling) for id_ in ids]
+
+    def _test_sampler(self, row: Sampled, drafter: HeadDrafter) -> JointTest:
+        model = KnownModel(drafter, self.target.vocab_size, self.target.dtype, row)
+        requests, size = self._requests(row, model.tree.context, 1), self.settings.batch
+        answers: list[list[int]] = []
+        for start in range(0, len(requests), size):
+            answers += model.answers(requests[start : start + size])
+            self.monitor.progress(f"certify sampler, {row.name}", len(answers), len(requests))
+        return self._joint_test("sampler", row, model.tree, answers, model.accepted / model.drafted)
+
+    def _test_engine(self, row: Sampled, drafter: HeadDrafter, tree: AnswerTree) -> JointTest:
+        new_tokens = len(row.widths) + 1  # the token of the prefill, then the tested ones
+        requests = self._requests(row, tree.context, new_tokens)
         # Long enough for the length limit not to cut drafts off.
-        longest = len(requests[0].prompt_ids) + requests[0].max_new_tokens + 2 * row.k + 1
-        batch = min(self.settings.batch, len(requests))
-        size = {"batch": batch, "max_length": longest}
-        engine = self.engine(self.target, drafter, **size)
-        return list(self._decode(engine, requests, f"certify {row.name}").values())
+        max_length = len(tree.context) + new_tokens + 2 * row.k + 1
+        stage = f"certify engine, {row.name}"
+        generations = self._decode(drafter, requests, max_length, stage).values()
+        counters = Counters.total(generation.counters for generation in generations)
+        acceptance = counters.accepted / max(counters.draft_tokens, 1)
+        answers = [generation.token_ids for generation in generations]
+        return self._joint_test("engine", row, tree, answers, acceptance)
+
+    def _joint_test(
+        self,
+        part: str,
+        row: Sampled,
+        tree: AnswerTree,
+        answers: Iterable[Sequence[int]],
+        acceptance: float,
+    ) -> JointTest:
+        counts = tree.counts(answers)
+        result, n = g_test(counts, tree.joint), int(counts.sum())
+        if result.p_value < self.level:
+            self.faults.append(
+                f"{row.name}: {part}: the joint distribution of {len(row.widths)} tokens is not "
+                f"the {'known model' if part == 'sampler' else 'target'}'s"
+            )
+        return JointTest(
+            part=part,
+            passed=result.p_value >= self.level,
+            statistic=result.statistic if np.isfinite(result.statistic) else None,
+            freedom=result.freedom,
+            p_value=result.p_value,
+            n=n,
+            detectable=detectable(n, result.freedom, self.level),
+            acceptance=acceptance,
+        )
+
+    def _choose_context(self, row: Sampled, texts: Sequence[tuple[int, ...]]) -> AnswerTree | None:
+        """Return the tree with the most even answers, in which faults can show.
+
+        None: rounding could change the possible tokens in every context.
+        """
+
+        def next_logits(sequences: list[tuple[int, ...]]) -> torch.Tensor:
+            states = self.target.states(torch.tensor(sequences, device=self.target.device))
+            return self.target.logits(states.last[:, -1]).to(self.target.dtype)
+
+        contexts = windows(texts, self.settings.context, self.settings.contexts)
+        best: AnswerTree | None = None
+        for number, context in enumerate(contexts, 1):
+            # The prefill emits the first token, so only its likeliest is followed.
+            tree = build_tree(next_logits, context, (1, *row.widths), row)
+            if tree.margin >= MIN_MARGIN and (best is None or tree.entropy > best.entropy):
+                best = tree
+            self.monitor.progress("certify: contexts", number, len(contexts))
+        return best
+
+
+def windows(texts: Sequence[tuple[int, ...]], size: int, count: int) -> list[tuple[int, ...]]:
+    """Return at most `count` windows of `size` tokens, spread evenly over the texts.
+
+    A text that is shorter than `size` is one window.
+    """
+    ends = [(ids, end) for ids in texts for end in range(min(size, len(ids)), len(ids) + 1)]
+    picked = np.unique(np.linspace(0, len(ends) - 1, count).astype(int))
+    return [ids[max(end - size, 0) : end] for ids, end in (ends[i] for i in picked)]

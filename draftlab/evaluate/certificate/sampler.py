@@ -1,128 +1,136 @@
-"""The engine's sampler and verifier on the logits of a tree, without the engine around them.
+"""Rejection sampling by itself: the sampler and the verifier on logits of a known model.
 
-In 16 bits a target's logits depend on the shape of the batch, so an engine's tokens have no exact
-distribution to be compared with. Sampler and verifier do: that of the logits which they are given.
+The known model has the vocabularies, the dtype and the device of the real target and head, and its
+next-token logits depend on the last token alone. They are scaled by the row's temperatures, so
+that every row is tested where drafts are accepted and rejected often: a head that is always right
+or always wrong would hide faults.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from draftlab.engine.draft_sampler import DraftSampler
+from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.sampling import Request, sampling_metadata
-from draftlab.evaluate.certificate.exact_tree import AnswerTree
-from draftlab.kernels.noise import BLOCK_STRIDE
-from draftlab.kernels.sampling import argmax_draft, sample_draft, sample_token
-from draftlab.kernels.sampling.types import DraftDistribution, SamplingMetadata
+from draftlab.evaluate.certificate.exact import MIN_MARGIN, build_tree
+from draftlab.evaluate.certificate.result import Sampled
+from draftlab.kernels.sampling.types import SamplingMetadata
 from draftlab.kernels.verify import verify
 
+COMMON = 4
+"""Draft tokens that are likely; one token outside of the draft vocabulary is likely too."""
+SPREAD, ERRORS = 1.5, (0.2, 1.2)
+"""Standard deviations of the target's logits, and of the head's errors after the first and the last
+likely token: after some tokens most drafts are accepted, after others most are rejected."""
+TAIL = 0.05
+"""Probability of all other tokens together; 0 with limits, whose borders must be clear."""
+IMPOSSIBLE = -40.0
+MAX_TABLES = 20
 
-class TableSampler:
-    """Decoding of a tree's answers from tables of its nodes' logits.
+
+class KnownModel:
+    """Decoding of the known model with a row's sampling.
 
     Args:
-        tree: the tree; its context is the prompt of every request.
+        drafter: the row's drafter, whose choice of tokens is used.
+        vocab_size: the target's.
+        dtype: of the target's logits.
+
+    Attributes:
+        tree: the exact joint of the tested tokens.
+        drafted, accepted: counts of the drafts that were verified so far.
     """
 
-    def __init__(self, tree: AnswerTree) -> None:
-        settings = self.settings = tree.settings
-        self.tree, self.device = tree, tree.first_logits.device
-        # Node n of level m has row offset[m] + n; the last row is of nodes outside of the tree.
-        outside = torch.zeros_like(tree.first_logits)[None]
-        self.logits = torch.cat([*tree.logits, outside])
-        self.outside = len(self.logits) - 1
-        children = torch.cat([torch.from_numpy(t).to(self.device) for t in tree.tokens])
-        self.tokens = torch.cat([children, children.new_full((1, settings.width), -1)])
-        first_child = torch.arange(self.outside, device=self.device) * settings.width + 1
-        next_nodes = first_child[:, None] + torch.arange(settings.width, device=self.device)
-        self.children = torch.cat(
-            [next_nodes, next_nodes.new_full((1, settings.width), self.outside)]
-        ).clamp(max=self.outside)
-        # Draft d of a node: zeros where no step of K drafts can reach it.
-        empty = torch.zeros_like(tree.draft_logits[0][0][:1])
-        self.draft_logits = torch.stack(
-            [
-                torch.cat(
-                    [
-                        level[depth] if depth < len(level) else empty.expand(len(nodes), -1)
-                        for level, nodes in zip(tree.draft_logits, tree.tokens, strict=True)
-                    ]
-                    + [empty]
-                )
-                for depth in range(settings.k)
-            ]
-        )
+    def __init__(
+        self, drafter: HeadDrafter, vocab_size: int, dtype: torch.dtype, row: Sampled
+    ) -> None:
+        self.drafter, self.row = drafter, row
+        self.drafted = self.accepted = 0
+        self.device = drafter.draft_ids.device
+        ids = drafter.draft_ids.cpu()
+        spread = torch.linspace(0, len(ids) - 1, min(COMMON, len(ids))).long()
+        drafted = torch.zeros(vocab_size, dtype=torch.bool)
+        drafted[ids] = True
+        common = torch.cat([ids[spread], (~drafted).nonzero()[:1, 0]])
+        self.state = torch.full((vocab_size,), len(common), device=self.device)
+        self.state[common.to(self.device)] = torch.arange(len(common), device=self.device)
+        context = (int(common[0]),) * 2  # the first step drafts for position 2
+        tail = 0.0 if row.top_k or row.top_p else TAIL
+        for seed in range(MAX_TABLES):
+            base = torch.full((len(common) + 1, vocab_size), -math.inf)
+            noise = torch.Generator().manual_seed(seed)
+            base[:, common] = torch.randn(len(base), len(common), generator=noise) * SPREAD
+            errors = torch.linspace(*ERRORS, len(base))[:, None]
+            draft = base + torch.randn(base.shape, generator=noise) * errors
+            target = _with_tail(base, tail) * row.temperature
+            draft = _with_tail(draft[:, ids], 2 * tail) * (row.draft_temperature or row.temperature)
+            self.target = target.to(self.device, dtype)
+            self.draft = draft.to(self.device, drafter.dtype)
+            self.tree = build_tree(self._logits_after, context, row.widths, row)
+            if self.tree.margin >= MIN_MARGIN:
+                break
+
+    def _logits_after(self, sequences: Sequence[tuple[int, ...]]) -> Tensor:
+        last = torch.tensor([sequence[-1] for sequence in sequences], device=self.device)
+        return self.target[self.state[last]]
 
     @torch.inference_mode()
-    def answers(self, requests: Sequence[Request]) -> list[tuple[int, ...]]:
-        """Return the first token and the L tested tokens of each request."""
-        settings, rows = self.settings, sampling_metadata(requests, self.device)
-        lengths = torch.full_like(rows.prompt, len(self.tree.context))
-        first = sample_token(self.tree.first_logits.expand(len(requests), -1), lengths, rows)
-        answers = [[token] for token in first.tolist()]
+    def answers(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Return the tested tokens of each request, whose prompt is the tree's context."""
+        context, levels = self.tree.context, len(self.row.widths)
+        rows = sampling_metadata(requests, self.device)
+        answers: list[list[int]] = [[] for _ in requests]
         active = torch.arange(len(requests), device=self.device)
-        nodes, lengths = torch.zeros_like(active), lengths + 1
+        last = torch.full_like(active, context[-1])
+        lengths = torch.full_like(active, len(context))
         while len(active):
-            path, tokens, accepted = self._step(nodes, lengths, rows[active])
-            # A rejected draft's tokens follow the accepted prefix only.
-            last = accepted[:, None]
-            nodes = self._child(path.gather(1, last)[:, 0], tokens.gather(1, last)[:, 0])
-            lengths = lengths + accepted + 1
-            for row, emitted, count in zip(
-                active.tolist(), tokens.tolist(), accepted.tolist(), strict=True
+            drafts, accepted, emitted = self._step(last, lengths, rows[active])
+            for number, tokens, count, token in zip(
+                active.tolist(), drafts.tolist(), accepted.tolist(), emitted.tolist(), strict=True
             ):
-                answers[row] += emitted[: count + 1]
-            unfinished = lengths - len(self.tree.context) <= settings.levels
-            active, nodes, lengths = active[unfinished], nodes[unfinished], lengths[unfinished]
-        return [tuple(answer[: settings.levels + 1]) for answer in answers]
-
-    def _child(self, nodes: Tensor, tokens: Tensor) -> Tensor:
-        """Return the nodes after the tokens [B]; `outside` where the tree does not follow them."""
-        matches = self.tokens[nodes] == tokens[:, None]
-        child = self.children[nodes].gather(1, matches.int().argmax(1, keepdim=True))[:, 0]
-        return child.where(matches.any(1), self.outside)
+                answers[number] += [*tokens[:count], token]
+            self.drafted += drafts.numel()
+            self.accepted += int(accepted.sum())
+            lengths = lengths + accepted + 1
+            unfinished = lengths - len(context) < levels
+            active, last, lengths = active[unfinished], emitted[unfinished], lengths[unfinished]
+        return [answer[:levels] for answer in answers]
 
     def _step(
-        self, nodes: Tensor, lengths: Tensor, rows: SamplingMetadata
+        self, last: Tensor, lengths: Tensor, rows: SamplingMetadata
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Draft and verify.
-
-        Args:
-            nodes: int64 [B], the nodes that the steps begin at.
-            lengths: int64 [B], positions of draft 0.
-
-        Returns:
-            The nodes along the drafts [B, K + 1]; the drafts with the emitted token in the place
-            of the first rejected one [B, K + 1]; the number of accepted drafts [B].
-        """
-        temperature = torch.full_like(rows.temperature, self.settings.draft_temperature)
-        sampled, ids = temperature > 0, self.tree.draft_ids
-        block = self.settings.verification == "block"
-        last = (lengths - 2) * (BLOCK_STRIDE if block else 1)  # as `DraftSampler`
-        path, drafts, logits, log_sums = [nodes], [], [], []
-        for depth in range(self.settings.k):
-            logits.append(self.draft_logits[depth][path[-1]])
-            if self.settings.draft_temperature > 0:
-                draft, log_sum = sample_draft(
-                    logits[-1], last, rows, temperature, sampled, ids=ids, offset=2 + depth
-                )
-                log_sums.append(log_sum)
-            else:
-                draft = argmax_draft(logits[-1], ids=ids)
-            drafts.append(draft)
-            path.append(self._child(path[-1], draft))
-        nodes, tokens = torch.stack(path, 1), torch.stack(drafts, 1)
-        q = None
-        if log_sums:
-            q = DraftDistribution(
-                torch.stack(logits, 1), torch.stack(log_sums, 1), temperature, sampled, ids
-            )
-        count = torch.full_like(lengths, self.settings.k)
-        result = verify(
-            self.logits[nodes], tokens, count, q, lengths, rows, expect=False, block=block
+        """Return the drafts [B, K] behind `last` [B], how many are accepted, and what follows."""
+        drafter, k = self.drafter, self.row.k
+        logits = self.draft.new_empty(k, len(last), self.draft.shape[1])
+        sampler = DraftSampler(
+            drafter.settings, k, lengths - 2, rows, drafter.sampling(rows), logits
         )
-        tokens = torch.cat([tokens, tokens[:, :1]], 1)
-        tokens = tokens.scatter(1, result.accepted[:, None], result.emitted[:, None])
-        return nodes, tokens, result.accepted
+        tokens = [last]
+        for depth in range(k):
+            logits[depth] = self.draft[self.state[tokens[-1]]]
+            tokens.append(sampler.draw(depth, logits[depth]))
+        proposal = sampler.proposal()
+        result = verify(
+            self.target[self.state[torch.stack(tokens, 1)]],
+            proposal.tokens,
+            torch.full_like(lengths, k),
+            proposal.distribution,
+            lengths,
+            rows,
+            expect=False,
+            block=self.row.verification == "block",
+        )
+        return proposal.tokens, result.accepted, result.emitted
+
+
+def _with_tail(logits: Tensor, mass: float) -> Tensor:
+    """Give `mass` to the tokens [..., V] whose logits are −∞, in equal shares."""
+    rare = logits.isinf()
+    share = mass / (1 - mass) / rare.sum(-1, keepdim=True).clamp(min=1)
+    log = logits.logsumexp(-1, keepdim=True) + share.log().clamp(min=IMPOSSIBLE)
+    return logits.where(~rare, log)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,11 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Target:
         tmp_path_factory.mktemp("small"), "llama", vocab_size=VOCAB, num_hidden_layers=3, seed=2
     )
     return load_target(TargetSettings(path=str(folder), device="cpu"))
+
+
+@pytest.fixture(scope="package")
+def small_16_bit(small: Target) -> Target:
+    return load_target(TargetSettings(path=str(small.folder), device="cpu", dtype="bfloat16"))
 
 
 @pytest.fixture(scope="package")
@@ -63,9 +69,9 @@ def run_certify(small: Target, poor_head: Eagle3Head) -> RunCertify:
         def engine(target: Target, drafter: ChainDrafter | None, **options: Any) -> Engine:
             return Engine(target, drafter, **options, verifier=verifier if drafter else verify)
 
+        settings = replace(SETTINGS, num_rows=max(len(rows), 1), **changes)
         return certify(
-            small, poor_head, PROMPTS, frozenset(), SETTINGS.model_copy(update=changes),
-            k=2, rows=rows, monitor=Monitor(), engine=engine,
+            small, poor_head, PROMPTS, frozenset(), settings, k=2, rows=rows, monitor=Monitor(), engine=engine,
         )  # fmt: skip
 
     return run

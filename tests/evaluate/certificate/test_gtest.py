@@ -1,4 +1,4 @@
-"""The G-test and its power, against their definitions and simulated draws."""
+"""The G-test and what it detects, against their definitions and simulated draws."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from draftlab.evaluate.certificate.gtest import g_test, power, samples_for
+from draftlab.evaluate.certificate.gtest import detectable, g_test
 
 CELLS = np.random.default_rng(3).dirichlet(np.full(64, 0.7))
 TILTED = CELLS * (1 + 0.1 * np.random.default_rng(4).standard_normal(64))
@@ -37,24 +37,16 @@ def test_p_values_are_uniform() -> None:
 def test_an_impossible_outcome_rejects() -> None:
     result = g_test(np.array([5000, 5000, 1]), np.array([0.5, 0.5, 0.0]))
     assert (result.statistic, result.p_value) == (math.inf, 0.0)
-    needed = samples_for(0.99, np.array([0.5, 0.5, 0.0]), np.array([0.495, 0.495, 0.01]), 1e-3)
-    assert needed == pytest.approx(math.log(0.01) / math.log(0.99), rel=0.02)
 
 
-@pytest.mark.parametrize("target_power", [0.9, 0.99])
-def test_power_agrees_with_draws(target_power: float) -> None:
-    level = 1e-3
-    needed = samples_for(target_power, CELLS, TILTED, level)
-    assert needed is not None
-    draws = np.random.default_rng(2).multinomial(needed, TILTED, 2000)
+@pytest.mark.parametrize("power", [0.9, 0.99])
+def test_the_detectable_divergence_agrees_with_draws(power: float) -> None:
+    level, divergence = 1e-3, float(np.sum(TILTED * np.log(TILTED / CELLS)))
+    samples = round(detectable(1, 63, level, power) / divergence)
+    assert detectable(samples, 63, level, power) == pytest.approx(divergence, rel=1e-3)
+    draws = np.random.default_rng(2).multinomial(samples, TILTED, 2000)
     rejected = np.mean([g_test(counts, CELLS).p_value < level for counts in draws])
-    assert abs(rejected - target_power) < 0.02
-    assert power(needed // 2, CELLS, TILTED, level) < target_power
-    assert samples_for(target_power, CELLS, TILTED, level, limit=needed // 2) is None
-
-
-def test_equal_distributions_have_no_sample_size() -> None:
-    assert samples_for(0.99, CELLS, CELLS, 1e-3, limit=10**6) is None
+    assert abs(rejected - power) < 0.03
 
 
 def test_a_single_cell_never_rejects() -> None:
