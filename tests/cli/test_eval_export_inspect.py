@@ -58,8 +58,8 @@ def test_a_failed_certificate_is_exit_code_one(
 ) -> None:
     def certificate(passed: bool) -> certify.Certificate:
         return certify.Certificate(
-            level="L1" if passed else "L3", prompts_equal=1.0, passed=passed, faults=[], num_tests=0,
-            arms=[], lines=["line"],
+            level="L1" if passed else "L3", prompts_equal=1.0, passed=passed, faults=[],
+            num_tests=0, arms=[], lines=["line"],
         )  # fmt: skip
 
     options = ("eval", "--temps", "0", "--certify", "--out", str(tmp_path))

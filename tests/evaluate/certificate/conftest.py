@@ -71,7 +71,8 @@ def run_certify(small: Target, poor_head: Eagle3Head) -> RunCertify:
 
         settings = replace(SETTINGS, num_rows=max(len(rows), 1), **changes)
         return certify(
-            small, poor_head, PROMPTS, frozenset(), settings, k=2, rows=rows, monitor=Monitor(), engine=engine,
+            small, poor_head, PROMPTS, frozenset(), settings, k=2, rows=rows,
+            monitor=Monitor(), engine=engine,
         )  # fmt: skip
 
     return run
