@@ -27,7 +27,7 @@ from draftlab.kernels.cpu_memory import reuse_freed_memory
 from draftlab.pipeline.evaluate_and_export import evaluate_run, export_run
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.training import train_and_save
-from draftlab.plan.estimate_table import estimate_table
+from draftlab.plan.estimate import estimate_table
 from draftlab.plan.preflight import check_before_run, missing_input
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe, flatten, to_yaml
@@ -116,8 +116,8 @@ class Pipeline:
         """Return the states of the stages up to `last`; without a run folder download nothing."""
         run = self.run if self.folder.exists() else Run(self.folder, flatten(self.recipe), {})
         return [
-            replace(status, missing_input=missing_input(self.recipe, status.stage.name))
-            if status.state in ("missing", "unfinished", "changed")
+            replace(status, missing_input=error.where)
+            if status.runs and (error := missing_input(self.recipe, status.stage.name))
             else status
             for status in run.plan(*last)
         ]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.formatting import size_text
-from draftlab.plan.check_recipe import check_target_of_ranks
+from draftlab.plan.preflight import check_target_of_ranks
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe
 from draftlab.run.stages import STAGES

@@ -1,4 +1,4 @@
-"""Estimates of the disk, memory and time that a recipe needs, from the target's config.json.
+"""The disk, memory and time that a recipe needs, from the target's config.json, as a table.
 
 Disk is an upper bound, since answers may end early. Times are the least that the data sheet of the
 GPU allows. Of several GPUs that hold a target, one works at a time.
@@ -8,29 +8,34 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+import shutil
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
+import psutil
 import torch
 
 from draftlab.formatting import rounded_text, size_text
-from draftlab.plan.check_recipe import check_head, check_shapes
-from draftlab.plan.sizes import (
-    PROMPT_TOKENS,
-    Conversations,
-    HeadSize,
-    TargetSize,
-)
-from draftlab.recipe.hardware import GPUS, Gpu
+from draftlab.plan.preflight import check_head
+from draftlab.plan.sizes import PROMPT_TOKENS, Conversations, HeadSize, TargetSize
+from draftlab.recipe.hardware import GPUS
 from draftlab.recipe.head_spec import planned_identity, target_config
 from draftlab.recipe.recipe import Recipe
-from draftlab.store.manifest import StoreIdentity
 from draftlab.store.shard_cache import DEFAULT_SIZE, SIZE
 from draftlab.store.urls import local_folder
-from draftlab.target_model.locate import explain_loading
+from draftlab.target_model.locate import config_folder, explain_loading, shipped_config
 from draftlab.train.checkpoint import MAX_CHECKPOINTS
+from draftlab.train.distributed.ranks import idle_note
 
 CHECKPOINTS = MAX_CHECKPOINTS + 1
 """Checkpoints on the disk while training writes one and still keeps the others."""
+TIME_FACTORS = (2, 4)
+"""A stage takes this many times the least time."""
+LIBRARIES = 0.7e9
+"""Bytes of memory of a process that has imported torch and transformers, as measured."""
+USABLE_MEMORY = 0.9
+"""Share of a GPU's memory: the rest is for CUDA and fragmentation."""
 
 
 @dataclass(frozen=True)
@@ -53,214 +58,194 @@ class Estimate:
     known: bool = True
 
 
-def runs_on_cpu(recipe: Recipe) -> bool:
-    """Return whether the plan is of a CPU: no GPU is named, and the target would be on none."""
-    device = recipe.target.device
-    on_cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
-    return recipe.hardware.gpu is None and on_cpu
+class RecipeSizes:
+    """The sizes that a recipe and its target's config give, and estimates from them.
 
-
-def estimate_stages(recipe: Recipe) -> list[Estimate]:
-    """Return what the target and each stage need.
+    Attributes:
+        gpu: data sheet of the GPU that the recipe names.
+        on_cpu: whether the plan is of a CPU: no GPU is named, and the target would be on none.
+        conversations: None: their number is not known.
+        token_bytes: bytes of a token in the store.
+        trained: positions that training reads in all steps.
 
     Raises:
         UserError: the target's config cannot be read, or the recipe does not fit it.
     """
-    config = target_config(recipe.target)
-    check_shapes(recipe, config.get_text_config())
-    gpu = GPUS.get(recipe.hardware.gpu or "")
-    on_cpu = runs_on_cpu(recipe)
-    with explain_loading("the target", recipe.target.path):
-        target = TargetSize.of(recipe, config, on_cpu=on_cpu)
-    conversations = Conversations.of(recipe, target.max_length)
-    identity = planned_identity(recipe, config)
-    head = HeadSize.of(check_head(recipe, config), recipe, on_cpu=on_cpu)
-    active = f", {as_count(target.active)} active per token" if target.expert_parameters else ""
-    quantised = "; quantised, so that its files are smaller" if target.quantised else ""
-    name = (config.architectures or [type(config).__name__])[0]
-    return [
-        Estimate(
+
+    def __init__(self, recipe: Recipe) -> None:
+        config, device = target_config(recipe.target), recipe.target.device
+        self.recipe, self.gpu = recipe, GPUS.get(recipe.hardware.gpu or "")
+        no_gpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+        self.on_cpu = self.gpu is None and no_gpu
+        head, _ = check_head(recipe, config)
+        with explain_loading("the target", recipe.target.path):
+            self.target = TargetSize.of(recipe, config, on_cpu=self.on_cpu)
+        self.architecture = (config.architectures or [type(config).__name__])[0]
+        self.conversations = Conversations.of(recipe, self.target.max_length)
+        self.identity = planned_identity(recipe, config)
+        self.token_bytes = self.identity.bytes_per_token
+        self.head = HeadSize.of(head, recipe, on_cpu=self.on_cpu)
+        self.trained = recipe.train.steps * recipe.train.batch_rows * recipe.train.row_tokens
+
+    def stages(self) -> list[Estimate]:
+        """Return what the target and each stage need."""
+        window = [self._window()] if self.recipe.record.rolls else []
+        return [
+            self._target(),
+            self._answers(),
+            self._store(),
+            *window,
+            self._head(),
+            self._evaluation(),
+        ]
+
+    def _products_seconds(self, flops: float) -> float | None:
+        """Return the least time of matrix products."""
+        return self.gpu and flops / self.gpu.products / 1e12
+
+    def _target(self) -> Estimate:
+        target = self.target
+        active = ""
+        if target.expert_parameters:
+            active = f", {as_count(target.active)} active per token"
+        quantised = "; quantised, so that its files are smaller" if target.quantised else ""
+        return Estimate(
             "target",
-            f"{name}: {as_count(target.parameters)} parameters{active}{quantised}",
+            f"{self.architecture}: {as_count(target.parameters)} parameters{active}{quantised}",
             disk=target.parameters * target.stored_each,
             # A CPU decodes with a second copy, whose layout oneDNN reads faster.
-            memory=2 * target.bytes if on_cpu else target.bytes / recipe.target.gpus,
-        ),
-        *_answers_and_store(recipe, identity, target, conversations, gpu),
-        *_window(recipe, identity, target, conversations, gpu),
-        _head(recipe, head, target, gpu),
-        _evaluation(recipe, target, gpu),
-    ]
-
-
-def _answers_and_store(
-    recipe: Recipe,
-    identity: StoreIdentity,
-    target: TargetSize,
-    conversations: Conversations | None,
-    gpu: Gpu | None,
-) -> list[Estimate]:
-    if recipe.record.online:
-        stored = Estimate("store", "nothing is stored: the target runs while the head is trained")
-        unknown = Estimate("answers", "unknown: as many as there are prompts", known=False)
-        return [_answers(recipe, target, conversations, gpu) if conversations else unknown, stored]
-    if conversations is None:
-        why = f"there is no {recipe.prompts.source}, and prompts.max_prompts is not set"
-        each = f"{as_bytes(identity.bytes_per_token)} per token"
-        return [Estimate("answers", f"unknown: {why}", known=False), Estimate("store", each)]
-    return [
-        _answers(recipe, target, conversations, gpu),
-        _store(recipe, identity, target, conversations, gpu),
-    ]
-
-
-def _answers(
-    recipe: Recipe, target: TargetSize, conversations: Conversations, gpu: Gpu | None
-) -> Estimate:
-    batch, assumed = recipe.regenerate.batch, ""
-    if conversations.assumed:
-        assumed = (
-            f" (assuming {PROMPT_TOKENS} tokens per prompt: there is no {recipe.prompts.source})"
+            memory=2 * target.bytes if self.on_cpu else target.bytes / self.recipe.target.gpus,
         )
-    if not recipe.regenerate.enabled:
-        return Estimate("answers", f"{conversations.count:,} conversations with answers{assumed}")
-    if not conversations.answer:
-        limit = f"no room for answers in {conversations.length:,.0f} positions"
+
+    def _answers(self) -> Estimate:
+        recipe, target, conversations = self.recipe, self.target, self.conversations
+        source, batch = recipe.prompts.source, recipe.regenerate.batch
+        if conversations is None:
+            why = f"there is no {source}, and prompts.max_prompts is not set"
+            return Estimate("answers", f"unknown: {why}", known=False)
+        assumed = ""
+        if conversations.assumed:
+            assumed = f" (assuming {PROMPT_TOKENS} tokens per prompt: there is no {source})"
+        note = f"{conversations.count:,} conversations"
+        if not recipe.regenerate.enabled:
+            return Estimate("answers", f"{note} with answers{assumed}")
+        if not conversations.answer:
+            limit = f"no room for answers in {conversations.length:,.0f} positions"
+            return Estimate("answers", f"{note} whose prompts leave {limit}{assumed}")
+        tokens = conversations.count * conversations.answer
+        steps = math.ceil(conversations.count / batch) * conversations.answer
+        mean = conversations.prompt + conversations.answer / 2
+        # A KV cache that does not fit in memory is made smaller (`engine/kv_pool.py`), and answers
+        # take longer.
+        longest = min(conversations.long_prompt + conversations.answer, target.max_length)
+        states = ""
+        if target.state_bytes is None:
+            states = " (and recurrent states of unknown size)"
+        elif target.state_bytes:
+            states = f" and recurrent states of {size_text(target.state_bytes)}"
+        each = longest * target.kv_bytes + (target.state_bytes or 0)
         return Estimate(
-            "answers", f"{conversations.count:,} conversations whose prompts leave {limit}{assumed}"
+            "answers",
+            f"{note}, at most {as_count(tokens)} tokens to generate{assumed}; KV cache of "
+            f"{longest:,.0f} positions{states} for each of a batch",
+            # text, and token ids in decimal
+            disk=6 * conversations.count * conversations.length,
+            memory=min(batch, conversations.count) * each / recipe.target.gpus,
+            seconds=self.gpu and steps * target.step_seconds(self.gpu, batch, mean),
         )
-    tokens = conversations.count * conversations.answer
-    size = 6 * conversations.count * conversations.length  # text, and token ids in decimal
-    steps = math.ceil(conversations.count / batch) * conversations.answer
-    mean = conversations.prompt + conversations.answer / 2
-    # A KV cache that does not fit in memory is made smaller (`engine/kv_pool.py`), and answers
-    # take longer.
-    longest = min(conversations.long_prompt + conversations.answer, target.max_length)
-    states, each = "", longest * target.kv_bytes
-    if target.state_bytes is None:
-        states = " (and recurrent states of unknown size)"
-    elif target.state_bytes:
-        states = f" and recurrent states of {size_text(target.state_bytes)}"
-        each += target.state_bytes
-    return Estimate(
-        "answers",
-        f"{conversations.count:,} conversations, at most {as_count(tokens)} tokens to generate"
-        f"{assumed}; KV cache of {longest:,.0f} positions{states} for each of a batch",
-        disk=size,
-        memory=min(batch, conversations.count) * each / recipe.target.gpus,
-        seconds=gpu and steps * target.step_seconds(gpu, batch, mean),
-    )
 
+    def _recorded(self, conversations: Conversations) -> float:
+        """Return the number of tokens of all records, at most."""
+        limit = self.recipe.record.max_length or self.target.max_length
+        return conversations.count * min(conversations.length, limit)
 
-def _store(
-    recipe: Recipe,
-    identity: StoreIdentity,
-    target: TargetSize,
-    conversations: Conversations,
-    gpu: Gpu | None,
-) -> Estimate:
-    max_length, limit = recipe.record.max_length or target.max_length, ""
-    states = "the last state"
-    if identity.boundaries:
-        states = f"boundaries {list(identity.boundaries)} and the last state"
-    if max_length > target.max_length:
-        limit = f", conversations of at most the target's {target.max_length:,} positions"
-    tokens = conversations.count * min(conversations.length, max_length)
-    url, of = recipe.record.url, ""
-    at_url = url is not None and local_folder(url) is None
-    if recipe.record.rolls:
-        of = f"; the held-out records alone, since all {as_count(tokens)} tokens would take "
-        of += as_bytes(tokens * identity.bytes_per_token)
-        tokens *= recipe.train.validation_share
-    if url is not None:
-        of += f"; {as_bytes(tokens * identity.bytes_per_token)} at {url}"
-    if at_url:
-        of += f", and a cache of {os.environ.get(SIZE) or DEFAULT_SIZE} on each machine ({SIZE})"
-    return Estimate(
-        "store",
-        f"up to about {as_count(tokens)} tokens of {as_bytes(identity.bytes_per_token)}, "
-        f"{states}{limit}{of}",
-        disk=None if at_url else tokens * identity.bytes_per_token,
-        seconds=gpu and 2 * target.active * tokens / gpu.products / 1e12,
-    )
+    def _store(self) -> Estimate:
+        record = self.recipe.record
+        if record.online:
+            note = "nothing is stored: the target runs while the head is trained"
+            return Estimate("store", note)
+        if self.conversations is None:
+            return Estimate("store", f"{size_text(self.token_bytes)} per token")
+        tokens, of = self._recorded(self.conversations), ""
+        states = "the last state"
+        if self.identity.boundaries:
+            states = f"boundaries {list(self.identity.boundaries)} and the last state"
+        if record.rolls:
+            of = f"; the held-out records alone, since all {as_count(tokens)} tokens would take "
+            of += size_text(tokens * self.token_bytes)
+            tokens *= self.recipe.train.validation_share
+        disk: float | None = tokens * self.token_bytes
+        if record.url is not None:
+            of += f"; {size_text(tokens * self.token_bytes)} at {record.url}"
+            if local_folder(record.url) is None:
+                disk, size = None, os.environ.get(SIZE) or DEFAULT_SIZE
+                of += f", and a cache of {size} on each machine ({SIZE})"
+        return Estimate(
+            "store",
+            f"up to about {as_count(tokens)} tokens of {size_text(self.token_bytes)}, {states}{of}",
+            disk=disk,
+            seconds=self._products_seconds(2 * self.target.active * tokens),
+        )
 
-
-def _window(
-    recipe: Recipe,
-    identity: StoreIdentity,
-    target: TargetSize,
-    conversations: Conversations | None,
-    gpu: Gpu | None,
-) -> list[Estimate]:
-    """Estimate the recording of a window's shards while the head is trained."""
-    settings = recipe.train
-    if not recipe.record.rolls or recipe.record.window is None:
-        return []
-    positions = settings.steps * settings.batch_rows * settings.row_tokens
-    size, epochs = recipe.record.window, ""
-    if conversations is not None:
-        length = min(conversations.length, recipe.record.max_length or target.max_length)
-        tokens = conversations.count * length * (1 - settings.validation_share)
-        size = min(size, tokens * identity.bytes_per_token)
-        passes = positions / max(tokens, 1)
-        again = ", each computed again" if passes > 1 else ""
-        epochs = f", {rounded_text(passes)} epochs{again}"
-        if tokens * identity.bytes_per_token <= recipe.record.window:
-            positions, epochs = min(positions, tokens), ", which the window holds as a whole"
-    return [
-        Estimate(
+    def _window(self) -> Estimate:
+        """Estimate the recording of a window's shards while the head is trained."""
+        size, positions, epochs = self.recipe.record.window or 0, self.trained, ""
+        disk: float = size
+        if self.conversations is not None:
+            tokens = self._recorded(self.conversations) * (1 - self.recipe.train.validation_share)
+            disk, passes = min(size, tokens * self.token_bytes), positions / max(tokens, 1)
+            again = ", each computed again" if passes > 1 else ""
+            epochs = f", {rounded_text(passes)} epochs{again}"
+            if tokens * self.token_bytes <= size:
+                positions, epochs = min(positions, tokens), ", which the window holds as a whole"
+        return Estimate(
             "window",
             f"{as_count(positions)} positions recorded while the head is trained{epochs}; "
             "record.keep=all records each once, before the training",
-            disk=size,
-            memory=target.bytes / recipe.target.gpus,
-            seconds=gpu and 2 * target.active * positions / gpu.products / 1e12,
+            disk=disk,
+            memory=self.target.bytes / self.recipe.target.gpus,
+            seconds=self._products_seconds(2 * self.target.active * positions),
         )
-    ]
 
+    def _head(self) -> Estimate:
+        recipe, head, target = self.recipe, self.head, self.target
+        online, hardware = recipe.record.online, recipe.hardware
+        flops = self.trained * (head.flops + online * 2 * target.active)
+        note = f"{as_count(head.trained)} parameters to train on {as_count(self.trained)} positions"
+        records = recipe.record.rolls and hardware.gpus * hardware.nodes <= recipe.target.gpus
+        if records:
+            note += ", on the GPU that records the window meanwhile"
+        checkpoint = 12 * head.trained  # weights and two moments
+        return Estimate(
+            "head",
+            note,
+            disk=CHECKPOINTS * checkpoint + 2 * head.trained,  # 16 bits at the end
+            # A target that runs beside it is on the same GPU, unless target.device names another.
+            memory=head.memory + (online + records) * target.bytes / recipe.target.gpus,
+            seconds=self._products_seconds(flops),
+        )
 
-def _head(recipe: Recipe, head: HeadSize, target: TargetSize, gpu: Gpu | None) -> Estimate:
-    settings, online = recipe.train, recipe.record.online
-    positions = settings.steps * settings.batch_rows * settings.row_tokens
-    flops = positions * (head.flops + online * 2 * target.active)
-    note = f"{as_count(head.trained)} parameters to train on {as_count(positions)} positions"
-    hardware = recipe.hardware
-    records = recipe.record.rolls and hardware.gpus * hardware.nodes <= recipe.target.gpus
-    if records:
-        note += ", on the GPU that records the window meanwhile"
-    targets = online + records  # which share the GPU with the head
-    checkpoint = 12 * head.trained  # weights and two moments
-    return Estimate(
-        "head",
-        note,
-        disk=CHECKPOINTS * checkpoint + 2 * head.trained,  # 16 bits at the end
-        # They are on one GPU, unless target.device names another.
-        memory=head.memory + targets * target.bytes / recipe.target.gpus,
-        seconds=gpu and flops / gpu.products / 1e12,
-    )
-
-
-def _evaluation(recipe: Recipe, target: TargetSize, gpu: Gpu | None) -> Estimate:
-    """Estimate batched and timed decoding, as if each step generated one token."""
-    settings = recipe.eval
-    variants = 2 if settings.draft_probs == "both" else 1
-    drafting = (1 + len(settings.compare)) * len(settings.k or "k")
-    configs = [1 + drafting * (variants if t else 1) for t in settings.temperatures]
-    configs[0] += 2 * (1 + len(settings.compare)) * (settings.k is None)  # smaller K's
-    rows, prompts = sum(configs), settings.max_prompts
-    seconds = None
-    if gpu and prompts is not None:
+    def _evaluation(self) -> Estimate:
+        """Estimate batched and timed decoding, as if each step generated one token."""
+        settings = self.recipe.eval
+        heads, prompts = 1 + len(settings.compare), settings.max_prompts
+        variants = 2 if settings.draft_probs == "both" else 1
+        drafting = heads * len(settings.k or "k")
+        rows = sum(1 + drafting * (variants if t else 1) for t in settings.temperatures)
+        rows += 2 * heads * (settings.k is None)  # smaller K's
+        number = "all" if prompts is None else f"{prompts:,}"
+        note = f"{rows} rows of {number} prompts"
+        if self.gpu is None or prompts is None:
+            return Estimate("eval", note)
+        step = {
+            batch: self.target.step_seconds(self.gpu, batch, PROMPT_TOKENS)
+            for batch in (1, settings.batch, *settings.concurrency)
+        }
         steps = math.ceil(prompts / settings.batch) * settings.max_new_tokens
-        seconds = rows * steps * target.step_seconds(gpu, settings.batch, PROMPT_TOKENS)
-        timed = settings.timing_prompts * len(settings.timing_batches)
-        batch_1 = target.step_seconds(gpu, 1, PROMPT_TOKENS)
-        loaded = sum(
-            settings.answers_under_load(c) * target.step_seconds(gpu, c, PROMPT_TOKENS)
-            for c in settings.concurrency
-        )
-        seconds += settings.timing_tokens * rows * (timed * batch_1 + loaded)
-    number = f"{prompts:,}" if prompts is not None else "all"
-    return Estimate("eval", f"{rows} rows of {number} prompts", seconds=seconds)
+        timed = settings.timing_prompts * len(settings.timing_batches) * step[1]
+        timed += sum(settings.answers_under_load(c) * step[c] for c in settings.concurrency)
+        seconds = rows * (steps * step[settings.batch] + settings.timing_tokens * timed)
+        return Estimate("eval", note, seconds=seconds)
 
 
 def as_count(number: float) -> str:
@@ -271,6 +256,127 @@ def as_count(number: float) -> str:
     return f"{number:,.0f}"
 
 
-def as_bytes(number: float | None) -> str:
-    """Return a size, or "" for none."""
-    return "" if number is None else size_text(number)
+def estimate_table(
+    recipe: Recipe, runs: Path, stages: Collection[str], num_working: int = 1
+) -> Iterator[str]:
+    """Yield the lines of a table of estimates, and warnings about the machine.
+
+    Args:
+        runs: folder of all runs.
+        stages: names of the stages in the table.
+        num_working: number of GPUs that work at the same time.
+    """
+    sizes, hardware = RecipeSizes(recipe), recipe.hardware
+    shown = {"target", *stages, *["window"] * ("head" in stages)}
+    rows = {
+        row.name: _shared(row, recipe, num_working) for row in sizes.stages() if row.name in shown
+    }
+    machine = f"{hardware.gpus} × {hardware.gpu}" if sizes.gpu else "set hardware.gpu for times"
+    if sizes.on_cpu:
+        machine = "a CPU, whose times are not estimated; hardware.gpu=H100 is for a GPU"
+    if hardware.nodes > 1:
+        machine = f"{hardware.nodes} × {machine}"
+    if num_working > 1:
+        machine += f"; {num_working} work together"
+    shipped = config_folder(recipe.target) == shipped_config(recipe.target) is not None
+    source = "the shapes of this target in draftlab" if shipped else "the target's config.json"
+    yield f"estimate ({machine}), from {source}:"
+    yield f"  {'':8}{'disk':>9}  " + ("memory" if sizes.on_cpu else f"{'GPU memory':14}  time")
+    for name, row in rows.items():
+        memory = size_text(row.memory) if row.memory else ""
+        if name in ("target", "answers") and recipe.target.gpus > 1 and memory:
+            memory += f" × {recipe.target.gpus}"
+        row_disk = size_text(row.disk) if row.disk else ""
+        yield f"  {name:8}{row_disk:>9}  {memory:14}  {_time(row.seconds):17}  {row.note}"
+    disk = sum(row.disk or 0 for row in rows.values())
+    seconds = {name: row.seconds or 0.0 for name, row in rows.items()}
+    total = sum(seconds.values())
+    if num_working > 1:  # other GPUs record the window while the head is trained
+        total -= min(seconds.get("window", 0.0), seconds.get("head", 0.0))
+    unknown = "" if all(row.known for row in rows.values()) else ", and what is unknown"
+    time = _time(total if sizes.gpu else None)
+    yield f"  {'total':8}{size_text(disk):>9}  {'':14}  {time}".rstrip() + unknown
+    yield from _warnings(sizes, rows, runs.resolve(), max(num_working, hardware.gpus))
+
+
+def _shared(row: Estimate, recipe: Recipe, num_working: int) -> Estimate:
+    """Return the estimate of a stage whose work so many GPUs share."""
+    share, each = 1, recipe.target.gpus
+    if row.name in ("answers", "store"):
+        share = max(1, num_working // each)
+    elif row.name in ("head", "window"):
+        train = record = num_working
+        if recipe.record.rolls and num_working > 1:
+            train = max(1, min(num_working // 2, num_working - each))
+            record = max(1, (num_working - train) // each)
+        share = record if row.name == "window" else min(train, recipe.train.batch_rows)
+    return row if row.seconds is None else replace(row, seconds=row.seconds / share)
+
+
+def _warnings(
+    sizes: RecipeSizes, rows: dict[str, Estimate], runs: Path, num_processes: int
+) -> Iterator[str]:
+    """Yield what does not fit: disk, window, rows of the training, and memory."""
+    recipe, record, train = sizes.recipe, sizes.recipe.record, sizes.recipe.train
+    free = shutil.disk_usage(next(p for p in (runs, *runs.parents) if p.exists())).free
+    if free < sum(row.disk or 0 for row in rows.values()):
+        yield f"  warning: {size_text(free)} of disk are free in the folder of runs/"
+    # Half of a window has to hold an optimizer step, and a shard before and after it.
+    step = train.batch_rows * train.row_tokens + 2 * record.shard_tokens
+    if record.rolls and record.window and record.window < (enough := 2 * step * sizes.token_bytes):
+        yield (
+            f"  warning: record.window is {size_text(record.window)}, which may be too small for "
+            "record.shard_tokens and the optimizer step: unless it holds twice all states, it is "
+            f"then refused; {size_text(2 * enough)} are enough"
+        )
+    if "head" in rows:
+        if note := idle_note(train.batch_rows, num_processes):
+            yield f"  warning: {note}"
+        longest = sizes.conversations.longest if sizes.conversations else 0
+        if longest > train.row_tokens:
+            yield (
+                f"  warning: the longest conversation may have about {longest:,.0f} tokens, and "
+                f"train.row_tokens is {train.row_tokens:,}: record.max_length={train.row_tokens} "
+                "cuts it"
+            )
+    memory = {name: row.memory or 0.0 for name, row in rows.items()}
+    target, head = memory["target"] + memory.get("answers", 0.0), memory.get("head", 0.0)
+    if sizes.on_cpu:
+        needed = LIBRARIES + max(target, head)
+        yield (
+            f"  memory: about {size_text(needed)}, {size_text(LIBRARIES)} of them for libraries; "
+            "the target is freed before a training that does not need it"
+        )
+        if (available := psutil.virtual_memory().available) < needed:
+            yield f"  warning: {size_text(available)} of memory are available on this machine"
+    if sizes.gpu is None:
+        return
+    usable, num_gpus = USABLE_MEMORY * 1e9 * sizes.gpu.memory, recipe.target.gpus
+    if num_gpus > recipe.hardware.gpus:
+        yield f"  warning: target.gpus is {num_gpus}, and hardware.gpus {recipe.hardware.gpus}"
+    if target > usable:
+        yield (
+            f"  warning: the target and its KV cache take {size_text(target)} of a GPU's "
+            f"{sizes.gpu.memory:g} GB; target.gpus={math.ceil(target * num_gpus / usable)} is "
+            "enough"
+            + ("; without it fewer prompts are answered at once" * (memory["target"] <= usable))
+        )
+    if head > usable:
+        yield (
+            f"  warning: training takes {size_text(head)} of a GPU's {sizes.gpu.memory:g} GB: "
+            "lower train.micro_rows or train.row_tokens"
+        )
+
+
+def _time(least: float | None) -> str:
+    """Return the range of times for a least time in seconds."""
+    if least is None:
+        return ""
+    low, high = (least * factor for factor in TIME_FACTORS)
+    if high < 60:
+        return "< 1 minute"
+    if high < 90:
+        return "about 1 minute"
+    if high < 2 * 3600:
+        return f"{max(low / 60, 1):.0f} to {high / 60:.0f} minutes"
+    return f"{rounded_text(low / 3600, 2)} to {rounded_text(high / 3600, 2)} hours"

@@ -6,26 +6,24 @@ URL answers, and the files of a target on the Hub that this machine does not hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
 from draftlab.evaluate.vllm_compare import check_settings
-from draftlab.export.layout import serving_warnings
-from draftlab.heads.family import Family, get_family
-from draftlab.plan.check_recipe import (
-    at,
-    check_head,
-    check_shapes,
-    check_target_of_ranks,
-    planned_export,
-)
-from draftlab.recipe.head_spec import target_config
+from draftlab.export.layout import Export, layout_for, serving_warnings
+from draftlab.heads.family import get_family
+from draftlab.heads.folder import load_config
+from draftlab.heads.head import DraftHead
+from draftlab.heads.initial import check_start
+from draftlab.recipe.head_spec import planned_head, planned_identity, target_config
 from draftlab.recipe.recipe import Recipe
 from draftlab.run.head_workspace import input_files
 from draftlab.run.held_out_prompts import check_suite
@@ -34,6 +32,7 @@ from draftlab.servers.vllm_process import find_python
 from draftlab.store.object_store import check_scheme
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.shard_files import open_shard_files
+from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.locate import local_target, resolve_device, resolve_target
 from draftlab.target_model.parts import check_llama_style
@@ -42,7 +41,7 @@ from draftlab.text.mask_token import choose_mask_token
 from draftlab.text.prompts import prompt_file
 from draftlab.text.tokenizer_check import check_tokenizer
 from draftlab.train.distributed.ranks import num_launched
-from draftlab.train.fast.check_fp8 import check_fp8_device
+from draftlab.train.fast.check_fp8 import check_fp8_device, check_fp8_sizes
 from draftlab.train.trackers import check_trackers
 from draftlab.workers.window.training import check_memory_for_vllm
 
@@ -65,11 +64,6 @@ class Planned:
     def runs(self, *names: str) -> bool:
         """Return whether one of these stages runs."""
         return not set(names).isdisjoint(self.stages)
-
-    @property
-    def family(self) -> Family:
-        """The family of the head."""
-        return get_family(self.recipe.head.family)
 
     @cached_property
     def config(self) -> Any:
@@ -109,8 +103,12 @@ def check_before_run(
     return [warning for check in CHECKS for warning in check(planned) or ()]
 
 
-def input_error(recipe: Recipe, stage: str) -> UserError | None:
-    """Return the error of an input file that a stage reads and that does not exist."""
+def missing_input(recipe: Recipe, stage: str) -> UserError | None:
+    """Return the error of an input file that a stage reads and that does not exist.
+
+    Raises:
+        UserError: the file exists and has another fault.
+    """
     read: dict[str, Callable[[], object]] = {
         "answers": lambda: prompt_file(recipe.prompts.source),
         "head": lambda: recipe.head.init and find_head(recipe.head.init),
@@ -119,26 +117,25 @@ def input_error(recipe: Recipe, stage: str) -> UserError | None:
     try:
         read.get(stage, lambda: None)()
     except UserError as error:
+        if Path(error.where).exists():
+            raise
         return error
     return None
 
 
-def missing_input(recipe: Recipe, stage: str) -> str:
-    """Return the path of an input file that a stage reads and that does not exist, or "".
-
-    Raises:
-        UserError: the file exists and has another fault.
-    """
-    error = input_error(recipe, stage)
-    if error and Path(error.where).exists():
-        raise error
-    return error.where if error else ""
+@contextmanager
+def _at(where: str, do: str = "") -> Iterator[None]:
+    """Name the setting that a `UserError` of this block is about."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(error.what, where=where, do=do or error.do) from None
 
 
 def _check_inputs(planned: Planned) -> None:
     """Check that the input files exist."""
     for stage in planned.stages:
-        if error := input_error(planned.recipe, stage):
+        if error := missing_input(planned.recipe, stage):
             raise error
 
 
@@ -146,7 +143,7 @@ def _check_url(planned: Planned) -> None:
     """Check that shards can be at a URL: its scheme and package, then its server and the cache."""
     if (url := planned.recipe.record.url) is None or not planned.runs("store", "head"):
         return
-    with at("record.url"):
+    with _at("record.url"):
         check_scheme(url)
     if not planned.plan:
         open_shard_files(Path(), url).read_manifest()
@@ -158,9 +155,10 @@ def _check_machine(planned: Planned) -> None:
     recipe = planned.recipe
     if not planned.here:
         return
-    _check_vllm(recipe)
+    if "vllm" in (recipe.regenerate.backend, recipe.record.backend):
+        find_python()
     if planned.runs("head"):
-        with at("train.device"):
+        with _at("train.device"):
             device = resolve_device(recipe.train.device)
         if recipe.train.precision == "fp8":
             check_fp8_device(device)
@@ -169,7 +167,7 @@ def _check_machine(planned: Planned) -> None:
         if recipe.record.rolls and recipe.record.backend == "vllm":
             check_memory_for_vllm(recipe, device)
     if planned.runs("answers", "store", "eval"):
-        with at("target.device"):
+        with _at("target.device"):
             resolve_device(recipe.target.device)
     if planned.runs("eval"):
         check_suite(recipe)
@@ -177,21 +175,21 @@ def _check_machine(planned: Planned) -> None:
             check_settings(recipe.eval)
 
 
-def _check_vllm(recipe: Recipe) -> None:
-    for settings in (recipe.regenerate, recipe.record):
-        if settings.backend == "vllm":
-            find_python()
-    if recipe.record.online and recipe.record.backend == "vllm":
+def check_target_of_ranks(recipe: Recipe, num_ranks: int) -> None:
+    """Check that each of several processes that train can hold a target, if training needs it.
+
+    Raises:
+        UserError: the target is on a named device or on several GPUs.
+    """
+    settings = recipe.target
+    named = settings.device not in ("auto", "cuda", "cpu")
+    if recipe.record.online and num_ranks > 1 and (settings.gpus > 1 or named):
         raise UserError(
-            "record.online computes states by transformers alone, found record.backend=vllm",
-            where="record",
-            do="leave one of the two out",
+            f"record.online gives each of {num_ranks} processes the whole target on its own GPU; "
+            f"found target.gpus {settings.gpus}, target.device {settings.device}",
+            where="target",
+            do="leave both at their defaults, train with one process, or leave record.online out",
         )
-
-
-def _check_shapes(planned: Planned) -> None:
-    """Check that the recipe fits the target's config."""
-    check_shapes(planned.recipe, planned.config.get_text_config())
 
 
 def _check_tokenizer(planned: Planned) -> Iterable[str]:
@@ -203,33 +201,74 @@ def _check_tokenizer(planned: Planned) -> Iterable[str]:
             "are not on this machine"
         )
         return
-    if planned.family.uses_target_lm_head and not planned.plan:
+    family = get_family(recipe.head.family)
+    if family.uses_target_lm_head and not planned.plan:
         check_llama_style(folder, trust_remote_code=recipe.target.trust_remote_code)
     rows = planned.config.get_text_config().vocab_size
     if planned.runs("answers", "store", "eval"):
         yield from check_tokenizer(tokenizer, folder, rows, recipe.target.template_arguments)
-    if planned.family.has_mask_token:
-        with at("head.mask_token"):
-            stops = stop_ids(tokenizer, folder)
-            choose_mask_token(recipe.head.mask_token, tokenizer, rows, stops, None)
+    if family.has_mask_token:
+        choose_mask_token(
+            recipe.head.mask_token, tokenizer, rows, stop_ids(tokenizer, folder), None
+        )
 
 
 def _check_head(planned: Planned) -> Iterable[str]:
     """Check that the head can be trained, and served by the programs of its exports."""
-    recipe, tokenizer = planned.recipe, planned.tokenizer
+    tokenizer = planned.tokenizer
     digest = "" if tokenizer is None else tokenizer_sha256(tokenizer)
-    head = check_head(recipe, planned.config, digest)
+    export = check_head(planned.recipe, planned.config, digest)[1]
     if planned.runs("export"):
-        export = planned_export(recipe, planned.config, head)
-        for program in recipe.export.formats:
+        for program in planned.recipe.export.formats:
             yield from serving_warnings(program, export)
+
+
+def check_head(recipe: Recipe, config: Any, tokenizer_hash: str = "") -> tuple[DraftHead, Export]:
+    """Return the head that the recipe would train, on the meta device, and its export.
+
+    Args:
+        config: the target's config.
+        tokenizer_hash: the target's tokenizer_sha256, if it is available.
+
+    Raises:
+        UserError: such a head cannot be, cannot start from the recipe's head.init, or cannot be
+            trained or exported as the recipe says; the message names the settings.
+    """
+    family, text = get_family(recipe.head.family), config.get_text_config()
+    effect = f"takes this target's default ones, {list(default_boundaries(text.num_hidden_layers))}"
+    if family.reads_last_state:
+        effect = f"records none, which is enough for {family.name} heads"
+    with _at("record.boundaries", f"record.boundaries=null {effect}"):
+        identity = planned_identity(recipe, config, tokenizer_hash)
+    formats = "in a recipe --to vllm is export.formats=[vllm]; export.formats=[] exports nothing"
+    with _at("export.formats", formats):
+        layouts = [layout_for(program, family.name) for program in recipe.export.formats]
+    if (recipe.draft_vocab.size or 0) > text.vocab_size:
+        raise UserError(
+            f"expected at most the target's {text.vocab_size:,} tokens, found "
+            f"{recipe.draft_vocab.size:,}",
+            where="draft_vocab.size",
+            do="lower it, or leave it out for all of the target's tokens",
+        )
+    head = planned_head(recipe, config, identity)
+    if recipe.head.init is not None:
+        folder = find_head(recipe.head.init)
+        check_start(head.config, load_config(folder), folder)
+    fast = family.objective().fast_forward
+    if recipe.train.precision == "fp8" and fast is not None and fast.supports(head):
+        check_fp8_sizes(head)
+    k = recipe.export.k or head.config.k_trained
+    export = Export(head.config, config.to_dict(), recipe.target.path, k, torch.bfloat16)
+    for layout in layouts:
+        with _at("export.formats"):
+            layout.check(export)
+    return head, export
 
 
 CHECKS: tuple[Callable[[Planned], Iterable[str] | None], ...] = (
     _check_inputs,
     _check_url,
     _check_machine,
-    _check_shapes,
     _check_tokenizer,
     _check_head,
 )

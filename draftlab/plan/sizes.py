@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 from transformers import AutoModelForCausalLM
 
 from draftlab.errors import UserError
@@ -28,12 +27,7 @@ from draftlab.train.flops import kept_bytes
 PROMPT_TOKENS = 256
 """Assumed length of a prompt, if there is no prompt file."""
 BYTES_PER_TOKEN = 4
-"""Approximate bytes of text per token."""
-
-
-def count_parameters(module: nn.Module) -> int:
-    """Return the number of a module's parameters."""
-    return sum(p.numel() for p in module.parameters())
+"""Approximate bytes of text per token: English with a vocabulary of 100,000 tokens or more."""
 
 
 def _first(config: Any, *names: str) -> Any:
@@ -46,11 +40,9 @@ class TargetSize:
     """The size of a target.
 
     Attributes:
-        parameters: number of parameters of its text model.
-        expert_parameters: number of parameters of its experts.
+        parameters, expert_parameters: of its text model, and of the experts among them.
         active_share: share of the experts that process one token.
-        bytes_each: bytes of a parameter as it is loaded.
-        stored_each: bytes of a parameter in the files.
+        bytes_each, stored_each: bytes of a parameter as it is loaded, and in the files.
         kv_bytes: bytes of one position's keys and values in all layers.
         state_bytes: bytes of one request's states in all recurrent layers; None: unknown.
         max_length: positions that the target supports.
@@ -83,21 +75,21 @@ class TargetSize:
         auto = 4 if on_cpu else stored.itemsize
         bytes_each = {"float32": 4, "auto": auto}.get(recipe.target.dtype, 2)
         decoder, _, _ = text_decoder(model)
-        max_length = freeze_rope(decoder) or max_positions(text)
         heads = _first(text, "num_key_value_heads", "num_attention_heads")
         width = _first(text, "head_dim") or text.hidden_size // text.num_attention_heads
-        experts = sum(p.numel() for n, p in model.named_parameters() if ".experts." in n)
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        experts = sum(size for name, size in sizes.items() if ".experts." in name)
         count = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
         per_token = _first(text, "num_experts_per_tok") or 1
         return cls(
-            parameters=count_parameters(model),
+            parameters=sum(sizes.values()),
             expert_parameters=experts,
             active_share=per_token / (count or 1) if experts else 1.0,
             bytes_each=bytes_each,
             stored_each=stored.itemsize,
             kv_bytes=2 * attention_layers(decoder) * heads * width * bytes_each,
             state_bytes=planned_state_bytes(decoder),
-            max_length=max_length,
+            max_length=freeze_rope(decoder) or max_positions(text),
             quantised=any(getattr(c, "quantization_config", None) for c in (config, text)),
         )
 
@@ -131,9 +123,9 @@ class Conversations:
 
     Attributes:
         count: number of conversations.
-        prompt: tokens of a prompt, on average.
-        long_prompt: 99th percentile of the tokens of a prompt.
+        prompt, long_prompt: tokens of a prompt, on average and at the 99th percentile.
         answer: most tokens of a conversation's answers together, on average.
+        longest: most tokens of a recorded conversation; 0: there is no file of prompts.
         assumed: whether the prompts' length is assumed, since there is no file of prompts.
     """
 
@@ -141,6 +133,7 @@ class Conversations:
     prompt: float
     long_prompt: float
     answer: float
+    longest: float
     assumed: bool
 
     @property
@@ -158,27 +151,24 @@ class Conversations:
         Returns:
             None: there is no file, and the recipe does not limit the number of prompts.
         """
-        settings, regenerate = recipe.prompts, recipe.regenerate
+        number, regenerate = recipe.prompts.max_prompts, recipe.regenerate
         sizes = _prompt_sizes(recipe)
-        if not sizes and settings.max_prompts is None:
+        if not sizes and number is None:
             return None
-        count = len(sizes) or settings.max_prompts or 0
         tokens, turns = np.array(sizes or [(PROMPT_TOKENS, 1)]).T
-        prompt, longest = tokens.mean(), np.quantile(tokens, 0.99)
-        answer = float(turns.mean()) * regenerate.max_new_tokens if regenerate.enabled else 0
-        samples = regenerate.samples if regenerate.enabled else 1
-        prompt, longest = (min(float(tokens), max_length) for tokens in (prompt, longest))
-        answer = min(answer, max_length - prompt)
-        return cls(count * samples, prompt, longest, answer, not sizes)
-
-    @staticmethod
-    def longest(recipe: Recipe) -> float:
-        """Return the most tokens of a recorded conversation, by the file of prompts; 0: no file."""
-        regenerate, limit = recipe.regenerate, recipe.record.max_length
-        answer = regenerate.max_new_tokens if regenerate.enabled else 0
-        lengths = (prompt + turns * answer for prompt, turns in _prompt_sizes(recipe))
-        length = max(lengths, default=0)
-        return min(length, limit or length)
+        samples, most = 1, 0
+        if regenerate.enabled:
+            samples, most = regenerate.samples, regenerate.max_new_tokens
+        prompt = min(float(tokens.mean()), max_length)
+        longest = float((tokens + turns * most).max())
+        return cls(
+            count=(len(sizes) or number or 0) * samples,
+            prompt=prompt,
+            long_prompt=min(float(np.quantile(tokens, 0.99)), max_length),
+            answer=min(float(turns.mean()) * most, max_length - prompt),
+            longest=min(longest, recipe.record.max_length or max_length) if sizes else 0,
+            assumed=not sizes,
+        )
 
 
 def _prompt_sizes(recipe: Recipe) -> list[tuple[float, int]]:
@@ -220,7 +210,7 @@ class HeadSize:
         objective = head.family.objective()
         steps = objective.mean_steps(settings)
         trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-        frozen = count_parameters(head) - trained
+        frozen = sum(p.numel() for p in head.parameters() if not p.requires_grad)
         target_lm_head = config.draft_vocab_size * config.target_hidden_size
         positions = (settings.micro_rows or settings.batch_rows) * settings.row_tokens
         dtype = torch.float32 if on_cpu else torch.bfloat16

@@ -241,7 +241,8 @@ def planned_head(recipe: Recipe, config: Any, identity: StoreIdentity) -> DraftH
     size = min(recipe.draft_vocab.size or rows, rows)
     if family.uses_target_lm_head:
         size = rows
-    mask = 0 if family.has_mask_token else None
+    mask = recipe.head.mask_token if isinstance(recipe.head.mask_token, int) else 0
+    mask = mask if family.has_mask_token else None
     head = head_config(recipe, identity, size, Monitor(), mask=mask, target=config)
     with torch.device("meta"):
         return new_head(head)

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from draftlab.errors import UserError
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.export.settings import ExportSettings
 from draftlab.files import read_text
+from draftlab.heads.family import get_family
 from draftlab.recipe.hardware import HardwareSettings
 from draftlab.recipe.schema import settings_in
 from draftlab.servers.settings import RegenerateSettings
@@ -182,6 +183,30 @@ class Recipe(Settings):
     def _accept_path(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
 
+    @model_validator(mode="after")
+    def _sections_fit(self) -> Recipe:
+        family, train = get_family(self.head.family), self.train
+        if family.has_own_loss and train.loss != TrainSettings.model_fields["loss"].default:
+            raise ValueError(
+                f"train.loss: {family.title} heads have a loss of their own, found {train.loss}"
+            )
+        if train.dpace is not None and not family.has_own_loss:
+            raise ValueError(
+                f"train.dpace: {family.title} heads have no D-PACE weights; "
+                "train.acceptance_weighting weighs drafts by how often they are reached"
+            )
+        if self.record.dtype == "fp8" and family.reads_last_state and not self.record.boundaries:
+            raise ValueError(
+                f"record.dtype: fp8 is for features at boundaries, and {family.name} heads need "
+                "none: expected bfloat16, since the last state is never quantised"
+            )
+        if self.record.online and train.data_workers:
+            raise ValueError(
+                "train.data_workers: expected 0 with record.online, since no other process can "
+                f"pack states that the training process computes, found {train.data_workers}"
+            )
+        return self
+
 
 _VLLM_PYTHON = "set the environment variable DRAFTLAB_VLLM_PYTHON; a recipe names no program"
 REMOVED_SETTINGS = {
@@ -278,7 +303,11 @@ def parse_recipe(
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        errors = [(_key(one["loc"], tree), one) for one in merged_errors(error)]
+        errors = [
+            # An error of several sections together has no location, and begins with its setting.
+            (_key(one["loc"], tree) or describe_error(one).partition(":")[0], one)
+            for one in merged_errors(error)
+        ]
         raise UserError(
             "the recipe does not fit:\n  " + "\n  ".join(_explain(*one) for one in errors),
             where=_where((key for key, _ in errors), where, overrides),
@@ -366,7 +395,7 @@ def _explain(key: str, error: Any) -> str:
     """Return a line for one of `merged_errors`; for an unknown key, with the nearest name."""
     loc = error["loc"]
     if error["type"] != "extra_forbidden":
-        return f"{key}: {describe_error(error)}"
+        return f"{key}: {describe_error(error)}" if loc else describe_error(error)
     model: type[BaseModel] = Recipe
     for part in loc[:-1]:
         model = settings_in(model.model_fields[str(part)].annotation) or model

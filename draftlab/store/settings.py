@@ -68,6 +68,11 @@ class RecordSettings(Settings):
 
     @model_validator(mode="after")
     def _window_fits(self) -> RecordSettings:
+        if self.online and self.backend == "vllm":
+            raise ValueError(
+                "online computes states by transformers alone, found backend=vllm: leave one of "
+                "the two out"
+            )
         if self.online and self.url is not None:
             raise ValueError("record.url is for shards, and record.online makes none")
         if self.rolls and self.url is not None:

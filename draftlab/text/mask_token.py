@@ -74,27 +74,13 @@ def choose_mask_token(
         )
     token = _token_id(requested, tokenizer)
     if reason := fault(token):
-        raise _not_usable(requested, token, reason)
+        name = f"id {token}" if requested == token else f"{requested!r} (id {token})"
+        raise UserError(
+            f"expected a token that no text contains, found {name}, which {reason}",
+            where="head.mask_token",
+            do='name another, or "auto"',
+        )
     return token
-
-
-def check_mask_id(requested: int | str, num_rows: int) -> None:
-    """Check, without a tokenizer, that a mask token given as an id has an embedding row.
-
-    Raises:
-        UserError: it has none.
-    """
-    if isinstance(requested, int) and (reason := embedding_row_fault(requested, num_rows)):
-        raise _not_usable(requested, requested, reason)
-
-
-def _not_usable(requested: int | str, token: int, reason: str) -> UserError:
-    name = f"id {token}" if requested == token else f"{requested!r} (id {token})"
-    return UserError(
-        f"expected a token that no text contains, found {name}, which {reason}",
-        where="head.mask_token",
-        do='name another, or "auto"',
-    )
 
 
 def _candidates(tokenizer: Any, num_rows: int) -> Iterator[int]:

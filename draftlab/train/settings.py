@@ -243,6 +243,10 @@ class TrainSettings(Settings):
             raise ValueError(
                 "validate_every validates on held-out records: expected a validation_share above 0"
             )
+        if self.dpace is not None and self.acceptance_weighting:
+            raise ValueError(
+                "expected dpace or acceptance_weighting, found both: leave one of the two out"
+            )
         if self.optimizer == "muon" and self.parallel.startswith("zero"):
             raise ValueError(
                 f"optimizer=muon takes whole matrices, which DeepSpeed splits: expected parallel "

@@ -17,8 +17,7 @@ from transformers import FalconH1Config
 from draftlab.errors import UserError
 from draftlab.heads.folder import load_config
 from draftlab.pipeline.rehearsal import stand_in_config
-from draftlab.plan.estimate import estimate_stages
-from draftlab.plan.estimate_table import estimate_table
+from draftlab.plan.estimate import RecipeSizes, estimate_table
 from draftlab.recipe import head_spec
 from draftlab.recipe.recipe import load_recipe
 from draftlab.target_model.locate import resolve_target, shipped_config
@@ -154,7 +153,7 @@ def test_plans_of_shipped_recipes_need_no_network(
 ) -> None:
     monkeypatch.setattr(head_spec, "hub_answers", lambda: pytest.fail("asks the Hub"))
     recipe = load_recipe(RECIPES / f"{name}.yaml")
-    target = estimate_stages(recipe)[0]
+    target = RecipeSizes(recipe).stages()[0]
     billions = {
         "Llama-3.1-8B": 8.03,
         "Qwen3-8B": 8.19,

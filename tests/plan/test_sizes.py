@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import Llama4Config
 
-from draftlab.plan.estimate import estimate_stages
-from draftlab.plan.estimate_table import estimate_table
+from draftlab.plan.estimate import RecipeSizes, estimate_table
 from draftlab.plan.sizes import Conversations, TargetSize
 from draftlab.recipe.hardware import GPUS
 from draftlab.recipe.head_spec import target_config
@@ -100,7 +99,7 @@ def test_conversations_are_measured_or_assumed(llama_8b: Path, tmp_path: Path) -
     assert 500 < mixed.prompt < 1500
     assert 10_000 < mixed.long_prompt < 10_100
     settings = recipe(llama_8b, prompts=prompts, regenerate={"max_new_tokens": 500, "batch": 64})
-    answers = estimate_stages(settings)[1]
+    answers = RecipeSizes(settings).stages()[1]
     positions = mixed.long_prompt + 500  # a batch may meet the long prompts
     assert answers.memory == pytest.approx(64 * positions * 131_072)
     assert f"KV cache of {positions:,.0f} positions for each of a batch" in answers.note
@@ -121,9 +120,10 @@ def test_every_turn_of_a_conversation_has_an_answer(llama_8b: Path, tmp_path: Pa
         regenerate={"max_new_tokens": 200},
         train={"row_tokens": 1024},
     )
-    assert Conversations.of(settings, 131_072).answer == 3 * 200
-    assert Conversations.longest(settings) == pytest.approx(6 * 200 + len(lines[-1]) / 4)
-    assert "at most 1,800 tokens to generate" in estimate_stages(settings)[1].note
+    measured = Conversations.of(settings, 131_072)
+    assert measured.answer == 3 * 200
+    assert measured.longest == pytest.approx(6 * 200 + len(lines[-1]) / 4)
+    assert "at most 1,800 tokens to generate" in RecipeSizes(settings).stages()[1].note
     table = "\n".join(estimate_table(settings, tmp_path, STAGES))
     assert re.search("longest conversation may have about 1,[34]", table)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
-from draftlab.plan import check_recipe, preflight
+from draftlab.plan import preflight
 from draftlab.recipe.recipe import load_recipe
 from draftlab.servers import vllm_hidden_states as hidden_states
 from draftlab.target_model.loading import load_target
@@ -131,6 +131,6 @@ def test_gpus_that_record_are_others_than_those_that_train_if_there_are_enough(
 def test_ranks_that_need_the_target_have_it_on_one_gpu_each() -> None:
     options = ["record.online=true", "target.gpus=2"]
     recipe = load_recipe(RECIPES / "llama3_eagle3.yaml", options)
-    check_recipe.check_target_of_ranks(recipe, 1)
+    preflight.check_target_of_ranks(recipe, 1)
     with pytest.raises(UserError, match="gives each of 4 processes the whole target"):
-        check_recipe.check_target_of_ranks(recipe, 4)
+        preflight.check_target_of_ranks(recipe, 4)
