@@ -34,7 +34,6 @@ OPTIONS = SettingsOptions(
             "verification",
             "compare",
             "draft_temperature",
-            "greedy_below",
             "top_k",
             "top_p",
             "certify",

@@ -26,7 +26,6 @@ class HeadDrafter(Drafter):
         draft_probs: whether rows with temperature > 0 sample drafts from
             q = softmax(logits / temperature); otherwise every draft is the argmax.
         draft_temperature: temperature of q; None: that of the row.
-        greedy_below: rows with a lower temperature draft greedily (q one-hot).
         verification: how the drafts will be verified. Block verification looks at drafts behind a
             rejected one, so each step draws its drafts from noise of its own.
         confidence: whether proposals state the confidence of each draft.
@@ -47,14 +46,12 @@ class HeadDrafter(Drafter):
         *,
         draft_probs: bool = True,
         draft_temperature: float | None = None,
-        greedy_below: float = 0.0,
         verification: Verification = "token",
         confidence: bool = False,
     ) -> None:
         head.check_drafts(k)
         self.head, self.k, self.draft_probs = head, k, draft_probs
-        self.draft_temperature, self.greedy_below = draft_temperature, greedy_below
-        self.verification = verification
+        self.draft_temperature, self.verification = draft_temperature, verification
         self.boundaries = head.config.boundaries
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
         self.draft_index = draft_index(self.draft_ids, len(head.t2d))
@@ -117,7 +114,7 @@ class HeadDrafter(Drafter):
         """Compute what no pass changes."""
 
     def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        sampled = (keys.temperature > 0) & (keys.temperature >= self.greedy_below)
+        sampled = keys.temperature > 0
         temperature = keys.temperature
         if self.draft_temperature is not None:
             temperature = torch.full_like(temperature, self.draft_temperature)

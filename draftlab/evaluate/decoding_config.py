@@ -72,7 +72,7 @@ class DecodingConfig:
 
         Argmax drafts state them at 1, sampled drafts at the temperature they are sampled at.
         """
-        if not self.draft_probs or temperature == 0 or temperature < settings.greedy_below:
+        if not self.draft_probs or temperature == 0:
             return 1.0
         return settings.draft_temperature or temperature
 
@@ -90,8 +90,6 @@ def configs_at(
     modes = {"on": [True], "off": [False], "both": [False, True]}[settings.draft_probs]
     if temperature == 0:
         modes = modes[:1]  # greedy decoding does not use draft probabilities: one row is enough
-    elif temperature < settings.greedy_below:
-        modes = [False]
     return [
         PLAIN_DECODING,
         *(

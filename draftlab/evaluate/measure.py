@@ -37,7 +37,6 @@ def new_engine(
             config.k,
             draft_probs=config.draft_probs,
             draft_temperature=settings.draft_temperature,
-            greedy_below=settings.greedy_below,
             verification=settings.verification,
             confidence=settings.calibrate and expect,
         )

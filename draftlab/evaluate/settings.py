@@ -69,8 +69,6 @@ class EvalSettings(Settings):
     target's. Both are the same at temperature 0 and with draft_probs off."""
     draft_temperature: float | None = Field(default=None, gt=0)
     """Temperature of sampled drafts; None: the temperature of the row."""
-    greedy_below: float = Field(default=0.0, ge=0)
-    """Draft greedily in rows at a lower temperature."""
     top_k: int | None = Field(default=None, ge=1)
     """Keep the k most likely tokens of the target; None: off."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -124,13 +122,10 @@ class EvalSettings(Settings):
 
     @model_validator(mode="after")
     def _has_effect(self) -> EvalSettings:
-        sampled = self.draft_probs != "off" and any(
-            t > 0 and t >= self.greedy_below for t in self.temperatures
-        )
+        sampled = self.draft_probs != "off" and any(self.temperatures)
         idle = {
             "draft_temperature": self.draft_temperature is not None and not sampled,
             "verification": self.verification == "block" and not sampled,
-            "greedy_below": self.greedy_below > 0 and self.draft_probs == "off",
             "top_k": self.top_k is not None and not any(self.temperatures),
             "top_p": self.top_p is not None and not any(self.temperatures),
         }

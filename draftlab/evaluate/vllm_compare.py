@@ -22,11 +22,9 @@ def check_settings(settings: EvalSettings) -> None:
     Raises:
         UserError: vLLM lacks one of the settings, or no vLLM is installed.
     """
-    values = {
-        "draft_temperature": settings.draft_temperature,
-        "greedy_below": settings.greedy_below,
-    }
-    unsupported = [f"{name} = {value:g}" for name, value in values.items() if value]
+    unsupported = []
+    if settings.draft_temperature:
+        unsupported.append(f"draft_temperature = {settings.draft_temperature:g}")
     if settings.verification == "block":
         unsupported.append("verification = block")
     if unsupported:

@@ -8,13 +8,10 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from draftlab.errors import UserError
-from draftlab.formatting import parse_size
 from draftlab.settings import Settings, SingleOrList
 
 PROGRAMS = ("speculators", "vllm", "sglang", "llamacpp")
 """Programs whose layouts are known; each family says which of them can load its heads."""
-MAX_SHARD = "5GB"
-"""Largest safetensors file by default, as transformers writes them."""
 
 
 def check_program(name: str) -> None:
@@ -48,8 +45,6 @@ class ExportSettings(Settings):
     bake_temperature: bool = False
     """Divide the weights of a DSpark head's confidence by the common temperature of `calibration`,
     for servers that read no temperatures (vLLM, llama.cpp)."""
-    max_shard: str = MAX_SHARD
-    """Size above which weights go into several files, such as 5GB or 500MB."""
     gguf: bool = False
     """Also run llama.cpp's converter on the llamacpp layout, for head.gguf. The environment
     variable LLAMA_CPP names llama.cpp's folder."""
@@ -72,12 +67,6 @@ class ExportSettings(Settings):
                 "expected export.calibration too, whose report has the temperature; found none"
             )
         return bake
-
-    @field_validator("max_shard")
-    @classmethod
-    def _check_size(cls, size: str) -> str:
-        parse_size(size)
-        return size
 
     @field_validator("gguf")
     @classmethod

@@ -19,27 +19,23 @@ from draftlab.files import (
     save_tensors,
     write_json,
 )
-from draftlab.formatting import parse_size
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+MAX_SHARD = "5GB"
+"""Largest safetensors file, as transformers writes them."""
 SAFETENSORS_METADATA = {"format": "pt"}
 """The metadata that transformers requires in a safetensors header."""
 WRITE_AGAIN = "`draftlab export` writes the export again"
 COPY_AGAIN = "copy or download the folder again"
 
 
-def write_weights(tensors: dict[str, Tensor], folder: Path, max_shard: str) -> None:
-    """Write model.safetensors, or above `max_shard` (such as "5GB") several files and an index.
+def write_weights(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write model.safetensors, or above `MAX_SHARD` several files and an index.
 
     Raises:
-        UserError: `max_shard` is not a size, or the disk is full.
+        UserError: the disk is full.
     """
-    try:
-        size = parse_size(max_shard)
-    except ValueError as error:
-        do = "write a number and its unit: kB, MB or GB"
-        raise UserError(str(error), where="export.max_shard", do=do) from None
-    split = split_torch_state_dict_into_shards(tensors, max_shard_size=size)
+    split = split_torch_state_dict_into_shards(tensors, max_shard_size=MAX_SHARD)
     for name, members in split.filename_to_tensors.items():
         with atomic_path(folder / name) as file:
             save_tensors({n: tensors[n] for n in members}, file, metadata=SAFETENSORS_METADATA)

@@ -25,7 +25,7 @@ from draftlab.export.layout import (
     serving_warnings,
 )
 from draftlab.export.serving_tables import calibrated_k, read_serving_tables
-from draftlab.export.settings import MAX_SHARD, check_program
+from draftlab.export.settings import check_program
 from draftlab.export.weight_files import (
     WRITE_AGAIN,
     common_dtype,
@@ -181,19 +181,15 @@ def _measured_k(path: Path, folder: Path) -> tuple[int, str] | None:
     return best.k, f"{which} measured{engine} at T = {best.temperature:g} ({best.speedup:.2f}×)"
 
 
-def write_export(
-    *places: Any, max_shard: str = MAX_SHARD, trust_remote_code: bool = False, **options: Any
-) -> Path:
+def write_export(*places: Any, trust_remote_code: bool = False, **options: Any) -> Path:
     """Write a head in a program's layout: `write_planned` of `plan_export`, which has the rest."""
-    planned = plan_export(*places, **options)
-    return write_planned(planned, max_shard=max_shard, trust_remote_code=trust_remote_code)
+    return write_planned(plan_export(*places, **options), trust_remote_code=trust_remote_code)
 
 
-def write_planned(planned: PlannedExport, *, max_shard: str, trust_remote_code: bool) -> Path:
+def write_planned(planned: PlannedExport, *, trust_remote_code: bool) -> Path:
     """Write an export, compare its files with the head, and move them to its folder.
 
     Args:
-        max_shard: size above which the weights are split into several files, such as "5GB".
         trust_remote_code: whether code shipped with the target may run.
 
     Returns:
@@ -207,7 +203,7 @@ def write_planned(planned: PlannedExport, *, max_shard: str, trust_remote_code: 
     destination = planned.out.expanduser().resolve()
     tensors = _export_tensors(layout, export, head_folder, target_folder, trust_remote_code)
     with atomic_folder(destination) as folder:
-        write_weights(tensors, folder, max_shard)
+        write_weights(tensors, folder)
         write_json(folder / CONFIG, layout.config(export))
         for name, content in layout.json_files(export).items():
             write_json(folder / name, content)

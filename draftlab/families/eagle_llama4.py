@@ -49,7 +49,7 @@ class EagleLlama4(Eagle):
             )
 
     def config_fields(self, settings: Any, target: Any) -> dict[str, Any]:
-        """Return the attention of the recipe, else of the target, else of Llama 4 itself."""
+        """Return the attention of the target, else of Llama 4 itself, with the recipe's RoPE."""
         from transformers import Llama4TextConfig
 
         from draftlab.heads.llama4 import Llama4Config
@@ -57,8 +57,7 @@ class EagleLlama4(Eagle):
         default = Llama4TextConfig(num_hidden_layers=settings.num_layers)
         names = Llama4Config.model_fields.keys() - {"no_rope_layers"}
         fields = {name: getattr(target, name, getattr(default, name)) for name in names}
-        fields["no_rope_layers"] = default.no_rope_layers
-        fields |= {k: v for k, v in settings.llama4.model_dump().items() if v is not None}
+        fields["no_rope_layers"] = settings.llama4.no_rope_layers or default.no_rope_layers
         fields["attention_chunk_size"] = fields["attention_chunk_size"] or None
         return {"llama4": Llama4Config(**fields)}
 

@@ -166,7 +166,6 @@ def _export(
         target_name=base_model or workspace.target.path,
         k=exports.k,
         dtype=exports.dtype,
-        max_shard=exports.max_shard,
         report=workspace.folder / "eval" / REPORT,
         calibration=Path(exports.calibration).expanduser() if exports.calibration else None,
         calibration_temperature=exports.calibration_temperature,

@@ -209,11 +209,24 @@ class Recipe(Settings):
 
 
 _VLLM_PYTHON = "set the environment variable DRAFTLAB_VLLM_PYTHON; a recipe names no program"
+_LLAMA4 = "the head has the target's value, else Llama 4's"
+_LLAMA4_NAMES = (
+    "attention_chunk_size",
+    "attn_scale",
+    "attn_temperature_tuning",
+    "floor_scale",
+    "use_qk_norm",
+)
 REMOVED_SETTINGS = {
     "train.replay": "a head trains on recorded answers alone",
     "target.compile": "layers without a fast path of draftlab run as transformers writes them",
     "eval.adaptive": "servers choose how many drafts they verify; every row here has a fixed K",
     **{f"{s}.vllm.python": _VLLM_PYTHON for s in ("regenerate", "record", "eval")},
+    "train.beta2": "AdamW's second moment decays by 0.95",
+    "train.regression": "it is 1: train.distillation weighs the loss on tokens against it",
+    "eval.greedy_below": "eval.draft_probs=off drafts greedily",
+    "export.max_shard": "weights of more than 5 GB go into several files",
+    **{f"head.llama4.{name}": _LLAMA4 for name in _LLAMA4_NAMES},
     "run.url": "sync the run folder with a tool of your own, such as `rclone` or `aws s3 sync`",
 }
 """Dotted name of a setting, or of a whole section, that draftlab no longer has → what to do."""

@@ -259,11 +259,7 @@ def export_layouts(
     ]
     paths = []
     for layout, one in zip(places, planned, strict=True):
-        path = write_planned(
-            one,
-            max_shard=settings.max_shard,
-            trust_remote_code=target_settings.trust_remote_code,
-        )
+        path = write_planned(one, trust_remote_code=target_settings.trust_remote_code)
         monitor.say(
             f"export: {path} holds the head in {layout} layout; it was loaded back and is equal"
         )

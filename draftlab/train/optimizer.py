@@ -67,7 +67,7 @@ def new_optimizer(
     return kind(
         [group for group in groups if group["params"]],
         lr=settings.learning_rate,
-        betas=(0.9, settings.beta2),
+        betas=(0.9, 0.95),
         fused=device.type == "cuda",
     )
 

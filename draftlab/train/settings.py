@@ -33,20 +33,11 @@ that only the loss lk, which reads the α of a pass, depends on them."""
 
 
 class Llama4Settings(Settings):
-    """Attention of an eagle_llama4 head; None: the target's value if it has one, else Llama 4's."""
+    """Attention of an eagle_llama4 head, which has the target's values where it has them, else
+    Llama 4's."""
 
     no_rope_layers: tuple[Literal[0, 1], ...] | None = None
     """For each layer 1 (RoPE) or 0 (no RoPE); None: every fourth has no RoPE, as in Llama 4."""
-    attention_chunk_size: int | None = Field(default=None, ge=0)
-    """Size of the attention chunks of layers with RoPE, in positions; 0: no chunks."""
-    use_qk_norm: bool | None = None
-    """Whether layers with RoPE apply an RMS norm without weights to queries and keys."""
-    attn_temperature_tuning: bool | None = None
-    """Whether layers without RoPE scale queries by a factor that grows with their position."""
-    floor_scale: int | None = Field(default=None, ge=1)
-    """Positions between two increases of that factor."""
-    attn_scale: float | None = None
-    """Size of the increases: factor = 1 + attn_scale · log(1 + ⌊(p + 1) / floor_scale⌋)."""
 
 
 class HeadSettings(Settings):
@@ -80,7 +71,7 @@ class HeadSettings(Settings):
     qk_norm: bool = False
     """Whether queries and keys are normed, as in Qwen3."""
     llama4: Llama4Settings = Llama4Settings()
-    """eagle_llama4: attention settings; null: the target's value if it has one, else Llama 4's."""
+    """eagle_llama4: settings of its attention."""
     markov_rank: int = Field(default=256, ge=1)
     """dspark: rank of the bias by the token before each draft."""
     is_causal: bool = False
@@ -148,10 +139,8 @@ class TrainSettings(Settings):
     """soft_ce: cross-entropy to the target's distribution. lk: a mix with the acceptance rate,
     whose share grows with a step's mean acceptance in the forward pass, so that micro_rows and
     anchor_parts change it a little. dspark and dflash have losses of their own."""
-    regression: float = Field(default=1.0, ge=0)
-    """eagle: weight of the regression on the target's states (smooth L1)."""
     distillation: float = Field(default=0.1, ge=0)
-    """eagle: weight of the loss on token distributions."""
+    """eagle: weight of the loss on tokens; that of a smooth L1 to the target's states is 1."""
     noise: float = Field(default=0.1, ge=0)
     """eagle: largest noise on features, multiplied by 512 / conversation length; 0: none."""
     gamma: float = Field(default=0.8, gt=0, le=1)
@@ -190,8 +179,6 @@ class TrainSettings(Settings):
     """Learning rate at the end, as a share of the peak."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Weight decay, on matrices only."""
-    beta2: float = Field(default=0.95, gt=0, lt=1)
-    """Decay of AdamW's second moment."""
     clip: float = Field(default=0.5, gt=0)
     """Gradient norm above which gradients are clipped."""
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"

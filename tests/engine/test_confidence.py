@@ -26,7 +26,6 @@ K = 3
         (True, 0.7, {}, 0.7),
         (True, 0.7, {"draft_temperature": 0.4}, 0.4),
         (True, 0.0, {"draft_temperature": 0.4}, 1.0),
-        (True, 0.5, {"draft_temperature": 0.4, "greedy_below": 0.6}, 1.0),
     ],
 )
 def test_confidence_has_the_temperature_that_a_calibration_names(

@@ -117,9 +117,9 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt(
 ) -> None:
     """`extend_cache` chunk by chunk, then `propose`, against one `propose` with everything."""
     head = request.getfixturevalue({"chain": "head", "parallel": "parallel_head"}[kind])
-    drafter = new_drafter(head, k, draft_probs=draft_probs, greedy_below=0.5)
+    drafter = new_drafter(head, k, draft_probs=draft_probs)
     assert type(drafter) is {"chain": ChainDrafter, "parallel": ParallelDrafter}[kind]
-    assert (drafter.drafting, drafter.greedy_below) == (kind, 0.5)
+    assert drafter.drafting == kind
     assert (drafter.draft_vocab is None) == (not draft_probs)
     drafter.start(4, 24)
     expected = drafter.propose(RaggedPairs([9] * 3).next([9] * 3, TABLE))

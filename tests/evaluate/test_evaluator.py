@@ -148,18 +148,6 @@ def test_every_configuration_has_a_row_and_plain_decoding_one_per_temperature(
     assert report.adviser is None
 
 
-def test_rows_below_greedy_below_draft_greedily(target: Target, head: Eagle3Head) -> None:
-    settings = {"temperatures": [0.5, 1.0], "draft_probs": "both", "timing_prompts": 0}
-    report = evaluate(target, head, greedy_below=0.8, **settings)
-    assert [(t, probs) for t, name, _, probs in configs(report) if name] == [
-        (0.5, False), (1.0, False), (1.0, True),
-    ]  # fmt: skip
-    plain = evaluate(target, head, **settings)
-    assert [r.counters for r in report.rows if r.temperature == 0.5] == [
-        r.counters for r in plain.rows if r.temperature == 0.5 and not r.draft_probs
-    ]
-
-
 def test_every_batch_is_timed_and_the_adviser_covers_every_k(
     target: Target, head: Eagle3Head
 ) -> None:

@@ -120,10 +120,8 @@ def test_load_and_calibration_want_one_suite(setting: dict[str, Any]) -> None:
     [
         ({"draft_temperature": 0.5, "draft_probs": "off"}, {"draft_probs": "on"}),
         ({"draft_temperature": 0.5, "temperatures": 0}, {"temperatures": [0, 0.8]}),
-        ({"draft_temperature": 0.5, "greedy_below": 2.0}, {"greedy_below": 0.5}),
         ({"verification": "block", "temperatures": 0}, {"temperatures": 1}),
         ({"verification": "block", "draft_probs": "off"}, {"draft_probs": "both"}),
-        ({"greedy_below": 0.5, "draft_probs": "off"}, {"draft_probs": "on"}),
         ({"top_k": 5, "temperatures": 0}, {"temperatures": [0, 0.8]}),
         ({"top_p": 0.5, "temperatures": 0}, {"temperatures": [0, 0.8]}),
     ],

@@ -113,7 +113,7 @@ def test_a_failure_of_vllm_leaves_the_rows_of_draftlab(
 
 @pytest.mark.parametrize(
     ("setting", "value"),
-    [("draft_temperature", 0.5), ("greedy_below", 0.5), ("verification", "block")],
+    [("draft_temperature", 0.5), ("verification", "block")],
 )
 def test_settings_that_vllm_lacks_are_refused(setting: str, value: float | str) -> None:
     settings = EvalSettings.model_validate(SETTINGS | {"temperatures": 0.8, setting: value})

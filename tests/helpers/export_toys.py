@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -72,10 +73,16 @@ def save_random_head(
 
 
 def export(
-    head: Path, target: Path, out: Path, program: str = "speculators", **options: object
+    head: Path,
+    target: Path,
+    out: Path,
+    program: str = "speculators",
+    max_shard: str = "5GB",
+    **options: object,
 ) -> Path:
-    """Call `write_export`, by default for a target called org/target."""
-    return write_export(head, target, out, program, **({"target_name": "org/target"} | options))
+    """Call `write_export` for a target called org/target, with files of at most `max_shard`."""
+    with patch("draftlab.export.weight_files.MAX_SHARD", max_shard):
+        return write_export(head, target, out, program, **({"target_name": "org/target"} | options))
 
 
 @dataclass(frozen=True)

@@ -106,12 +106,11 @@ def test_sampled_drafts_follow_q(draft_temperature: float | None) -> None:
         assert stats.chisquare(observed.numpy(), (expected * 30_000).numpy()).pvalue > 1e-4
 
 
-def test_rows_below_greedy_below_draft_their_argmax() -> None:
+def test_rows_at_temperature_0_draft_their_argmax() -> None:
     case = Case(temperature=0.5)
     drafter = make_drafter(case)
-    drafter.greedy_below = 0.8
     keys = sampling_metadata(case, 100)
-    keys = replace(keys, temperature=torch.tensor([0.5, 1.0]).repeat(50))
+    keys = replace(keys, temperature=torch.tensor([0.0, 1.0]).repeat(50))
     proposal = propose(drafter, torch.zeros(100, dtype=torch.int64), torch.full((100,), 3), keys)
     tokens, distribution = proposal.tokens[:, 0], proposal.distribution
     assert set(tokens[::2].tolist()) == {int(DRAFT_IDS[HEAD[0].argmax()])}

@@ -180,25 +180,22 @@ def test_a_llama4_head_follows_its_target() -> None:
     assert attention(LLAMA4, num_layers=4)["no_rope_layers"] == (1, 1, 1, 0)
 
 
-def test_a_llama4_head_follows_the_recipe_before_target_and_llama4() -> None:
-    settings = {"attention_chunk_size": 0, "use_qk_norm": True, "no_rope_layers": [0]}
-    llama4 = attention(LLAMA4, **settings)
-    assert llama4["attention_chunk_size"] is None
-    assert (llama4["use_qk_norm"], llama4["no_rope_layers"]) == (True, (0,))
+def test_a_llama4_head_has_the_recipes_rope_and_llama4s_other_values() -> None:
+    assert attention(LLAMA4, no_rope_layers=[0])["no_rope_layers"] == (0,)
     other = attention(LlamaConfig())
     assert (other["attention_chunk_size"], other["floor_scale"]) == (8192, 8192)
 
 
 def test_other_families_have_no_such_settings() -> None:
     with pytest.raises(UserError, match="EAGLE3 heads have no llama4"):
-        parse_recipe({"name": "r", "head": {"llama4": {"use_qk_norm": True}}})
+        parse_recipe({"name": "r", "head": {"llama4": {"no_rope_layers": [1]}}})
     with pytest.raises(UserError, match=r"one number for each of the 1 layers, found \[1, 0\]"):
         parse_recipe(
             {"name": "r", "head": {"family": "eagle_llama4", "llama4": {"no_rope_layers": [1, 0]}}}
         )
     # recipe.yaml of a run contains all settings, also those that are None.
-    unset = {"llama4": dict.fromkeys(("no_rope_layers", "use_qk_norm"))}
-    assert parse_recipe({"name": "r", "head": unset}).head.llama4.use_qk_norm is None
+    unset = {"llama4": {"no_rope_layers": None}}
+    assert parse_recipe({"name": "r", "head": unset}).head.llama4.no_rope_layers is None
 
 
 def test_template_arguments_that_nothing_reads_are_reported_before_the_run() -> None:

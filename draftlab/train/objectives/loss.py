@@ -39,7 +39,7 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class LossTerms:
-    """The loss of a row: distillation · ℓ + regression · smooth L1 (methods §2, §3).
+    """The loss of a row: distillation · ℓ, with `regression` plus smooth L1 (methods §2, §3).
 
     Smooth L1 is a mean over H. It compares the head's output, which is the feature of the next
     draft, with the normed state of its teacher, which would be the feature if the target had
@@ -56,7 +56,7 @@ class LossTerms:
 
     loss: Loss = "soft_ce"
     distillation: float = 1.0
-    regression: float = 0.0
+    regression: bool = False
     acceptance_weighting: float = 0.0
     dpace: float | None = None
     cross_entropy: float = 0.0
@@ -226,8 +226,8 @@ def weighted_loss(
     if terms.regression:
         state = target.norm(teacher.last[row].to(sum_dtype(target.weight.dtype)))
         distance = F.smooth_l1_loss(output.to(state.dtype), state, reduction="none").mean(-1)
-        total = total + terms.regression * weighted(weight, distance)
-        value = value + terms.regression * distance.detach()
+        total = total + weighted(weight, distance)
+        value = value + distance.detach()
     hit = target.target_ids[out.best] == batch.argmax.flatten()[row]
     values = torch.stack([value, out.alpha, hit]).split(sizes, 1)
     empty = [value.new_zeros(3)] * (len(batch.steps) - len(sizes))

@@ -48,8 +48,8 @@ class Objective:
         fast_forward: a faster forward pass; it is used for heads that it supports.
         sampling: chooses the steps that each position is trained with in an optimizer step; None:
             all that carry loss.
-        imitates_states: whether outputs imitate the target's states (`train.regression`), from
-            features with noise on them (`train.noise`).
+        imitates_states: whether outputs imitate the target's states, from features
+            with noise on them (`train.noise`).
         flops: (head, `StepWork`) → floating-point operations.
         own_terms: terms of a row's loss, in place of `train.loss`.
     """
@@ -90,5 +90,5 @@ class Objective:
             own = self.own_terms
             return replace(own, acceptance_weighting=weighting, dpace=settings.dpace)
         if self.imitates_states:
-            return LossTerms(settings.loss, settings.distillation, settings.regression, weighting)
+            return LossTerms(settings.loss, settings.distillation, True, weighting)
         return LossTerms(settings.loss, acceptance_weighting=weighting)
