@@ -32,7 +32,9 @@ from draftlab.hub.privacy import (
 from draftlab.hub.upload import check_repo_id
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import RECIPE, read_yaml
+from draftlab.report.conditions import description
 from draftlab.report.html import is_plot, write_plots
+from draftlab.report.sections import of_head, sections
 from draftlab.run.folder import check_links
 from draftlab.run.head_workspace import HeadWorkspace
 from draftlab.run.stage_records import head_sha256, read_record, record_path
@@ -100,7 +102,9 @@ def write_upload_folder(
     recipe_text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
     with atomic_folder(path) as folder:
         launch = _export(workspace, repo, exports, base_model, folder, monitor)
-        plots = [path.name for path in write_plots(report, folder)]
+        own = of_head(report, workspace.name)
+        shown = sections(own, figures=True)
+        write_plots(shown, folder, description(own))
         write_text(folder / RECIPE, recipe_text)
         report.write(folder / REPORT)
         # The export has been compared with the head, and so may lose private values.
@@ -111,8 +115,8 @@ def write_upload_folder(
         card = model_card(
             repo,
             head,
-            report,
-            [row for row in report.rows if row.head in (workspace.name, None)],
+            own,
+            shown,
             base_model=base_model,
             licence=licence,
             launch=launch,
@@ -121,7 +125,6 @@ def write_upload_folder(
             removed=removed,
             data=_training_data(recipe)
             + plain_values(without_private_values(head.provenance, paths)),
-            plots=plots,
         )
         write_text(folder / README, card)
     return path

@@ -1,15 +1,24 @@
-"""Texts and cells of calibrations, for the console and the HTML page."""
+"""Calibrations as sections."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
 
 from draftlab.evaluate.calibration.result import CalibratedPosition, Calibration, Saving
 from draftlab.evaluate.results import Report
 from draftlab.report import formatting as fmt
+from draftlab.report.section import NONE, Column, Line, Section, Table
 
 SHOWN_THRESHOLD = 0.2
-"""Threshold of the survival that the console's line has."""
+"""Threshold of the survival that the sentence on a calibration has."""
+DEFINITIONS = (
+    "Position k: the probability that the first k drafts of a step are accepted, from what is "
+    "known before draft k. Error: the expected calibration error, Σ n / N · |mean prediction − "
+    "share accepted| over 15 bins. A perfect predictor errs too, since the steps are finite; its "
+    "error is simulated. Intervals are over prompts. A draft's chance is σ(slope · s + intercept), "
+    "with s the logit of its raw confidence; the calibrated probability of position k is "
+    "σ(a · ln p − b · ln(1 − p) + c), with p the product of the chances up to draft k."
+)
 
 
 def name(report: Report, one: Calibration) -> str:
@@ -27,7 +36,7 @@ def source_text(one: Calibration) -> str:
     return one.source if at is None else f"{one.source} at T = {at:g}"
 
 
-def lines(report: Report) -> list[tuple[str, str]]:
+def calibration_facts(report: Report) -> list[tuple[str, str]]:
     """Return (conditions, text) for each calibration."""
     return [(name(report, one), _text(one)) for one in report.calibrations]
 
@@ -46,63 +55,66 @@ def _text(one: Calibration) -> str:
     )
 
 
-def tables(report: Report) -> list[dict[str, Any]]:
-    """Return what the HTML page shows of each calibration."""
-    return [
-        {
-            "title": name(report, one),
-            "text": _text(one),
-            "half": f"Fitted on {fmt.count(one.fitted_blocks)} steps of "
-            f"{fmt.count(one.fitted_prompts)} prompts of {one.suite}, chosen at random with seed "
-            f"0; measured on {fmt.count(one.blocks)} steps of the other {fmt.count(one.prompts)}.",
-            "positions": range(1, one.k + 1),
-            "rows": _rows(one),
-            "savings": [
-                ("the first calibrated survival below", one.survival_savings),
-                ("the first raw confidence below", one.cutoff_savings),
-            ],
-            "saving": _saving,
-        }
-        for one in report.calibrations
-    ]
+def calibration_tables(report: Report) -> Iterator[Section]:
+    """Yield the errors at each position of every calibration, and what cut-offs leave out."""
+    for one in report.calibrations:
+        text = (
+            f"Fitted on {fmt.count(one.fitted_blocks)} steps of {fmt.count(one.fitted_prompts)} "
+            f"prompts of {one.suite}, chosen at random with seed 0; measured on "
+            f"{fmt.count(one.blocks)} steps of the other {fmt.count(one.prompts)}."
+        )
+        columns = [Column("k", left=True), *(Column(str(k + 1)) for k in range(one.k))]
+        table = Table(columns, [Line([title, *cells]) for title, cells in _rows(one)])
+        title = f"Confidence of the drafts, {name(report, one)}"
+        yield Section(title, [DEFINITIONS, text], table, kind="folded")
+        rules = (
+            ("the first calibrated survival below", one.survival_savings),
+            ("the first raw confidence below", one.cutoff_savings),
+        )
+        columns = [
+            Column("drafts are left out from", left=True),
+            *map(Column, ("threshold", "drafts not verified", "accepted drafts lost")),
+        ]
+        lines = [Line([rule, *_saving(saving)]) for rule, all_ in rules for saving in all_]
+        yield Section(f"{title}: cut-offs", table=Table(columns, lines), kind="folded")
 
 
 def _rows(one: Calibration) -> list[tuple[str, list[str]]]:
     """Return the name and the cells of each line of the table of positions."""
 
-    def cells(text: Any) -> list[str]:
+    def cells(text: Callable[[CalibratedPosition], str]) -> list[str]:
         return [text(position) for position in one.positions]
 
-    def number(field: str, digits: int = 3) -> Any:
-        return lambda p: fmt.number(getattr(p, field), digits)
+    def number(field: str, digits: int = 3) -> list[str]:
+        return cells(lambda p: fmt.number(getattr(p, field), digits))
 
     def interval(p: CalibratedPosition) -> str:
-        return "{:.3f} … {:.3f}".format(*p.error_after_ci) if p.error_after_ci else "–"
+        return "{:.3f} … {:.3f}".format(*p.error_after_ci) if p.error_after_ci else NONE
 
     rows = [
         ("steps", cells(lambda p: fmt.count(p.blocks))),
         ("share accepted", cells(lambda p: fmt.number(p.survived / p.blocks, 3))),
-        ("error, raw", cells(number("error_before"))),
-        ("error, slope and intercept", cells(number("error_logistic"))),
-        ("error, calibrated", cells(number("error_after"))),
+        ("error, raw", number("error_before")),
+        ("error, slope and intercept", number("error_logistic")),
+        ("error, calibrated", number("error_after")),
         ("– 95 % interval", cells(interval)),
     ]
     if one.common_temperature is not None:
         rows += [
-            ("error, a temperature a position", cells(number("error_temperature"))),
-            ("error, one temperature", cells(number("error_common_temperature"))),
+            ("error, a temperature a position", number("error_temperature")),
+            ("error, one temperature", number("error_common_temperature")),
         ]
     rows += [
-        ("error of a perfect predictor", cells(number("error_perfect"))),
-        ("– at most (97.5 %)", cells(number("error_perfect_high"))),
-        ("share of variance explained", cells(number("skill", 2))),
-        ("slope", cells(number("slope", 2))),
-        ("intercept", cells(number("intercept", 2))),
+        ("error of a perfect predictor", number("error_perfect")),
+        ("– at most (97.5 %)", number("error_perfect_high")),
+        ("share of variance explained", number("skill", 2)),
+        ("slope", number("slope", 2)),
+        ("intercept", number("intercept", 2)),
         ("a, b, c", cells(lambda p: ", ".join(f"{value:.2f}" for value in p.beta))),
     ]
     if one.common_temperature is not None:
         title = f"temperature (one: {one.common_temperature:.2f})"
-        rows.append((title, cells(number("temperature", 2))))
+        rows.append((title, number("temperature", 2)))
     return rows
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from draftlab.evaluate.results import Report, Row
 from draftlab.report import formatting as fmt
-from draftlab.report.formatting import NONE
+from draftlab.report.section import NONE
 
 
 def _off(value: Any) -> str:
@@ -57,17 +57,6 @@ class Conditions:
     varying: dict[str, list[str]]
 
 
-def condition_lines(conditions: Mapping[str, str], width: int) -> list[str]:
-    """Return conditions in lines of at most `width` characters."""
-    lines: list[str] = []
-    for item in (f"{name} {value}" for name, value in conditions.items()):
-        if lines and len(lines[-1]) + len(item) + 3 <= width:
-            lines[-1] += f" · {item}"
-        else:
-            lines.append(item)
-    return lines
-
-
 def split_conditions(rows: Sequence[Row]) -> Conditions:
     """Return the rows' conditions, split into shared and varying ones."""
     shared, varying = {}, {}
@@ -78,6 +67,12 @@ def split_conditions(rows: Sequence[Row]) -> Conditions:
             varying[name] = [NONE if value is None else value for value in values]
         elif distinct:
             shared[name] = distinct.pop()
+    for name in (fmt.suite_name, lambda row: row.suite) if "suite" in varying else ():
+        short = [name(row) for row in rows]
+        if len(set(short)) == len(set(varying["suite"])):
+            shared["suites"] = ", ".join(dict.fromkeys(varying["suite"]))
+            varying["suite"] = short
+            break
     trained = {row.head: row.k_trained for row in rows if row.k_trained is not None}
     if trained:
         several = len(set(trained.values())) > 1
@@ -135,24 +130,7 @@ def row_labels(rows: Sequence[Row], without: Sequence[str] = ()) -> list[str]:
     ]
 
 
-def warnings(report: Report) -> dict[str, str]:
-    """Return each distinct warning, with the labels of its rows unless all drafted rows have it.
-
-    Those of measurements under load have the configuration and the temperature.
-    """
-    rows = report.rows
-    labels_of: dict[str, list[str]] = {}
-    for row, label in zip(rows, row_labels(rows), strict=True):
-        for text in dict.fromkeys(row.warnings):
-            labels_of.setdefault(text, []).append(label)
-    drafted = sum(map(fmt.has_drafter, rows))
-    texts = {
-        text: text if len(labels) >= drafted else f"{text} ({'; '.join(labels)})"
-        for text, labels in labels_of.items()
-    }
-    under_load: dict[str, list[str]] = {}
-    for point in report.load:
-        label = f"T = {fmt.temperature(point.temperature)}, {point.configuration}"
-        for text in point.warnings:
-            under_load.setdefault(text, []).append(label)
-    return texts | {text: f"{text} ({'; '.join(labels)})" for text, labels in under_load.items()}
+def description(report: Report) -> str:
+    """Return target and conditions of a report's plots, which a PNG file carries as text."""
+    facts = {"target": fmt.target_name(report)} | report_conditions(report).shared
+    return " · ".join(f"{name} {value}" for name, value in facts.items())

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from draftlab.evaluate.results import Report, Row
+from draftlab.report.section import NONE
 
-NONE = "–"
-"""Text for a value that was not measured or has no meaning for the row."""
 TIME_DIGITS = 2  # the same for all milliseconds, so that a column aligns
 
 HEAD_NOTES = {
@@ -48,8 +47,8 @@ LEGEND: dict[str, tuple[str, str]] = {
         "argmax (vLLM's default): drafts are the head's most likely tokens; sampled: drawn from it",
         "The option --draft-probs off drafts the argmax, which is accepted with the target's "
         "probability of it; --draft-probs on samples drafts, which are accepted with probability "
-        "min(1, p / q). Both leave the target's distribution unchanged, and neither is always "
-        "better. At T = 0 all drafts are the argmax.",
+        "min(1, p / q). Rejection sampling allows for both, and neither is always better. At T = 0 "
+        "all drafts are the argmax.",
     ),
     "TPOT": (
         "milliseconds per output token after the first; [95 % interval over prompts]",
@@ -121,6 +120,11 @@ def speedup(value: float | None, interval: tuple[float, float] | None) -> str:
     return f"{factor(value)} [{number(interval[0], 2)}, {number(interval[1], 2)}]"
 
 
+def percent_off(error: float | None) -> str:
+    """Return the error of a prediction: "+1.2 %"."""
+    return NONE if error is None else f"{100 * error:+.1f} %"
+
+
 def temperature(value: float) -> str:
     """Return a temperature without trailing zeros."""
     return f"{value:g}"
@@ -141,11 +145,6 @@ def drafting(row: Row) -> str:
 def suite_name(row: Row) -> str:
     """Return the name of the row's suite, of a file without its folders."""
     return row.suite.rpartition("/")[2]
-
-
-def head_notes(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the notes on the heads of the rows, by name."""
-    return {name: note for name, note in HEAD_NOTES.items() if any(r.head == name for r in rows)}
 
 
 def short_hash(text: str) -> str:
@@ -174,34 +173,3 @@ def belongs_to(one: Mapping[str, Any], row: Row) -> bool:
     """Return whether an advice is about the row's conditions, at any K and batch."""
     keys = ("suite", "engine", "head", "temperature", "draft_probs")
     return all(one[key] == getattr(row, key) for key in keys)
-
-
-def advice(report: Report) -> list[tuple[str, str]]:
-    """Return (conditions, text) of each advice."""
-    entries = (report.adviser or {}).get("advice", [])
-    engines, heads, suites = ({one[key] for one in entries} for key in ("engine", "head", "suite"))
-    lines = []
-    for one in entries:
-        names = [one["head"]] * (len(heads) > 1) + [one["engine"]] * (len(engines) > 1)
-        names += [one["suite"].rpartition("/")[2]] * (len(suites) > 1)
-        conditions = conditions_text(one["temperature"], one["draft_probs"], None, *names)
-        lines.append((conditions, one["text"]))
-    return lines
-
-
-def advice_check(report: Report) -> str:
-    """Return how well predictions agree with measurements, and what a prediction is of.
-
-    The text is empty without advice.
-    """
-    adviser = report.adviser or {}
-    check = (adviser.get("check") or {}).get("text")
-    return f"{check}; {adviser['predicts']}" if check else ""
-
-
-def certificates(report: Report) -> list[tuple[str, list[str]]]:
-    """Return each head's name with the result and the lines of its certificate."""
-    return [
-        (head, [f"{one['level']}, {'passed' if one['passed'] else 'FAILED'}", *one["lines"]])
-        for head, one in report.environment.get("certificates", {}).items()
-    ]

@@ -1,37 +1,13 @@
-"""Measurements under load as tables: goodput by configuration and concurrency."""
+"""Measurements under load as sections: goodput by configuration and concurrency, and times."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from draftlab.evaluate.results import LoadPoint, Percentiles
+from draftlab.evaluate.results import LoadPoint
 from draftlab.report import formatting as fmt
-from draftlab.report.formatting import NONE
-
-
-@dataclass(frozen=True)
-class LoadCell:
-    """The goodput of a configuration at one concurrency, as text, and whether it is the best."""
-
-    text: str
-    best: bool
-
-
-@dataclass(frozen=True)
-class LoadTable:
-    """The goodput of one engine at one temperature.
-
-    Attributes:
-        title: "T = 0", with the engine if the report has several.
-        concurrencies: one for each column.
-        rows: each configuration with a cell for each concurrency; None where it was not measured.
-    """
-
-    title: str
-    concurrencies: list[int]
-    rows: list[tuple[str, list[LoadCell | None]]]
+from draftlab.report.section import NONE, Column, Line, Section, Table, grouped
 
 
 def load_groups(load: Sequence[LoadPoint]) -> dict[str, list[LoadPoint]]:
@@ -47,36 +23,36 @@ def load_groups(load: Sequence[LoadPoint]) -> dict[str, list[LoadPoint]]:
 
 def by_configuration(points: Sequence[LoadPoint]) -> dict[str, list[LoadPoint]]:
     """Return the points of each configuration, by concurrency."""
-    groups: dict[str, list[LoadPoint]] = {}
+    groups: dict[str, list[LoadPoint]] = {point.configuration: [] for point in points}
     for point in sorted(points, key=lambda point: point.concurrency):
-        groups.setdefault(point.configuration, []).append(point)
-    order = dict.fromkeys(point.configuration for point in points)
-    return {name: groups[name] for name in order}
+        groups[point.configuration].append(point)
+    return groups
 
 
-def load_tables(load: Sequence[LoadPoint]) -> list[LoadTable]:
-    """Return a table for each engine and temperature."""
-    return [_table(title, points) for title, points in load_groups(load).items()]
+def goodput(load: Sequence[LoadPoint]) -> list[Section]:
+    """Return the goodput of each engine and temperature; the best of a column has a star."""
+    found = []
+    for title, points in load_groups(load).items():
+        columns = sorted({point.concurrency for point in points})
+        best = {
+            c: max((p for p in points if p.concurrency == c), key=lambda p: p.goodput_tok_s)
+            for c in columns
+        }
+        lines = []
+        for name, members in by_configuration(points).items():
+            at = {p.concurrency: _goodput(p) + " *" * (best[p.concurrency] is p) for p in members}
+            lines.append(Line([name, *(at.get(c, "") for c in columns)]))
+        header = [Column("tokens/s", left=True, room=14)]
+        header += [Column(f"{c}\nat once") for c in columns]
+        text = [f"goodput: {fmt.LEGEND['goodput'][0]}"]
+        found.append(Section(f"Goodput under load, {title}", text, Table(header, lines)))
+    return found
 
 
-def _table(title: str, points: Sequence[LoadPoint]) -> LoadTable:
-    columns = sorted({point.concurrency for point in points})
-    best = {
-        c: max((p for p in points if p.concurrency == c), key=lambda p: p.goodput_tok_s)
-        for c in columns
-    }
-    rows = []
-    for name, members in by_configuration(points).items():
-        at = {point.concurrency: point for point in members}
-        cells = [LoadCell(_text(at[c]), at[c] is best[c]) if c in at else None for c in columns]
-        rows.append((name, cells))
-    return LoadTable(title, columns, rows)
-
-
-def _text(point: LoadPoint) -> str:
+def _goodput(point: LoadPoint) -> str:
     """Return "412 (1.31×)", the goodput and its ratio to plain decoding."""
-    goodput = rate(point.goodput_tok_s)
-    return goodput if point.speedup is None else f"{goodput} ({fmt.factor(point.speedup)})"
+    text = rate(point.goodput_tok_s)
+    return text if point.speedup is None else f"{text} ({fmt.factor(point.speedup)})"
 
 
 def rate(value: float | None, interval: tuple[float, float] | None = None) -> str:
@@ -90,36 +66,72 @@ def rate(value: float | None, interval: tuple[float, float] | None = None) -> st
     return f"{text} [{interval[0]:,.{digits}f}, {interval[1]:,.{digits}f}]"
 
 
-def percentiles(values: Percentiles | None) -> list[str]:
-    """Return the texts of a time's percentiles, each with its interval."""
-    if values is None:
-        return [NONE] * 3
-    names = ("p50", "p90", "p99")
-    return [fmt.milliseconds(getattr(values, n), getattr(values, f"{n}_ci")) for n in names]
+def _percentile(time: str, name: str) -> Callable[[LoadPoint], str]:
+    def text(point: LoadPoint) -> str:
+        values = getattr(point, time)
+        if values is None:
+            return NONE
+        return fmt.milliseconds(getattr(values, name), getattr(values, f"{name}_ci"))
+
+    return text
 
 
-def load_details(load: Sequence[LoadPoint]) -> list[dict[str, Any]]:
-    """Return the texts of every point for the page's folded table, by engine and temperature."""
-    return [
-        {"title": title, "points": [_details(point) for point in points]}
+TIMES: dict[str, Callable[[LoadPoint], str]] = {
+    "at once": lambda p: str(p.concurrency),
+    "running": lambda p: fmt.number(p.mean_running, 1),
+    "tokens / s": lambda p: rate(p.goodput_tok_s, p.goodput_tok_s_ci),
+    "against no drafting": lambda p: fmt.speedup(p.speedup, p.speedup_ci),
+    "per request": lambda p: rate(p.user_tok_s, p.user_tok_s_ci),
+    **{
+        f"{time} {name}": _percentile(f"{time.lower()}_ms", name)
+        for time in ("TPOT", "TTFT")
+        for name in ("p50", "p90", "p99")
+    },
+    "step": lambda p: fmt.milliseconds(p.step_ms),
+    "AL": lambda p: fmt.number(p.acceptance_length, 2),
+    "requests / tokens": lambda p: f"{fmt.count(p.requests)} / {fmt.count(p.output_tokens)}",
+}
+TIMES_TEXT = (
+    "Milliseconds with 95 % intervals over prompts. Running: mean number of requests that ran at "
+    "once. Per request: tokens per second after its first token. TTFT counts from a request's "
+    "admission. Step: time between two steps of a request, prefills of others included."
+)
+ADVICE: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "K": lambda p: f"{p['k']}{' (best)' * p['best']}",
+    "predicted tokens / s": lambda p: fmt.number(p["goodput_tok_s"], 1),
+    "against no drafting": lambda p: fmt.factor(p["speedup"]),
+    "measured": lambda p: fmt.factor(p["measured_speedup"]),
+    "from the other K's": lambda p: fmt.factor(p["left_out_speedup"]),
+    "error": lambda p: fmt.percent_off(p["error"]),
+}
+ADVICE_TEXT = (
+    "Goodput in tokens per second, predicted from the acceptance and the steps of the decoded "
+    "streams. From the other K's: predicted without any measurement with this K; the error "
+    "compares it with the measured ratio."
+)
+
+
+def times_under_load(load: Sequence[LoadPoint]) -> Section:
+    """Return the times of every point."""
+    groups = [
+        (f"{title}, {name}", members)
         for title, points in load_groups(load).items()
+        for name, members in by_configuration(points).items()
     ]
+    table = grouped("configuration", TIMES, groups, lambda p: "" if p.k else "plain")
+    return Section("Times under load", [TIMES_TEXT], table, kind="folded")
 
 
-def _details(point: LoadPoint) -> dict[str, Any]:
-    return {
-        "configuration": point.configuration,
-        "plain": point.speedup is None,
-        "texts": [
-            str(point.concurrency),
-            fmt.number(point.mean_running, 1),
-            rate(point.goodput_tok_s, point.goodput_tok_s_ci),
-            fmt.speedup(point.speedup, point.speedup_ci),
-            rate(point.user_tok_s, point.user_tok_s_ci),
-            *percentiles(point.tpot_ms),
-            *percentiles(point.ttft_ms),
-            fmt.milliseconds(point.step_ms),
-            fmt.number(point.acceptance_length, 2),
-            f"{fmt.count(point.requests)} / {fmt.count(point.output_tokens)}",
-        ],
-    }
+def load_advice(adviser: Mapping[str, Any]) -> Section:
+    """Return the adviser's predictions of the goodput."""
+    groups = []
+    for one in adviser["load"]:
+        name = f"{one['head']} ({one['engine']})"
+        label = fmt.conditions_text(one["temperature"], one["draft_probs"], None, name)
+        label += f", {one['concurrency']} at once"
+        label += "" if one["best_k"] else ": drafting is predicted not to pay"
+        own = [p | {"best": p["k"] == one["best_k"]} for p in one["predictions"]]
+        groups.append((label, own))
+    text = [ADVICE_TEXT, f"{adviser['check']['text']}."]
+    table = grouped("conditions", ADVICE, groups, lambda p: "best" if p["best"] else "")
+    return Section("How many drafts under load?", text, table, kind="folded")

@@ -1,8 +1,7 @@
-"""Plots of times: TPOT of every row, TPOT by K, speed-up by batch."""
+"""Plots of times: TPOT by K, speed-up by batch."""
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,7 +10,6 @@ from matplotlib.figure import Figure
 from draftlab.evaluate.results import Report, Row
 from draftlab.report import formatting as fmt
 from draftlab.report.canvas import (
-    COLOURS,
     GREY,
     error_bars,
     legend,
@@ -19,9 +17,7 @@ from draftlab.report.canvas import (
     new_figure,
     plain,
 )
-from draftlab.report.conditions import row_labels, row_traits
-
-MAX_BARS = 24
+from draftlab.report.conditions import row_traits
 
 
 def series(rows: Sequence[Row], without: Sequence[str] = ()) -> list[tuple[str, dict[str, Any]]]:
@@ -40,46 +36,6 @@ def series(rows: Sequence[Row], without: Sequence[str] = ()) -> list[tuple[str, 
         (name, line_style(order.index(name), sampled=fmt.drafting(row) == "sampled"))
         for name, row in zip(names, rows, strict=True)
     ]
-
-
-def tpot(rows: Sequence[Row]) -> Iterator[Figure]:
-    """Yield a bar plot of the TPOT of every row; rows without drafting are grey.
-
-    Nothing is yielded if nothing was timed or there are more than `MAX_BARS` rows.
-    """
-    shown = [
-        (row, label)
-        for row, label in zip(rows, row_labels(rows), strict=True)
-        if row.tpot_ms is not None
-    ]
-    if not 0 < len(shown) <= MAX_BARS:
-        return
-    figure = new_figure(
-        "Time per output token", of=[row for row, _ in shown], height=1.3 + 0.4 * len(shown)
-    )
-    axes = figure.axes[0]
-    for i, (row, _) in enumerate(shown):
-        axes.barh(
-            i,
-            row.tpot_ms,
-            height=0.62,
-            color=COLOURS[0] if fmt.has_drafter(row) else GREY,
-            xerr=error_bars([row.tpot_ms], [row.tpot_ms_ci]),
-            capsize=3,
-            ecolor="#222222",
-        )
-        right = max(row.tpot_ms, row.tpot_ms_ci[1] if row.tpot_ms_ci else 0.0)
-        speedup = f"  ({fmt.factor(row.speedup)})" if row.speedup is not None else ""
-        text = f"  {fmt.milliseconds(row.tpot_ms)}{speedup}"
-        axes.text(right, i, text, va="center", fontsize=9)
-    names = [textwrap.fill(plain(label), 26, break_on_hyphens=False) for _, label in shown]
-    axes.set_yticks(range(len(shown)), names, fontsize=9)
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.margins(x=0.34)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("TPOT in ms (in brackets: speed-up)")
-    yield figure
 
 
 def tpot_by_k(report: Report) -> Iterator[Figure]:

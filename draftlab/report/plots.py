@@ -1,110 +1,13 @@
-"""Plots of acceptance, and the list of all plots of a report."""
+"""All plots of a report as sections; each is drawn if the rows allow it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
-
-from matplotlib.figure import Figure
-
-from draftlab.evaluate.results import Report, Row
-from draftlab.report import formatting as fmt
-from draftlab.report.canvas import error_bars, legend, line_style, new_figure, plain
-from draftlab.report.conditions import report_conditions, row_labels, row_traits
+from draftlab.evaluate.results import Report
+from draftlab.report.plot_acceptance import acceptance_by_position, acceptance_length
 from draftlab.report.plot_calibration import FEWEST, reliability
 from draftlab.report.plot_load import goodput_by_speed
-from draftlab.report.plot_times import series, speedup_by_batch, tpot, tpot_by_k
-
-
-class Plot(NamedTuple):
-    """A plot with its file name, without suffix, and the text below it on the HTML page."""
-
-    name: str
-    text: str
-    figure: Figure
-
-
-def acceptance_by_position(rows: Sequence[Row]) -> Iterator[Figure]:
-    """Yield plots of the unconditional acceptance at each draft position, one for each head.
-
-    A plot has only the head's largest K, whose first positions equal those of smaller values, and a
-    line for each temperature, for argmax drafts and for sampled drafts. If every plot had one line,
-    all lines share one plot. Nothing is yielded if nothing was drafted.
-    """
-    drafted = [row for row in rows if row.counters.acceptance_at]
-    max_k: dict[tuple[str | None, str], int] = {}
-    for row in drafted:
-        key = (row.head, row.engine)
-        max_k[key] = max(row.k, max_k.get(key, 0))
-    shown = [row for row in drafted if row.k == max_k[row.head, row.engine]]
-    groups: dict[str, list[Row]] = {}
-    for row, traits in zip(shown, row_traits(shown, without=("K", "drafting")), strict=True):
-        groups.setdefault(", ".join(traits), []).append(row)
-    if all(len(here) == 1 for here in groups.values()):
-        groups = {"": shown} if shown else {}
-    modes = sorted({(row.temperature, fmt.drafting(row)) for row in shown})
-    for name, here in groups.items():
-        figure = new_figure("Acceptance by draft position" + f", {name}" * bool(name), of=here)
-        axes = figure.axes[0]
-        for i, (row, label) in enumerate(zip(here, row_labels(here), strict=True)):
-            mode = row.temperature, fmt.drafting(row)
-            axes.plot(
-                range(1, row.k + 1),
-                row.counters.acceptance_at,
-                label=plain(label),
-                # the same colour for the same temperature in the plots of all heads
-                **line_style(modes.index(mode) if name else i, sampled=mode[1] == "sampled"),
-            )
-        axes.set(
-            xlabel="draft position i",
-            ylabel="share of drafts accepted up to i",
-            ylim=(0, 1.03),
-            xticks=range(1, max(row.k for row in here) + 1),
-        )
-        legend(figure)
-        yield figure
-
-
-def acceptance_length(rows: Sequence[Row]) -> Iterator[Figure]:
-    """Yield a plot of AL at each measured temperature; none for fewer than two temperatures."""
-    measured = [row for row in rows if row.acceptance_length is not None]
-    temperatures = sorted({row.temperature for row in measured})
-    if len(temperatures) < 2:
-        return
-    styles = series(measured)
-    figure = new_figure("Acceptance length by temperature", of=measured)
-    axes = figure.axes[0]
-    present = {
-        t: [name for row, (name, _) in zip(measured, styles, strict=True) if row.temperature == t]
-        for t in temperatures
-    }
-    width = 0.7 / max(map(len, present.values()))
-    for name, style in dict(styles).items():
-        # side by side, without lines: nothing was measured between temperatures
-        places, here = [], []
-        for row, (label, _) in zip(measured, styles, strict=True):
-            if label == name:
-                names = present[row.temperature]
-                shift = (names.index(name) - (len(names) - 1) / 2) * width
-                places.append(temperatures.index(row.temperature) + shift)
-                here.append(row)
-        lengths = [row.acceptance_length for row in here]
-        axes.errorbar(
-            places,
-            lengths,
-            yerr=error_bars(lengths, [row.acceptance_length_ci for row in here]),
-            capsize=3,
-            label=name,
-            **style | {"linestyle": "none"},
-        )
-    axes.set(xlabel="temperature T", ylabel="AL (tokens per verify step)")
-    axes.set_xticks(range(len(temperatures)), map(fmt.temperature, temperatures))
-    axes.set_xlim(-0.5, len(temperatures) - 0.5)
-    axes.grid(visible=False, axis="x")
-    axes.set_ylim(bottom=1)  # AL = 1: nothing accepted
-    legend(figure)
-    yield figure
-
+from draftlab.report.plot_times import speedup_by_batch, tpot_by_k
+from draftlab.report.section import Plot, Section
 
 PLOTS = {
     "acceptance_length": (
@@ -130,12 +33,6 @@ PLOTS = {
         "Under load: output tokens per second of all requests against those of one, by the number "
         "of requests that always run (beside the points). Up and to the right is better.",
     ),
-    "tpot": (
-        # the lines by K have the same times
-        lambda report: () if (report.adviser or {}).get("advice") else tpot(report.rows),
-        "Milliseconds per output token after the first, with 95 % intervals over prompts. Grey: "
-        "the same prompts without drafting.",
-    ),
     "reliability": (
         reliability,
         "Confidence that the first k drafts of a step are accepted, against the share of steps in "
@@ -143,20 +40,16 @@ PLOTS = {
         f"both are equal. Bins of fewer than {FEWEST} steps are left out.",
     ),
 }
+"""What draws the figures of a name, and the text below them."""
 
 
-def plots(report: Report) -> list[Plot]:
-    """Return the plots that the rows allow."""
+def plots(report: Report) -> list[Section]:
+    """Return a section for each figure."""
     found = []
     for name, (draw, text) in PLOTS.items():
         figures = list(draw(report))
         for i, figure in enumerate(figures, 1):
             file = name if len(figures) == 1 else f"{name}_{i}"
-            found.append(Plot(file, f"{text} {figure.get_label()}", figure))
+            texts = [f"{text} {figure.get_label()}"]
+            found.append(Section(file.replace("_", " "), texts, figure=Plot(file, figure)))
     return found
-
-
-def description(report: Report) -> str:
-    """Return target and conditions of a report's plots, which a PNG file carries as text."""
-    facts = {"target": fmt.target_name(report)} | report_conditions(report).shared
-    return " · ".join(f"{name} {value}" for name, value in facts.items())

@@ -50,7 +50,7 @@ def test_eval_of_several_heads_k_and_temperatures(tmp_path: Path) -> None:
     assert {path.stem for path in folder.glob("*.png")} >= {"tpot_by_k_1", "speedup_by_batch_2"}
     plain = draftlab(tmp_path, "eval", *grid, *times)
     assert (plain.stdout + plain.stderr).count("few timed prompts") == 1
-    assert "advice, small, T = 0" in plain.stdout
+    assert "small, T = 0 " in plain.stdout
 
 
 def test_a_failed_certificate_is_exit_code_one(
@@ -67,7 +67,7 @@ def test_a_failed_certificate_is_exit_code_one(
         monkeypatch.setattr(certify, "certify", lambda *_, passed=passed, **__: certificate(passed))
         result = draftlab(finished(), *options)
         assert result.exit_code == (0 if passed else 1)
-        assert "certificate, small:" in result.stdout
+        assert "certificate of small:" in result.stdout
         assert ("FAILED" in result.stdout) is not passed
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.results import Report, Row
 from draftlab.evaluate.speedup_model import Probe
-from draftlab.report import break_even as break_even_text
-from draftlab.report.html import render_html
 from draftlab.report.plot_times import tpot_by_k
-from draftlab.report.table import print_report
+from draftlab.report.sections import sections
 from tests.helpers import sample_report as sample
 from tests.helpers.sample_report import with_timing
 
@@ -87,7 +83,8 @@ def test_one_drafter_or_different_conditions_are_not_compared() -> None:
     chains = [row for row in rows() if row.drafter != "parallel"]
     for uncomparable in (warm, chains):
         assert comparisons(uncomparable) == []
-        assert "Chain and parallel" not in page(sample.with_adviser(uncomparable))
+        titles = [one.title for one in sections(sample.with_adviser(uncomparable))]
+        assert "Chain and parallel at the same K" not in titles
 
 
 def test_a_parallel_head_timed_at_one_k_has_constant_steps() -> None:
@@ -107,85 +104,28 @@ def report() -> Report:
     return sample.with_adviser(rows())
 
 
-def page(report: Report) -> str:
-    return render_html(report, []).replace("&#39;", "'").replace("\xa0", " ")
-
-
-def test_page_and_console_show_the_comparison(report: Report) -> None:
+def test_the_comparison_is_shown_with_its_heads(report: Report) -> None:
     pair = report.adviser["break_even"][0]
-    html = page(report)
-    for text in (
-        "Chain and parallel at the same K",
-        pair["text"],
-        f"{pair['k']} (break-even)",
-        '<td class="left">at once</td><td class="left">parallel</td>',
-        '<td class="left">chained</td><td class="left">chain</td>',
-    ):
-        assert text in html
-    console = Console(width=160, file=io.StringIO())
-    print_report(report, console)
-    text = " ".join(console.file.getvalue().split())
-    assert "chained against at once, T = 0, batch 1" in text
-    assert "drafter" in text
-    assert break_even_text.lines(report)[0][1] == pair["text"]
+    shown = {one.title: one.table for one in sections(report)}
+    (line,) = shown["Chain and parallel at the same K"].lines
+    assert line.cells == ("chained against at once, T = 0, batch 1", pair["text"])
+    names = [line.cells[:2] for line in shown["Measurements"].lines]
+    assert names == [["", ""], *[["chained", "chain"], ["at once", "parallel"]] * 2]
     (figure,) = tpot_by_k(report)
     labels = {text.get_text() for text in figure.legends[0].get_texts()}
     assert {"chained, chain", "at once, parallel"} <= labels
 
 
-def test_times_to_first_token_are_shown_side_by_side() -> None:
-    timed = []
-    for row in rows():
-        row = row.model_copy(update={"timings": []})
-        for batch in (1, 8) if row.k else ():
-            ttft = 100.0 * row.k + batch + (row.head == "at once")
-            row = with_timing(row, 12.0 + row.k, batch, ttft_ms=ttft)
-        timed.append(row)
-    report = sample.with_adviser(timed)
-    ttfts = [[row["ttfts"] for row in table["rows"]] for table in break_even_text.tables(report)]
-    untimed = [["–", "–"]] * 4
-    assert ttfts == [
-        [["101.00", "102.00"], *untimed, ["601.00", "602.00"]],
-        [["108.00", "109.00"], *untimed, ["608.00", "609.00"]],
-    ]
-    html = page(report)
-    assert "<th>TTFT ms parallel</th>" in html
-    assert "<td>608.00</td><td>609.00</td>" in html
-
-
-def test_without_times_only_acceptance_is_compared() -> None:
-    untimed = [row.model_copy(update=sample.NOT_TIMED | {"timings": []}) for row in rows()]
-    warm = [r.model_copy(update={"temperature": 0.8}) for r in untimed if r.drafter == "chain"]
-    report = sample.report([*untimed, *warm])
-    length = {(row.drafter, row.k): row.acceptance_length for row in untimed}
-    shares = [f"{length['parallel', k] / length['chain', k]:.2f}" for k in (1, 6)]
-    ((title, text),) = break_even_text.lines(report)
-    assert title == "chained against at once, T = 0"
-    assert f"{shares[0]} of the chain's AL at K = 1, {shares[1]} at K = 6" in text
-    (table,) = break_even_text.tables(report)
-    assert [row["share"] for row in table["rows"]] == shares
-    html = page(report)
-    assert text in html
-    assert "needed" not in html
-    assert "<h2>Times</h2>" not in html
-
-
-@pytest.mark.parametrize("timed", [True, False])
-def test_heads_are_compared_on_one_suite(timed: bool) -> None:
+def test_heads_are_compared_on_one_suite() -> None:
     """Each suite has a sentence with its own shares and its own times."""
-    by_suite = {}
-    for suite, keep, ttft in (("easy", 0.7, 1.0), ("hard", 0.3, 2.0)):
-        changes = {"suite": f"folder/{suite}"} | ({} if timed else sample.NOT_TIMED)
-        by_suite[suite] = []
-        for row in rows(keep):
-            timings = [one.model_copy(update={"ttft_ms": ttft}) for one in row.timings if timed]
-            by_suite[suite].append(row.model_copy(update=changes | {"timings": timings}))
+    by_suite = {
+        suite: [row.model_copy(update={"suite": f"folder/{suite}"}) for row in rows(keep)]
+        for suite, keep in (("easy", 0.7), ("hard", 0.3))
+    }
     report = sample.with_adviser([row for members in by_suite.values() for row in members])
-    batch = ", batch 1" if timed else ""
-    lines, tables = break_even_text.lines(report), break_even_text.tables(report)
-    assert len(lines) == len(tables) == 2
-    for (title, text), table, (suite, members) in zip(lines, tables, by_suite.items(), strict=True):
-        alone = sample.with_adviser(members)
-        assert title == f"chained against at once, {suite}, T = 0{batch}"
-        assert text == table["text"] == break_even_text.lines(alone)[0][1]
-        assert table["rows"] == break_even_text.tables(alone)[0]["rows"]
+    shown = {one.title: one.table for one in sections(report)}
+    lines = [line.cells for line in shown["Chain and parallel at the same K"].lines]
+    assert lines == [
+        (f"chained against at once, {suite}, T = 0, batch 1", comparisons(members)[0]["text"])
+        for suite, members in by_suite.items()
+    ]

@@ -21,7 +21,7 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.hub.card import _eval_results
 from draftlab.intervals import MIN_INTERVAL_PROMPTS
 from draftlab.progress import Monitor
-from draftlab.report.html import _cards
+from draftlab.report.sections import sections
 from draftlab.report.verdict import verdicts
 from draftlab.target_model.model import Target
 from draftlab.text.suites import Suite
@@ -145,8 +145,11 @@ def test_a_drafted_step_faster_than_a_plain_one_leaves_no_speed_up_of_its_batch(
     report = sample.report(rows).model_copy(update={"adviser": advise(rows, results.probes)})
     assert [one["temperature"] for one in report.adviser["advice"]] == [0.8]
     assert "no verdict: the machine was disturbed" in verdicts(report)[0]
-    cards = _cards(rows)
-    assert [row.speedup is None for _, row in cards] == [row.temperature == 0 for _, row in cards]
+    table = next(one.table for one in sections(report) if one.title == "Measurements")
+    speedups = {
+        line.cells[0]: "×" in line.cells[-1] for line in table.lines if line.style == "best"
+    }
+    assert speedups == {"0": False, "0.8": True}
     published = [one.metric_name for row in rows for one in _eval_results(row)]
     assert sum("Speed-up" in name for name in published) == 2
     assert not any("Speed-up" in name and "T = 0," in name for name in published)

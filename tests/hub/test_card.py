@@ -6,8 +6,10 @@ import yaml
 from huggingface_hub import ModelCard
 
 from draftlab.evaluate.certificate.result import Certificate, SamplingTest
+from draftlab.evaluate.results import Row
 from draftlab.heads.folder import load_config
 from draftlab.hub.card import model_card
+from draftlab.report.sections import of_head, sections
 from draftlab.run.resolve import reference_head
 from tests.helpers.sample_report import report
 
@@ -33,7 +35,9 @@ def certificate(*arms: SamplingTest, **fields: object) -> Certificate:
     return Certificate(**(values | {"arms": list(arms), "lines": lines} | fields))
 
 
-def card(certified: Certificate | None = None, **changes: object) -> str:
+def card(
+    certified: Certificate | None = None, rows: list[Row] | None = None, **changes: object
+) -> str:
     """Return the card of a report, by default without a certificate of the head."""
     base = report()
     name = next(row.head for row in base.rows if row.head)
@@ -42,11 +46,11 @@ def card(certified: Certificate | None = None, **changes: object) -> str:
     if certified is not None:
         certificates[name] = certified.model_dump(mode="json")
     environment = base.environment | {"certificates": certificates}
+    base = base.model_copy(update={"environment": environment, "rows": rows or base.rows})
+    own = of_head(base, name)
     fields = {
         "repo": "org/head",
         "head": load_config(reference_head()),
-        "report": base.model_copy(update={"environment": environment}),
-        "rows": [row for row in base.rows if row.head in (name, None)],
         "layout": "speculators layout",
         "launch": LAUNCH,
         "recipe": "name: x\nnote: 'a: b'\n",
@@ -54,7 +58,8 @@ def card(certified: Certificate | None = None, **changes: object) -> str:
         "base_model": "org/base",
         "licence": "apache-2.0",
         "data": [("prompts", "embedded")],
-        "plots": ["tpot.png"],
+        "report": own,
+        "shown": sections(own, figures=True),
     }
     return model_card(**fields | changes)
 
@@ -91,7 +96,7 @@ def test_a_certificate_is_claimed_for_what_it_tested() -> None:
         "- T = 0.8, top-p 0.9, K = 2, draft probabilities off: rejection sampling passed a test of "
         "its distribution; the engine around it was not tested (LS)",
         "- T = 1.5, K = 4, draft probabilities on: no equality shown (L2)",
-        "## Certificate",
+        "### Losslessness certificate of runs/quickstart/head: L2, passed",
     ):
         assert line in text, line
     assert "the output is what" not in text
@@ -100,7 +105,7 @@ def test_a_certificate_is_claimed_for_what_it_tested() -> None:
 def test_a_failed_certificate_is_stated() -> None:
     faults = ["T = 0: tokens differ from plain decoding's in float32"]
     text = card(certificate(sampling_test(), level="L3", passed=False, faults=faults))
-    assert f"- the certificate **failed**: {faults[0]}" in text
+    assert f"- the certificate FAILED: {faults[0]}" in text
     assert "passed tests" not in text
 
 
@@ -122,10 +127,10 @@ def test_the_card_has_counters_conditions_and_commands() -> None:
     for words in (
         f"{row.acceptance_length:.2f} [",
         f"| {row.drafts:,} | {row.draft_tokens:,} | {row.accepted:,} |",
-        f"{row.prompts} of {row.suite}",
-        row.suite_sha256[:12],
+        f"| prompts | {row.prompts} |",
+        f"| suite | {row.suite} (sha256 {row.suite_sha256[:12]}) |",
         "vllm serve org/base",
-        "![tpot](tpot.png)",
+        "![acceptance by position](acceptance_by_position.png)",
         "note: 'a: b'",
     ):
         assert words in text, words
@@ -138,7 +143,7 @@ def test_several_engines_are_told_apart() -> None:
     results = ModelCard(text).data.eval_results
     assert len({one.metric_name for one in results}) == len(results)
     assert "| engine | T | K |" in text
-    assert "| engine | vllm 9 |" in text
+    assert "| vllm 9 | 0 | 4 |" in text
     assert "| engine | T | K |" not in card()
 
 

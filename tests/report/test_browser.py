@@ -49,7 +49,7 @@ const figures = [...document.querySelectorAll("figure")].map(box);
 parent.postMessage(JSON.stringify({
   page, clipped,
   width: document.documentElement.scrollWidth,
-  bottoms: Object.fromEntries(["h1", ".verdict", ".cards", ".conditions"].map(
+  bottoms: Object.fromEntries(["h1", ".verdict", ".conditions"].map(
     name => [name, box(document.querySelector(name)).bottom])),
   header: document.querySelector("header").innerText,
   conditions: document.querySelector(".conditions").innerText,

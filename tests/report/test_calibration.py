@@ -12,12 +12,12 @@ from rich.console import Console
 from draftlab.evaluate.calibration.calibrate import calibrate
 from draftlab.evaluate.calibration.result import Calibration
 from draftlab.evaluate.results import Report
-from draftlab.report import plots
+from draftlab.report import print_report
 from draftlab.report.plot_calibration import FEWEST
-from draftlab.report.table import print_report
+from draftlab.report.plots import plots
+from draftlab.report.sections import sections
 from tests.helpers import sample_report as sample
 from tests.helpers.draft_blocks import simulate
-from tests.report.test_html import page
 
 
 def calibration(k: int = 4, source: str = "draft probability", **changes: Any) -> Calibration:
@@ -56,23 +56,22 @@ def test_the_console_has_a_line_for_each(report: Report) -> None:
     text = console.file.getvalue()
     first, second = report.calibrations
     worst = max(first.positions, key=lambda p: p.error_after)
-    assert "confidence, T = 0, K = 4:" in text
+    assert "T = 0, K = 4  " in text
     assert f"after calibration (a perfect predictor shows {worst.error_perfect:.3f} there)" in text
     assert f"{worst.error_after:.3f} after" in text
     assert "the draft probability at T = 0.75 errs by at most" in text
     assert "the confidence head errs by at most" in text
     assert f"over {first.blocks:,} steps of 100 other prompts" in text
-    assert "confidence, T = 0.8, sampled drafts, K = 7:" in text
+    assert "T = 0.8, sampled drafts, K = 7  " in text
     saving = next(s for s in second.survival_savings if s.threshold == 0.2)
     assert f"leaves out {100 * saving.not_verified:.1f} % of the drafts" in text
 
 
-def test_the_page_has_errors_and_savings(report: Report) -> None:
-    html = page(report)
+def test_the_details_have_errors_and_savings(report: Report) -> None:
     first, second = report.calibrations
-    tables = {table[0][0].strip(): table for table in html.tables if table[0][0].strip() == "k"}
-    assert len(tables) == 1  # the last of both
-    rows = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in tables["k"]}
+    details = {one.title: one for one in sections(report)}
+    title = "Confidence of the drafts, T = 0.8, sampled drafts, K = 7"
+    rows = {name: cells for name, *cells in (line.cells for line in details[title].table.lines)}
     for name, field in (
         ("error, raw", "error_before"),
         ("error, calibrated", "error_after"),
@@ -82,14 +81,17 @@ def test_the_page_has_errors_and_savings(report: Report) -> None:
     ):
         assert rows[name] == [f"{getattr(p, field):.3f}" for p in second.positions]
     assert rows["steps"] == [f"{p.blocks:,}" for p in second.positions]
-    savings = html.rows("accepted drafts lost")
+    savings = details["Confidence of the drafts, T = 0, K = 4: cut-offs"].table.lines
     assert len(savings) == len(first.survival_savings) + len(first.cutoff_savings)
-    assert "toy <b>" in html.text
-    assert "Confidence of the drafts" not in page(sample.report()).text
+    assert "toy <b>" in details[title].text[-1]
 
 
 def test_a_diagram_for_each_position(report: Report) -> None:
-    figures = {p.name: p.figure for p in plots.plots(report) if p.name.startswith("reliability")}
+    figures = {
+        p.figure.name: p.figure.figure
+        for p in plots(report)
+        if p.figure.name.startswith("reliability")
+    }
     assert list(figures) == ["reliability_1", "reliability_2"]
     for figure, one in zip(figures.values(), report.calibrations, strict=True):
         assert len(figure.axes) == one.k
@@ -99,4 +101,4 @@ def test_a_diagram_for_each_position(report: Report) -> None:
                 drawn = [b for b in bins if b.count >= FEWEST]
                 assert list(line.get_xdata()) == [b.predicted for b in drawn]
                 assert list(line.get_ydata()) == [b.observed for b in drawn]
-    assert not [p for p in plots.plots(sample.report()) if p.name.startswith("reliability")]
+    assert not [p for p in plots(sample.report()) if p.figure.name.startswith("reliability")]

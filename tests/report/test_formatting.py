@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from draftlab.heads.folder import load_config
 from draftlab.report import formatting as fmt
-from draftlab.report.conditions import condition_lines, row_labels, split_conditions
+from draftlab.report.conditions import row_labels, split_conditions
+from draftlab.report.section import NONE
 from draftlab.run.resolve import reference_head
 from tests.helpers import sample_report as sample
 
@@ -15,10 +13,10 @@ from tests.helpers import sample_report as sample
 def test_formats() -> None:
     assert fmt.with_interval(2.308, (2.2, 2.4349)) == "2.31 [2.20, 2.43]"
     assert fmt.with_interval(2.308, None) == "2.31"
-    assert fmt.with_interval(None, (1.0, 2.0)) == fmt.NONE
-    assert fmt.number(float("nan"), 2) == fmt.NONE
+    assert fmt.with_interval(None, (1.0, 2.0)) == NONE
+    assert fmt.number(float("nan"), 2) == NONE
     assert fmt.factor(1.618) == "1.62×"
-    assert fmt.factor(None) == fmt.NONE
+    assert fmt.factor(None) == NONE
     assert fmt.temperature(0.0) == "0"
     assert fmt.temperature(0.80) == "0.8"
     assert fmt.short_hash("ab" * 32) == "abababababab"
@@ -26,15 +24,6 @@ def test_formats() -> None:
     assert fmt.short_hash("none (raw text)") == "none (raw text)"
     assert fmt.milliseconds(0.5) == "0.50"
     assert fmt.milliseconds(512.3, (512.3, 512.3)) == "512.30 [512.30, 512.30]"
-
-
-@given(st.integers(20, 200))
-def test_condition_lines_lose_nothing(width: int) -> None:
-    shared = split_conditions(sample.report([sample.baseline()]).rows).shared
-    lines = condition_lines(shared, width)
-    items = [f"{name} {value}" for name, value in shared.items()]
-    assert " · ".join(lines).split(" · ") == items
-    assert all(len(line) <= width or line in items for line in lines)
 
 
 def test_labels_name_what_differs_and_are_unique() -> None:

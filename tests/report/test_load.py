@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from draftlab.report.html import render_html, write_html
-from draftlab.report.load import load_tables
+from draftlab.report import print_report
+from draftlab.report.html import write_html
+from draftlab.report.load import goodput
 from draftlab.report.plot_load import goodput_by_speed
-from draftlab.report.table import print_report
+from draftlab.report.sections import sections
 from tests.helpers import sample_report as sample
 
 
@@ -23,28 +24,27 @@ def console_text(width: int = 120) -> str:
 
 def test_the_best_of_each_concurrency_is_marked_once() -> None:
     report = sample.loaded_report()
-    tables = load_tables(report.load)
-    assert [table.title for table in tables] == ["T = 0", "T = 0.8"]
-    for table in tables:
-        assert table.concurrencies == [1, 4, 64]
-        for column, concurrency in enumerate(table.concurrencies):
-            (best,) = (name for name, cells in table.rows if cells[column].best)
+    tables = goodput(report.load)
+    assert [one.title for one in tables] == [f"Goodput under load, T = {t}" for t in ("0", "0.8")]
+    for one in tables:
+        columns = one.table.columns[1:]
+        assert [column.name for column in columns] == [f"{c}\nat once" for c in (1, 4, 64)]
+        for i, concurrency in enumerate((1, 4, 64), 1):
+            (best,) = (line.cells[0] for line in one.table.lines if line.cells[i].endswith(" *"))
             here = [p for p in report.load if p.concurrency == concurrency]
             assert best == max(here, key=lambda p: p.goodput_tok_s).configuration
-    names = [name for name, cells in tables[0].rows if cells[2].best]
-    assert names == ["no drafting"]  # at 64 requests a row costs more than it gains
+        assert best == "no drafting"  # at 64 requests a row costs more than it gains
 
 
 def test_a_point_that_was_not_measured_has_no_cell() -> None:
     points = [p for p in sample.loaded_report().load if (p.k, p.concurrency) != (3, 4)]
-    rows = dict(load_tables(points)[0].rows)
-    assert rows["a head, K=3, argmax drafts"][1] is None
-    assert rows["a head, K=3, argmax drafts"][2] is not None
+    rows = {line.cells[0]: line.cells[1:] for line in goodput(points)[0].table.lines}
+    assert [bool(cell) for cell in rows["a head, K=3, argmax drafts"]] == [True, False, True]
 
 
 def test_several_engines_have_their_own_tables() -> None:
     points = [sample.load_point(2, 1), sample.load_point(2, 1, engine="another")]
-    assert [t.title for t in load_tables(points)] == ["T = 0, draftlab", "T = 0, another"]
+    assert [one.title.partition("T = 0, ")[2] for one in goodput(points)] == ["draftlab", "another"]
 
 
 def test_the_console_shows_goodput_and_what_it_is() -> None:
@@ -56,24 +56,19 @@ def test_the_console_shows_goodput_and_what_it_is() -> None:
     assert "while so many requests always run" in " ".join(text.split())
 
 
-def test_the_page_has_tables_times_and_advice(tmp_path: Path) -> None:
+def test_times_and_advice_under_load(tmp_path: Path) -> None:
     report = sample.loaded_report()
-    page = write_html(report, tmp_path).read_text(encoding="utf-8")
-    for shown in (
-        "Goodput under load, T\xa0=\xa00.8",
-        "Times under load",
-        "TTFT p50",
-        "7.50 [7.00, 8.00]",
-    ):
-        assert shown in page
-    assert "How many drafts under load?" in page
-    assert "drafting is predicted not to pay" in page
-    assert {path.name for path in tmp_path.glob("goodput*.png")} == {
-        "goodput_1.png",
-        "goodput_2.png",
-    }
-    without = render_html(sample.report(), [])
-    assert "under load" not in without.partition('<dl class="terms">')[0]
+    details = {one.title: one.table.lines for one in sections(report) if one.table}
+    times = details["Times under load"]
+    assert len(times) == len(report.load)
+    assert times[0].cells[:3] == ["T = 0, no drafting", "1", "1.0"]
+    assert times[0].cells[6] == "7.50 [7.00, 8.00]"
+    advice = [line.cells[0] for line in details["How many drafts under load?"]]
+    assert "a head (draftlab), T = 0, 64 at once: drafting is predicted not to pay" in advice
+    write_html(report, tmp_path)
+    names = {path.name for path in tmp_path.glob("goodput*.png")}
+    assert names == {"goodput_1.png", "goodput_2.png"}
+    assert not [one for one in sections(sample.report()) if "under load" in one.title]
 
 
 def test_a_curve_for_each_configuration_with_numbered_points() -> None:

@@ -12,8 +12,11 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from draftlab.evaluate.results import Report
-from draftlab.report import plots, write_html
-from draftlab.report.canvas import GREY, png
+from draftlab.report import write_html
+from draftlab.report.canvas import png
+from draftlab.report.plot_acceptance import acceptance_by_position, acceptance_length
+from draftlab.report.plot_times import speedup_by_batch, tpot_by_k
+from draftlab.report.plots import PLOTS, plots
 from tests.helpers import sample_report as sample
 
 
@@ -22,12 +25,12 @@ def legend(figure: Figure) -> list[str]:
 
 
 def drawn(report: Report) -> dict[str, Figure]:
-    return {plot.name: plot.figure for plot in plots.plots(report)}
+    return {one.figure.name: one.figure.figure for one in plots(report)}
 
 
 def test_acceptance_by_position_draws_each_drafted_row() -> None:
     report = sample.report()
-    (figure,) = plots.acceptance_by_position(report.rows)
+    (figure,) = acceptance_by_position(report.rows)
     lines = figure.axes[0].lines
     for line, i in zip(lines, (1, 3, 4), strict=True):
         row = report.rows[i]
@@ -61,14 +64,14 @@ def test_argmax_and_sampled_drafts_differ_in_colour_marker_and_legend() -> None:
 
 
 def test_acceptance_length_needs_two_temperatures() -> None:
-    assert not list(plots.acceptance_length([sample.baseline(), sample.row()]))
-    assert not list(plots.acceptance_length([sample.row(), sample.baseline(0.8)]))
+    assert not list(acceptance_length([sample.baseline(), sample.row()]))
+    assert not list(acceptance_length([sample.row(), sample.baseline(0.8)]))
     assert "acceptance_length" not in drawn(sample.report([sample.row()]))
 
 
 def test_acceptance_length_has_points_with_intervals_and_no_lines() -> None:
     report = sample.report()
-    (figure,) = plots.acceptance_length(report.rows)
+    (figure,) = acceptance_length(report.rows)
     greedy, off, on = (report.rows[i] for i in (1, 3, 4))
     bars = figure.axes[0].containers
     assert [bar.get_label() for bar in bars] == ["argmax drafts", "sampled drafts"]
@@ -85,29 +88,11 @@ def test_acceptance_length_has_points_with_intervals_and_no_lines() -> None:
 
 def test_points_of_a_name_differ_in_temperature_only() -> None:
     rows = [sample.row(temperature=t, k=k) for k in (2, 4) for t in (1.5, 0.0, 0.7)]
-    (figure,) = plots.acceptance_length(rows)
+    (figure,) = acceptance_length(rows)
     bars = figure.axes[0].containers
     assert [bar.get_label() for bar in bars] == ["K = 2", "K = 4"]
     for bar in bars:
         assert sorted(bar.lines[0].get_xdata()) == pytest.approx([0, 1, 2], abs=0.2)
-
-
-def test_tpot_draws_baselines_in_grey_from_zero() -> None:
-    report = sample.report()
-    (figure,) = plots.tpot(report.rows)
-    axes = figure.axes[0]
-    bars = axes.patches
-    assert [bar.get_width() for bar in bars] == [row.tpot_ms for row in report.rows]
-    grey = matplotlib.colors.to_rgba(GREY)
-    assert [bar.get_facecolor() == grey for bar in bars] == [True, False, True, False, False]
-    assert axes.get_xlim()[0] == 0
-    texts = [text.get_text().strip() for text in axes.texts]
-    assert texts[0] == "9.84"
-    assert texts[1] == f"{report.rows[1].tpot_ms:.2f}  ({report.rows[1].speedup:.2f}×)"
-    untimed = sample.row(**sample.NOT_TIMED)
-    (figure,) = plots.tpot([*report.rows, untimed])
-    assert len(figure.axes[0].patches) == 5
-    assert not list(plots.tpot([untimed]))
 
 
 def test_acceptance_by_position_has_a_plot_for_each_head_with_its_largest_k() -> None:
@@ -118,9 +103,9 @@ def test_acceptance_by_position_has_a_plot_for_each_head_with_its_largest_k() ->
         for k in (2, 5)
     ]
     title = "Acceptance by draft position"
-    several = list(plots.acceptance_by_position(rows))
+    several = list(acceptance_by_position(rows))
     # heads with one line each share a plot
-    alone = list(plots.acceptance_by_position([rows[1], rows[5]]))
+    alone = list(acceptance_by_position([rows[1], rows[5]]))
     for figures, titles in ((several, [f"{title}, a", f"{title}, b"]), (alone, [title])):
         assert [figure.axes[0].get_title(loc="left") for figure in figures] == titles
     assert legend(alone[0]) == ["T = 0, a", "T = 0, b"]
@@ -133,7 +118,7 @@ def test_acceptance_by_position_has_a_plot_for_each_head_with_its_largest_k() ->
 
 def test_tpot_by_k_has_measurements_and_the_advisers_lines() -> None:
     report = sample.timed_report()
-    greedy, warm = plots.tpot_by_k(report)
+    greedy, warm = tpot_by_k(report)
     axes, title = greedy.axes[0], "Time per output token by K"
     assert axes.get_title(loc="left") == f"{title}, T = 0, batch 1"
     assert warm.axes[0].get_title(loc="left") == f"{title}, T = 0.8, batch 1"
@@ -152,14 +137,13 @@ def test_tpot_by_k_has_measurements_and_the_advisers_lines() -> None:
     assert low == 0
     assert high > max(row.timings[0].tpot_ms for row in report.rows if row.k)
     assert "ms" in axes.get_ylabel()
-    assert not list(plots.tpot_by_k(sample.report()))
+    assert not list(tpot_by_k(sample.report()))
     assert set(drawn(report)) >= {"tpot_by_k_1", "tpot_by_k_2"}
-    assert "tpot" not in drawn(report)  # the same times
 
 
 def test_speedup_by_batch_needs_two_batches() -> None:
     report = sample.timed_report()
-    figure, warm = plots.speedup_by_batch(report.rows)
+    figure, warm = speedup_by_batch(report.rows)
     bars = figure.axes[0].containers
     rows = [row for row in report.rows if row.temperature == 0 and row.k]
     for bar, row in zip(bars, rows, strict=True):
@@ -170,8 +154,8 @@ def test_speedup_by_batch_needs_two_batches() -> None:
     assert {style for name, style in styles.items() if "argmax" in name} == {"--"}
     assert {style for name, style in styles.items() if "sampled" in name} == {"-"}
     once = [row.model_copy(update={"timings": row.timings[:1]}) for row in report.rows]
-    assert not list(plots.speedup_by_batch(once))
-    assert not list(plots.speedup_by_batch(sample.report().rows))
+    assert not list(speedup_by_batch(once))
+    assert not list(speedup_by_batch(sample.report().rows))
 
 
 def test_a_large_grid_stays_readable() -> None:
@@ -184,7 +168,6 @@ def test_a_large_grid_stays_readable() -> None:
     ]
     named = [sample.row(head="a/very-long-name" * 9), sample.row(head="b")]
     figures = drawn(sample.report(rows))
-    assert "tpot" not in figures  # 44 bars
     figures["long names"] = drawn(sample.report(named))["acceptance_by_position"]
     for figure in figures.values():
         png(figure)  # lays the figure out
@@ -202,7 +185,7 @@ def test_every_plot_has_labels_and_units_and_its_file_the_conditions(tmp_path: P
     report = sample.report()
     write_html(report, tmp_path)
     figures = drawn(report)
-    assert list(figures) == ["acceptance_length", "acceptance_by_position", "tpot"]
+    assert list(figures) == ["acceptance_length", "acceptance_by_position"]
     for name, figure in figures.items():
         axes = figure.axes[0]
         assert axes.get_xlabel()
@@ -210,14 +193,12 @@ def test_every_plot_has_labels_and_units_and_its_file_the_conditions(tmp_path: P
         with Image.open(tmp_path / f"{name}.png") as image:
             for condition in ("target draftlab-embedded-12m", "dtype float32", "prompts 64"):
                 assert condition in image.info["Description"]
-    assert "ms" in figures["tpot"].axes[0].get_xlabel()
     assert figures["acceptance_length"].axes[0].get_ylabel()
 
 
 def test_a_caption_names_heads_and_temperatures() -> None:
     reports = sample.timed_report(), sample.loaded_report()
-    captions = {plot.name: plot.text for one in reports for plot in plots.plots(one)}
-    texts = {name: text for name, (_, text) in plots.PLOTS.items()}
+    captions = {one.figure.name: one.text for report in reports for one in plots(report)}
     for name, end in {
         "acceptance_length": "Head head; T = 0, 0.8.",
         "tpot_by_k_1": "Head head; T = 0.",
@@ -225,9 +206,9 @@ def test_a_caption_names_heads_and_temperatures() -> None:
         "speedup_by_batch_2": "Head head; T = 0.8.",
         "goodput_1": "Head a head; T = 0.",
     }.items():
-        assert captions[name] == f"{texts[name.rstrip('_12')]} {end}"
+        assert captions[name] == [f"{PLOTS[name.rstrip('_12')][1]} {end}"]
     rows = [sample.row(head=head) for head in ("a", "b")]
-    assert plots.plots(sample.report(rows))[0].text.endswith(" Heads a, b; T = 0.")
+    assert plots(sample.report(rows))[0].text[0].endswith(" Heads a, b; T = 0.")
 
 
 def test_png_files_are_reproducible_and_change_nothing_global() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import sys
 
@@ -24,7 +25,7 @@ def printed(report: Report, width: int = 100) -> str:
 def table(text: str) -> list[str]:
     """Return the lines of the table below its heading."""
     _, _, below = text.partition("─── \n")
-    return below.partition("\nconditions")[0].rstrip().splitlines()
+    return re.split(r"\n *\n", below)[0].rstrip().splitlines()
 
 
 def test_a_row_has_its_conditions_acceptance_and_times_in_one_line() -> None:
@@ -53,14 +54,13 @@ def test_the_verdict_is_above_the_table() -> None:
 
 
 def test_how_drafts_are_chosen_is_explained() -> None:
-    words = " ".join(printed(sample.report()).split())
-    assert fmt.LEGEND["drafting"][0] in words
+    assert fmt.LEGEND["drafting"][0] in " ".join(printed(sample.report()).split())
     assert [line.split()[2] for line in table(printed(sample.report()))] == [
         "9.84", "argmax", "9.84", "argmax", "sampled",
     ]  # fmt: skip
     one = printed(sample.report([sample.row(temperature=0.8, draft_probs=True)]))
     assert "drafting sampled" in " ".join(one.split())  # a condition of all rows
-    assert "drafting" not in printed(sample.report([sample.baseline()]))
+    assert "argmax" not in printed(sample.report([sample.baseline()]))
 
 
 def test_conditions_are_stated_once_when_shared() -> None:
@@ -81,7 +81,7 @@ def test_conditions_are_stated_once_when_shared() -> None:
         "timed at batch 1, prompts 6, tokens 64, threads 1",
     ):
         assert text.count(condition) >= 1, condition
-    assert text.count("float32") == 1
+    assert text.count("dtype") == 1
 
 
 def test_conditions_that_differ_get_a_column() -> None:
@@ -100,8 +100,8 @@ def test_warnings_come_last_and_once_and_markup_is_text() -> None:
     text = printed(sample.report(rows))
     assert "[red]h[/red]" in text
     assert [line.rstrip() for line in text.splitlines()[-2:]] == [
-        "warning:  6 prompts are few [bold]",
-        "warning:  [/] odd (T = 0, [red]h[/red])",
+        "-  6 prompts are few [bold]",
+        "-  [/] odd (T = 0, [red]h[/red])",
     ]
     console = Console(file=io.StringIO(), width=100)
     print_report(sample.report(rows), console, printed=[f"warning: a head: {few}"])
@@ -137,13 +137,13 @@ def test_batches_and_advice() -> None:
     ]  # fmt: skip
     words = " ".join(text.split())
     advice = report.adviser["advice"]
-    assert f"advice, T = 0: {advice[0]['text']}" in words
-    assert f"advice, T = 0.8, sampled drafts: {advice[-1]['text']}" in words
-    assert words.count("advice, ") == len(advice) == 6
+    assert f"How many drafts? T = 0 {advice[0]['text']}" in words
+    assert f"T = 0.8, sampled drafts {advice[-1]['text']}" in words
+    assert words.count("best K = ") == len(advice) == 6
     assert max(map(len, text.splitlines())) <= 100
     once = sample.report()
-    assert "advice" not in printed(once)
-    assert "batch" not in printed(once).partition("───")[0]
+    assert "How many drafts?" not in printed(once)
+    assert "batch" not in printed(once).partition("Measurements")[2]
 
 
 def test_without_times_there_are_no_columns_of_times() -> None:
@@ -232,7 +232,7 @@ def test_a_console_has_whole_figures(name: str, width: int) -> None:
 
 def test_the_columns_are_explained() -> None:
     for width, hidden in ((160, ()), (80, ("acceptance",))):
-        _, _, below = printed(sample.report(NARROW["heads"]), width).partition("conditions")
+        _, _, below = printed(sample.report(NARROW["heads"]), width).partition("─── \n")
         words = " ".join(below.split())
-        for name in ("AL", "TPOT", "TTFT", "speed-up", "acceptance", "drafting"):
+        for name in ("AL", "TPOT", "TTFT", "speed-up", "acceptance"):
             assert (f"{name} {fmt.LEGEND[name][0]}" in words) == (name not in hidden)

@@ -1,0 +1,246 @@
+"""The folded sections of a report: tables of every figure, definitions, target and environment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from draftlab.evaluate.headline import headlines
+from draftlab.evaluate.results import CategoryResult, Report, Row
+from draftlab.report import formatting as fmt
+from draftlab.report.calibration import calibration_tables
+from draftlab.report.conditions import row_labels
+from draftlab.report.load import load_advice, times_under_load
+from draftlab.report.section import NONE, Column, Line, Section, Table, facts, filled, grouped
+
+BY_HEAD = ("certificates", "heads", "alpha_by_position")
+"""Parts of the environment that have a value for each head."""
+
+
+def details(report: Report) -> Iterator[Section]:
+    """Yield the folded sections of a report that has rows."""
+    rows, adviser = report.rows, report.adviser or {}
+    if any(row.drafts for row in rows):
+        yield _positions(rows)
+    best = [id(row) for _, row in headlines(rows)]
+    if others := [row for row in rows if row.categories and id(row) not in best]:
+        yield categories("By category, other rows", rows, others, kind="folded")
+    if adviser.get("advice"):
+        yield _advice(rows, adviser)
+    if adviser.get("load"):
+        yield load_advice(adviser)
+    yield from calibration_tables(report)
+    yield from _alpha(report.environment.get("alpha_by_position", {}))
+    labels = row_labels(rows)
+    if any(row.tpot_ms is not None for row in rows):
+        timed = [(label, row.timings or [row]) for label, row in zip(labels, rows, strict=True)]
+        yield Section("Times", [TIMES_TEXT], grouped("row", TIMES, timed, _style), kind="folded")
+    if report.load:
+        yield times_under_load(report.load)
+    counted = [(label, [row]) for label, row in zip(labels, rows, strict=True)]
+    table = filled(grouped("row", COUNTERS, counted, _style))
+    yield Section("Raw counters and answers", [COUNTERS_TEXT], table, kind="folded")
+    terms = ((name, f"{short}. {more}") for name, (short, more) in fmt.LEGEND.items())
+    yield Section("Definitions", table=facts(terms), kind="folded")
+    environment = {k: v for k, v in report.environment.items() if k not in (*BY_HEAD, "timing")}
+    for title, values in (("Target", report.target), ("Environment", environment)):
+        if values:
+            yield Section(title, table=facts(flatten(values)), kind="folded")
+
+
+def flatten(value: Any, name: str = "") -> list[tuple[str, str]]:
+    """Return nested mappings as (dotted name, text) in their order; a list is one text."""
+    if isinstance(value, Mapping):
+        return [
+            pair
+            for key, item in value.items()
+            for pair in flatten(item, f"{name}.{key}" if name else str(key))
+        ]
+    if isinstance(value, list | tuple):
+        return [(name, ", ".join(map(str, value)))]
+    return [(name, NONE if value is None else str(value))]
+
+
+def _style(one: Any) -> str:
+    """Return the style of a row, or of a row's timing without drafts."""
+    return "" if getattr(one, "k", one.baseline_tpot_ms) else "plain"
+
+
+def _drafted(name: str) -> Callable[[Row], str]:
+    return lambda row: fmt.count(getattr(row, name)) if fmt.has_drafter(row) else NONE
+
+
+def _lossless(row: Row) -> str:
+    if row.lossless is None:
+        return NONE
+    p_value = "" if row.lossless.p_value is None else f", p = {row.lossless.p_value:.3g}"
+    return f"{row.lossless.level}: {row.lossless.test}{p_value}, n = {fmt.count(row.lossless.n)}"
+
+
+TIMES: dict[str, Callable[[Any], str]] = {
+    "at once": lambda t: str(t.batch) if hasattr(t, "timed_speedup") else NONE,
+    "TPOT": lambda t: fmt.milliseconds(t.tpot_ms, t.tpot_ms_ci),
+    "TPOT without drafting": lambda t: fmt.milliseconds(t.baseline_tpot_ms),
+    "speed-up": lambda t: fmt.speedup(t.speedup, t.speedup_ci),
+    "TTFT": lambda t: fmt.milliseconds(t.ttft_ms),
+    "step": lambda t: fmt.milliseconds(t.step_ms),
+    "step floor": lambda t: fmt.milliseconds(t.floor_ms),
+    "tokens / s": lambda t: fmt.number(t.throughput_tok_s, 1),
+}
+TIMES_TEXT = (
+    "Milliseconds by the number of prompts decoded at once (batch). Tokens per second are over the "
+    "wall time of the timed prompts, prefill included. Floor: time to read the weights of a step "
+    "once at the measured copy rate of the device. A dash means not measured."
+)
+COUNTERS: dict[str, Callable[[Row], str]] = {
+    "prompts": lambda row: fmt.count(row.prompts),
+    "output tokens": lambda row: fmt.count(row.output_tokens),
+    "drafts": _drafted("drafts"),
+    "draft tokens": _drafted("draft_tokens"),
+    "accepted": _drafted("accepted"),
+    "undrafted steps": lambda row: fmt.count(row.undrafted_steps),
+    "truncated tokens": lambda row: fmt.count(row.truncated_tokens),
+    "repetition": lambda row: fmt.number(row.repetition_rate, 2),
+    "prompts equal": lambda row: fmt.number(row.prompts_equal, 3),
+    "equal to draftlab": lambda row: fmt.number(row.prompts_equal_draftlab, 3),
+    "losslessness": _lossless,
+}
+COUNTERS_TEXT = (
+    "Prompts equal: share of prompts whose answer equals plain decoding token by token. Equal to "
+    "draftlab, beside other engines: those whose answer equals that of draftlab's engine."
+)
+CATEGORY: dict[str, Callable[[CategoryResult], str]] = {
+    "category": lambda one: one.category,
+    "prompts": lambda one: fmt.count(one.prompts),
+    "AL": lambda one: fmt.with_interval(one.acceptance_length, one.acceptance_length_ci),
+    "speed-up": lambda one: fmt.speedup(one.speedup, one.speedup_ci),
+}
+
+
+def categories(title: str, rows: Sequence[Row], shown: Iterable[Row], kind: Any) -> Section:
+    """Return the results of some of the rows by the categories of their suite."""
+    labels = dict(zip(map(id, rows), row_labels(rows), strict=True))
+    groups = []
+    for row in shown:
+        label = labels[id(row)]
+        groups.append((label if "K = " in label else f"{label}, K = {row.k}", row.categories))
+    text = (
+        "The speed-up is made of the category's own tokens a step and the step times of all timed "
+        "prompts."
+    )
+    return Section(title, [text], filled(grouped("row", CATEGORY, groups)), kind=kind)
+
+
+def _positions(rows: Sequence[Row]) -> Section:
+    """Return the acceptance at each position with its counters and the self-check."""
+    lines, most = [], max(row.k for row in rows if row.drafts)
+    for row, label in zip(rows, row_labels(rows), strict=True):
+        if not row.drafts:
+            continue
+        before = [row.drafts, *row.accepted_at[:-1]]
+        own = {
+            "unconditional": _shares(row, row.counters.acceptance_at or (), [row.drafts] * row.k),
+            "conditional": _shares(row, row.counters.conditional_acceptance_at, before),
+        }
+        if row.expected_acceptance:
+            z = row.self_check.z if row.self_check else [None] * row.k
+            own[f"expected{_self_check(row)}"] = [
+                fmt.number(share, 3) + ("" if score is None else f"\nz = {score:.1f}")
+                for share, score in zip(row.expected_acceptance, z, strict=True)
+            ]
+        for name, cells in own.items():
+            first = label if name == "unconditional" else ""
+            lines.append(Line([first, name, *cells, *[""] * (most - row.k)]))
+    columns = [Column("row", True), Column("share", True)]
+    columns += [Column(str(k + 1)) for k in range(most)]
+    text = (
+        "Below each share are its raw counters. Unconditional: accepted_at / drafts. Conditional: "
+        "accepted at the position / accepted at the position before."
+    )
+    return Section("Acceptance by draft position", [text], Table(columns, lines), kind="folded")
+
+
+def _shares(row: Row, shares: Iterable[float | None], of: Iterable[int]) -> list[str]:
+    return [
+        f"{fmt.number(share, 3)}\n{fmt.count(accepted)} / {fmt.count(all_)}"
+        for share, accepted, all_ in zip(shares, row.accepted_at, of, strict=True)
+    ]
+
+
+def _self_check(row: Row) -> str:
+    """Return a line with the result and the p-value; an empty text without a self-check."""
+    if row.self_check is None:
+        return ""
+    verdict = "passed" if row.self_check.passed else "FAILED"
+    if all(z is None for z in row.self_check.z):  # T = 0: the counts must be equal
+        return f"\nbookkeeping {verdict}, accepted {'=' if row.self_check.passed else '≠'} expected"
+    return f"\nself-check {verdict}, p = {row.self_check.p_value:.2g}"
+
+
+ADVICE: dict[str, Callable[[Mapping[str, Any]], str]] = {
+    "K": lambda p: f"{p['k']}{' (best)' * p['best']}",
+    "AL": lambda p: fmt.number(p["acceptance_length"], 2),
+    "step ms": lambda p: fmt.milliseconds(p["step_ms"]),
+    "TPOT ms": lambda p: fmt.milliseconds(p["tpot_ms"]),
+    "speed-up": lambda p: (
+        "predicted " * (not p["measured"]) + fmt.speedup(p["speedup"], p["speedup_ci"])
+    ),
+    "on the timed prompts": lambda p: fmt.factor(p["timed_speedup"]),
+    "from the other K's": lambda p: fmt.factor(p["left_out_speedup"]),
+    "error": lambda p: fmt.percent_off(p["error"]),
+}
+
+
+def _advice(rows: Sequence[Row], adviser: Mapping[str, Any]) -> Section:
+    """Return the adviser's predictions of each K, and how well they agree with measurements."""
+    several_suites, groups = len({row.suite for row in rows}) > 1, []
+    for one in adviser["advice"]:
+        names = [f"{one['head']} ({one['engine']})"] + [one["suite"]] * several_suites
+        keys = one["temperature"], one["draft_probs"], one["batch"]
+        none = dict.fromkeys(("speedup_ci", "left_out_speedup", "error"))
+        plain = {"k": 0, "acceptance_length": 1.0, "speedup": 1.0, "timed_speedup": 1.0}
+        times = {"step_ms": one["plain_ms"], "tpot_ms": one["plain_ms"], "measured": True}
+        own = [none | plain | times, *one["predictions"]]
+        own = [p | {"best": p["k"] == one["best_k"]} for p in own]
+        groups.append((fmt.conditions_text(*keys, *names), own))
+    text = [
+        "Of the whole suite: speed-up(K) = TPOT without drafting × tokens a step(K) / step(K). It "
+        "is measured where the suite was decoded and timed with K drafts, and otherwise "
+        "predicted. On the timed prompts: their own speed-up. From the other K's: what the timed "
+        "prompts' step times and acceptance at all other K's predict for them; the error compares "
+        "it with their own.",
+        f"{adviser['check']['text']}; {adviser['predicts']}.",
+    ]
+    table = grouped("conditions", ADVICE, groups, lambda p: "best" if p["best"] else "")
+    return Section("Predictions of every K", text, table, kind="folded")
+
+
+def pair_name(rows: Sequence[Row], pair: Mapping[str, Any]) -> str:
+    """Return "head against peagle, T = 0, batch 1", with the suite if there are several."""
+    names = [f"{pair['chain']} against {pair['parallel']}"]
+    if len({row.suite for row in rows}) > 1:
+        names.append(pair["suite"].rpartition("/")[2])
+    return fmt.conditions_text(pair["temperature"], pair["draft_probs"], pair["batch"], *names)
+
+
+def _alpha(by_head: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Section]:
+    text = (
+        "From the validation of the head on held-out records in training: Σ min(p, q) of the "
+        "first, second … draft, by the position of the draft. If it falls with the position, the "
+        "head was trained on shorter conversations."
+    )
+    for head, ranges in by_head.items():
+        drafts = [f"draft {i + 1}" for i in range(max(len(one["alpha"]) for one in ranges))]
+        lines = [
+            Line(
+                [
+                    f"{fmt.count(one['start'])} – {fmt.count(one['stop'] - 1)}",
+                    *(fmt.number(alpha, 3) for alpha in one["alpha"]),
+                    fmt.count(one["rows"][0]),
+                ]
+            )
+            for one in ranges
+            if one["rows"][0]
+        ]
+        table = Table([Column("positions", True), *map(Column, [*drafts, "first drafts"])], lines)
+        yield Section(f"α by position in the conversation, {head}", [text], table, kind="folded")
