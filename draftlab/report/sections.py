@@ -37,11 +37,11 @@ def sections(
     if not rows:
         text = "The report has no rows: nothing was evaluated."
         return [Section(title(report), [text], kind="headline")]
-    found = [Section(title(report), verdicts(report), kind="headline")]
+    found = [Section(title(report), verdicts(report), kind="headline"), _conditions(report)]
     if any(row.drafts for row in rows):
         name = "What the evaluation shows about the output; nothing else was tested"
         found.append(Section(name, _equality(report)))
-    found += [_conditions(report), _results(rows)]
+    found.append(_results(rows))
     best = [row for _, row in headlines(rows)]
     if any(row.categories for row in best):
         found.append(details.categories("By category", rows, best, "open"))

@@ -121,7 +121,7 @@ def test_every_section_is_on_the_page_with_its_cells() -> None:
         lines = [line.cells for line in section.table.lines] if section.table else []
         for words in (section.title, *section.text, *(cell for line in lines for cell in line)):
             assert " ".join(words.split()) in text
-    assert text.index("Warnings") < text.index("Conditions")
+    assert text.index("Conditions") < text.index("Warnings") < text.index("Measurements")
 
 
 def test_a_table_that_is_cut_shows_that_it_scrolls() -> None:
