@@ -231,12 +231,13 @@ def recipe_schema(
 
 @recipe_app.command("show")
 def recipe_show(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = False) -> None:
-    """Print a recipe with all settings, including defaults."""
+    """Print the settings of a recipe, and as comments those that it leaves at their defaults."""
     with guard(debug):
-        from draftlab.recipe.recipe import load_recipe, to_yaml
+        from draftlab.recipe.recipe import load_recipe
+        from draftlab.recipe.schema import shown_lines
 
-        text = visible(to_yaml(load_recipe(recipe, overrides or [])))
-        typer.echo(text.encode(), nl=False)  # UTF-8, as recipes are read
+        text = visible("\n".join(shown_lines(load_recipe(recipe, overrides or []))))
+        typer.echo(text.encode())  # UTF-8, as recipes are read
 
 
 @app.command()

@@ -1,7 +1,9 @@
-"""The settings of a recipe as commented YAML, for `draftlab recipe schema`."""
+"""Recipes as commented YAML, for `draftlab recipe schema` and `draftlab recipe show`."""
 
 from __future__ import annotations
 
+import math
+import textwrap
 import types
 import typing
 from collections.abc import Iterator
@@ -32,6 +34,34 @@ def schema_lines(model: type[BaseModel], indent: int = 0) -> Iterator[str]:
             yield f"{pad}{name}: {text.strip()} # {_type_name(kind)}"
             if model_of_kind := settings_in(kind):  # off by default: its settings as comments
                 yield from (f"{pad}# {line}" for line in schema_lines(model_of_kind, 1))
+
+
+def shown_lines(settings: BaseModel, pad: str = "") -> Iterator[str]:
+    """Yield settings as YAML; those that are at their defaults are comments."""
+    values, at_default = settings.model_dump(mode="json"), []
+    for name, field in type(settings).model_fields.items():
+        value = getattr(settings, name)
+        flow = yaml.safe_dump(
+            {name: values[name]}, default_flow_style=True, sort_keys=False, width=math.inf
+        )
+        text = flow.strip()[1:-1]
+        if value != field.default and isinstance(value, BaseModel):
+            yield f"{pad}{name}:"
+            yield from shown_lines(value, pad + "  ")
+        elif value != field.default:
+            yield pad + text
+        elif isinstance(value, BaseModel):
+            yield from _comment(text.split(", "), pad)
+        else:
+            at_default.append(text)
+    yield from _comment(at_default, pad)
+
+
+def _comment(texts: list[str], pad: str) -> Iterator[str]:
+    """Yield texts as lines of a comment, none of them broken."""
+    words = " ".join(f"{text},".replace(" ", "\0") for text in texts).removesuffix(",")
+    for line in textwrap.wrap(words, 98 - len(pad), break_long_words=False):
+        yield f"{pad}# {line}".replace("\0", " ")
 
 
 def settings_in(kind: Any) -> type[BaseModel] | None:

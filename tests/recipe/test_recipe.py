@@ -18,7 +18,7 @@ from draftlab.recipe.recipe import (
     parse_recipe,
     to_yaml,
 )
-from draftlab.recipe.schema import schema_lines
+from draftlab.recipe.schema import schema_lines, shown_lines
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
@@ -322,6 +322,10 @@ def test_the_resolved_recipe_reads_back(path: Path, tmp_path: Path) -> None:
     assert recipe.name == path.stem
     assert load_recipe(write(tmp_path, to_yaml(recipe))) == recipe
     assert set(flatten(recipe)) == set(LEAVES)
+    shown = "\n".join(shown_lines(recipe))
+    assert load_recipe(write(tmp_path, shown)) == recipe
+    assert all(f"{leaf.rpartition('.')[2]}: " in shown for leaf in LEAVES)
+    assert len(shown.splitlines()) < 100
 
 
 @pytest.mark.parametrize(
