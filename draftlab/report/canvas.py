@@ -18,63 +18,33 @@ from draftlab.evaluate.results import LoadPoint, Row
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 MARKERS = "osD^v"  # its length and that of COLOURS have no common factor: 35 different pairs
 GREY = "#8C8C8C"
-DPI = 200
-WIDTH = 4.8
-"""Width of a plot in inches: its text is readable at half the width of a page and on a phone."""
-HEIGHT = 3.5
+WIDTH, HEIGHT = 4.8, 3.5
+"""Of a plot in inches: its text is readable at half the width of a page and on a phone."""
 LEGEND_LINE = 0.2
 LINE, SYMBOL = 69, 9
 """Characters in a line of a legend, and those that an entry's symbol and spaces take."""
 
 
 def new_figure(
-    *titles: str, of: Sequence[Row | LoadPoint | Calibration] = (), height: float = HEIGHT
+    title: str,
+    of: Sequence[Row | LoadPoint | Calibration],
+    *,
+    height: float = HEIGHT,
+    grid: tuple[int, int] = (1, 1),
+    count: int = 1,
 ) -> Figure:
-    """Return a figure with one axes for each title, side by side, each 4.8 inches wide.
-
-    Args:
-        titles: title of each axes; `figure.axes` has the same order.
-        of: what is drawn; the figure's label says of which heads and temperatures it is.
-        height: height of the figure in inches.
-    """
-    figure = Figure(figsize=(WIDTH * len(titles), height), dpi=DPI, layout="constrained")
-    figure.set_label(_subject(of))
-    FigureCanvasAgg(figure)
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
-    for i, title in enumerate(titles, 1):
-        axes = figure.add_subplot(1, len(titles), i)
-        name = "\n".join(textwrap.wrap(plain(title), 46))
-        axes.set_title(name, fontsize=10, loc="left", fontweight="bold")
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="both", color="#E4E4E4", linewidth=0.8)
-        axes.set_axisbelow(True)
-    return figure
-
-
-def _subject(of: Sequence[Row | LoadPoint | Calibration]) -> str:
-    """Return "Head quickstart; T = 0, 0.8."."""
+    """Return a figure of `count` axes, whose label says of which heads and temperatures it is."""
+    figure = Figure(figsize=(WIDTH, height), dpi=200, layout="constrained")
     heads = list(dict.fromkeys(one.head.rpartition("/")[2] for one in of if one.head))
     temperatures = ", ".join(f"{t:g}" for t in sorted({one.temperature for one in of}))
     names = f"Head{'s' * (len(heads) > 1)} {', '.join(heads)}; " if heads else ""
-    return f"{names}T = {temperatures}."
-
-
-def new_grid(title: str, count: int, *, columns: int, of: Sequence[Calibration]) -> Figure:
-    """Return a figure, 4.8 inches wide, of `count` square axes in rows of `columns`.
-
-    Args:
-        of: see `new_figure`.
-    """
-    rows = -(-count // columns)
-    height = 0.75 + rows * (WIDTH / columns + 0.05)
-    figure = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained")
-    figure.set_label(_subject(of))
+    figure.set_label(f"{names}T = {temperatures}.")
     FigureCanvasAgg(figure)
-    figure.suptitle(
-        "\n".join(textwrap.wrap(title, 46)), fontsize=10, x=0.02, ha="left", fontweight="bold"
-    )
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)
+    name = "\n".join(textwrap.wrap(plain(title), 46))
+    figure.suptitle(name, fontsize=10, x=0.02, ha="left", fontweight="bold")
     for i in range(1, count + 1):
-        axes = figure.add_subplot(rows, columns, i)
+        axes = figure.add_subplot(*grid, i)
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="both", color="#E4E4E4", linewidth=0.8)
         axes.set_axisbelow(True)
@@ -101,8 +71,7 @@ def legend(figure: Figure) -> None:
     columns = max(1, min(3, LINE // (SYMBOL + max(map(len, entries), default=0))))
     width, height = figure.get_size_inches()
     lines = sum(name.count("\n") + 1 for name in entries)
-    more_lines = max(0, -(-lines // columns) - 2)
-    figure.set_size_inches(width, height + LEGEND_LINE * more_lines)
+    figure.set_size_inches(width, height + LEGEND_LINE * max(0, -(-lines // columns) - 2))
     figure.legend(
         entries.values(),
         entries.keys(),
@@ -123,12 +92,9 @@ def error_bars(
     values: Sequence[float], intervals: Sequence[tuple[float, float] | None]
 ) -> tuple[list[float], list[float]]:
     """Return the lengths of the error bars below and above; NaN (no bar) without an interval."""
-    below, above = [], []
-    for value, interval in zip(values, intervals, strict=True):
-        low, high = interval or (math.nan, math.nan)
-        below.append(max(value - low, 0.0))
-        above.append(max(high - value, 0.0))
-    return below, above
+    ends = [interval or (math.nan, math.nan) for interval in intervals]
+    below = [max(value - low, 0.0) for value, (low, _) in zip(values, ends, strict=True)]
+    return below, [max(high - value, 0.0) for value, (_, high) in zip(values, ends, strict=True)]
 
 
 def png(figure: Figure, description: str = "") -> bytes:

@@ -1,21 +1,212 @@
-"""All plots of a report as sections; each is drawn if the rows allow it."""
+"""The plots of a report as sections; each is drawn if the rows allow it."""
 
 from __future__ import annotations
 
-from draftlab.evaluate.results import Report
-from draftlab.report.plot_acceptance import acceptance_by_position, acceptance_length
-from draftlab.report.plot_calibration import FEWEST, reliability
-from draftlab.report.plot_load import goodput_by_speed
-from draftlab.report.plot_times import speedup_by_batch, tpot_by_k
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from draftlab.evaluate.results import Report, Row
+from draftlab.report import formatting as fmt
+from draftlab.report.calibration import name as calibration_name
+from draftlab.report.canvas import (
+    COLOURS,
+    GREY,
+    HEIGHT,
+    WIDTH,
+    error_bars,
+    legend,
+    line_style,
+    new_figure,
+    plain,
+)
+from draftlab.report.conditions import row_traits
+from draftlab.report.load import by_configuration, load_groups
 from draftlab.report.section import Plot, Section
 
+FEWEST = 20
+"""Steps of a bin that is drawn: the share of fewer is mostly noise."""
+Series = list[tuple[Row, str, dict[str, Any]]]
+
+
+def series(rows: Sequence[Row], without: Sequence[str] = ()) -> Series:
+    """Return each row with its name in a legend and its style; rows of one name have one style.
+
+    Args:
+        without: traits that the names leave out (`conditions.row_traits`).
+    """
+    names = [
+        plain(", ".join(traits) or row.head or "unnamed")
+        for row, traits in zip(rows, row_traits(rows, without), strict=True)
+    ]
+    order = list(dict.fromkeys(names))
+    return [
+        (row, name, line_style(order.index(name), sampled=fmt.drafting(row) == "sampled"))
+        for name, row in zip(names, rows, strict=True)
+    ]
+
+
+def by_temperature(entries: Series) -> Iterator[tuple[float, Series]]:
+    """Yield the rows of each temperature."""
+    for temperature in sorted({row.temperature for row, *_ in entries}):
+        yield temperature, [one for one in entries if one[0].temperature == temperature]
+
+
+def acceptance_by_position(report: Report) -> Iterator[Figure]:
+    """Yield a plot of the unconditional acceptance at each draft position for each temperature.
+
+    It has only each head's largest K, whose first positions equal those of smaller values.
+    """
+    drafted = [row for row in report.rows if row.counters.acceptance_at]
+    largest: dict[tuple[str | None, str], int] = {}
+    for row in drafted:
+        largest[row.head, row.engine] = max(row.k, largest.get((row.head, row.engine), 0))
+    shown = [row for row in drafted if row.k == largest[row.head, row.engine]]
+    for temperature, here in by_temperature(series(shown, without=("K",))):
+        title = f"Acceptance by draft position, T = {fmt.temperature(temperature)}"
+        figure = new_figure(title, [row for row, *_ in here])
+        axes = figure.axes[0]
+        for row, name, style in here:
+            axes.plot(range(1, row.k + 1), row.counters.acceptance_at, label=name, **style)
+        axes.set(
+            xlabel="draft position i",
+            ylabel="share of drafts accepted up to i",
+            ylim=(0, 1.03),
+            xticks=range(1, max(row.k for row, *_ in here) + 1),
+        )
+        yield figure
+
+
+def tpot_by_k(report: Report) -> Iterator[Figure]:
+    """Yield a plot of TPOT by K at the first timed batch for each temperature.
+
+    Points are measured, lines are the adviser's predictions. Nothing is yielded without advice.
+    """
+    advice = (report.adviser or {}).get("advice", [])
+    rows = [row for row in report.rows if fmt.has_drafter(row) and row.timings]
+    if not advice or not rows:
+        return
+    batch = rows[0].timings[0].batch
+    advice = [one for one in advice if one["batch"] == batch]
+    timings = [timing for row in report.rows for timing in row.timings[:1]]
+    top = max(max(timing.tpot_ms_ci or [timing.tpot_ms]) for timing in timings)
+    top = max([top, *(p["tpot_ms"] for one in advice for p in one["predictions"])])
+    for temperature, here in by_temperature(series(rows, without=("K",))):
+        where = f"T = {fmt.temperature(temperature)}, batch {batch}"
+        figure = new_figure(f"Time per output token by K, {where}", [row for row, *_ in here])
+        axes, names = figure.axes[0], list(dict.fromkeys(name for _, name, _ in here))
+        for row, name, style in here:
+            timing = row.timings[0]
+            shift = (names.index(name) - (len(names) - 1) / 2) * 0.08  # side by side
+            bars = error_bars([timing.tpot_ms], [timing.tpot_ms_ci])
+            point = style | {"linestyle": "none"}
+            axes.errorbar([row.k + shift], [timing.tpot_ms], yerr=bars, capsize=3, **point)
+        for name, (row, style) in {name: (row, style) for row, name, style in here}.items():
+            axes.plot([], [], label=name, **style)
+            for one in (one for one in advice if fmt.belongs_to(one, row)):
+                ks, times = zip(*((p["k"], p["tpot_ms"]) for p in one["predictions"]), strict=True)
+                axes.plot(ks, times, **style | {"marker": ""})
+        for base in sorted({row.timings[0].baseline_tpot_ms or 0.0 for row, *_ in here} - {0.0}):
+            axes.axhline(base, color=GREY, linewidth=1.5, label="no drafting")
+        axes.set(xlabel="K (drafts a step)", ylabel="TPOT in ms")
+        axes.locator_params(axis="x", integer=True)
+        max_k = max(row.k for row, *_ in here)
+        axes.set(xlim=(0.7, max_k + 0.3), ylim=(0, 1.05 * top))  # one scale for all temperatures
+        yield figure
+
+
+def speedup_by_batch(report: Report) -> Iterator[Figure]:
+    """Yield a plot of the speed-up by batch size for each temperature.
+
+    Nothing is yielded if no row was timed at two batch sizes.
+    """
+    shown = [row for row in report.rows if len([t for t in row.timings if t.speedup]) > 1]
+    batches = sorted({timing.batch for row in shown for timing in row.timings})
+    tops = [(t.speedup_ci or (0, t.speedup or 0))[1] for row in shown for t in row.timings]
+    for temperature, here in by_temperature(series(shown)):
+        title = f"Speed-up by batch, T = {fmt.temperature(temperature)}"
+        figure = new_figure(title, [row for row, *_ in here])
+        axes = figure.axes[0]
+        for i, (row, name, style) in enumerate(here):
+            timed = [timing for timing in row.timings if timing.speedup is not None]
+            shift = (i - (len(here) - 1) / 2) * 0.4 / len(here)  # draws intervals side by side
+            places = [batches.index(one.batch) + shift for one in timed]
+            speedups = [one.speedup for one in timed]
+            bars = error_bars(speedups, [one.speedup_ci for one in timed])
+            axes.errorbar(places, speedups, yerr=bars, capsize=3, label=name, **style)
+        axes.axhline(1, color=GREY, linewidth=1.5)
+        axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
+        axes.set(xlabel="prompts decoded at once", ylabel="speed-up (×)")
+        axes.set_ylim(0, 1.05 * max(1, *tops))  # the same for all temperatures
+        yield figure
+
+
+def goodput_by_speed(report: Report) -> Iterator[Figure]:
+    """Yield a Pareto plot for each engine and temperature, with a curve for each configuration.
+
+    A curve's points are concurrencies, and their numbers stand beside them. Up and right is better.
+    """
+    for title, points in load_groups(report.load).items():
+        figure = new_figure(f"Goodput and speed of a request, {title}", points, height=HEIGHT + 0.6)
+        axes, number = figure.axes[0], 0
+        for name, members in by_configuration(points).items():
+            shown = [point for point in members if point.user_tok_s is not None]
+            style: dict[str, Any] = {"color": GREY, "marker": "x", "linestyle": "-"}
+            if members[0].k:
+                sampled = members[0].draft_probs and members[0].temperature > 0
+                style = line_style(number, sampled=sampled)
+                number += 1
+            xs, ys = [p.user_tok_s for p in shown], [p.goodput_tok_s for p in shown]
+            axes.plot(xs, ys, label=plain(name), **style)
+            look = {"textcoords": "offset points", "fontsize": 7.5, "color": style["color"]}
+            for point, x, y in zip(shown, xs, ys, strict=True):
+                axes.annotate(str(point.concurrency), (x, y), xytext=(4, 3), **look)
+        axes.set(xlabel="tokens/s of one request, after its first token", ylabel="tokens/s in all")
+        axes.margins(0.09)  # room for the numbers
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        yield figure
+
+
+def reliability(report: Report) -> Iterator[Figure]:
+    """Yield a figure for each calibration, with a diagram for each position.
+
+    On the diagonal the share of steps whose first k drafts were accepted equals the prediction.
+    Bins of fewer than `FEWEST` steps are left out.
+    """
+    for one in report.calibrations:
+        columns = min(one.k, 2 if one.k == 4 else 3)
+        lines = -(-one.k // columns)
+        figure = new_figure(
+            f"Reliability, {calibration_name(report, one)}",
+            [one],
+            height=0.75 + lines * (WIDTH / columns + 0.05),
+            grid=(lines, columns),
+            count=one.k,
+        )
+        for k, (axes, position) in enumerate(zip(figure.axes, one.positions, strict=True), 1):
+            axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle=":")
+            curves = (("raw confidence", position.before, 1), ("calibrated", position.after, 0))
+            for label, bins, i in curves:
+                drawn = [(b.predicted, b.observed) for b in bins if b.count >= FEWEST]
+                style = line_style(i, sampled=i == 0) | {"color": COLOURS[i], "markersize": 3.5}
+                xs, ys = zip(*drawn, strict=True) if drawn else ((), ())
+                axes.plot(xs, ys, label=label, linewidth=1.2, clip_on=False, **style)
+            axes.set_title(f"first {k} accepted" if k > 1 else "first draft accepted", fontsize=8)
+            axes.set(xlim=(0, 1), ylim=(0, 1), xticks=(0, 0.5, 1), yticks=(0, 0.5, 1))
+            axes.set_aspect("equal")
+            axes.tick_params(labelsize=7)
+            if k > one.k - columns:
+                axes.set_xlabel("predicted", fontsize=8)
+            if k % columns == 1 or columns == 1:
+                axes.set_ylabel("observed", fontsize=8)
+        yield figure
+
+
 PLOTS = {
-    "acceptance_length": (
-        lambda report: acceptance_length(report.rows),
-        "Tokens that a verify step of the target emits, with 95 % intervals over prompts.",
-    ),
     "acceptance_by_position": (
-        lambda report: acceptance_by_position(report.rows),
+        acceptance_by_position,
         "Share of drafts whose first i tokens are all accepted, at the largest K.",
     ),
     "tpot_by_k": (
@@ -24,7 +215,7 @@ PLOTS = {
         "Grey: without drafting.",
     ),
     "speedup_by_batch": (
-        lambda report: speedup_by_batch(report.rows),
+        speedup_by_batch,
         "Against decoding without drafts, by the number of prompts decoded at once, with 95 % "
         "intervals over prompts. Below 1 drafting costs time.",
     ),
@@ -49,6 +240,7 @@ def plots(report: Report) -> list[Section]:
     for name, (draw, text) in PLOTS.items():
         figures = list(draw(report))
         for i, figure in enumerate(figures, 1):
+            legend(figure)
             file = name if len(figures) == 1 else f"{name}_{i}"
             texts = [f"{text} {figure.get_label()}"]
             found.append(Section(file.replace("_", " "), texts, figure=Plot(file, figure)))

@@ -9,7 +9,7 @@ import pytest
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.results import Report, Row
 from draftlab.evaluate.speedup_model import Probe
-from draftlab.report.plot_times import tpot_by_k
+from draftlab.report.plots import legend, tpot_by_k
 from draftlab.report.sections import sections
 from tests.helpers import sample_report as sample
 from tests.helpers.sample_report import with_timing
@@ -112,6 +112,7 @@ def test_the_comparison_is_shown_with_its_heads(report: Report) -> None:
     names = [line.cells[:2] for line in shown["Measurements"].lines]
     assert names == [["", ""], *[["chained", "chain"], ["at once", "parallel"]] * 2]
     (figure,) = tpot_by_k(report)
+    legend(figure)
     labels = {text.get_text() for text in figure.legends[0].get_texts()}
     assert {"chained, chain", "at once, parallel"} <= labels
 

@@ -130,7 +130,7 @@ def test_the_card_has_counters_conditions_and_commands() -> None:
         f"| prompts | {row.prompts} |",
         f"| suite | {row.suite} (sha256 {row.suite_sha256[:12]}) |",
         "vllm serve org/base",
-        "![acceptance by position](acceptance_by_position.png)",
+        "![acceptance by position 1](acceptance_by_position_1.png)",
         "note: 'a: b'",
     ):
         assert words in text, words

@@ -13,8 +13,7 @@ from draftlab.evaluate.calibration.calibrate import calibrate
 from draftlab.evaluate.calibration.result import Calibration
 from draftlab.evaluate.results import Report
 from draftlab.report import print_report
-from draftlab.report.plot_calibration import FEWEST
-from draftlab.report.plots import plots
+from draftlab.report.plots import FEWEST, plots
 from draftlab.report.sections import sections
 from tests.helpers import sample_report as sample
 from tests.helpers.draft_blocks import simulate

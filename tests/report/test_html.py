@@ -74,7 +74,7 @@ def test_the_page_opens_offline(tmp_path: Path) -> None:
     assert [value for value in references if value not in images] == ["report.json"]
     assert not re.search(r"https?://|url\(|@import", text.split("<body>")[0])
     files = {file.name: file.read_bytes() for file in path.parent.glob("*.png")}
-    assert sorted(files) == ["acceptance_by_position.png", "acceptance_length.png"]
+    assert sorted(files) == ["acceptance_by_position_1.png", "acceptance_by_position_2.png"]
     embedded = {base64.b64decode(value.partition(",")[2]) for value in images}
     assert embedded == set(files.values())
     assert all(data.startswith(b"\x89PNG\r\n") for data in embedded)
@@ -88,7 +88,7 @@ def test_plots_of_an_earlier_report_are_deleted(tmp_path: Path) -> None:
     assert (tmp_path / "tpot_by_k_2.png").is_file()
     write_html(sample.report(), tmp_path)
     assert sorted(path.stem for path in tmp_path.glob("*.png")) == [
-        "acceptance_by_position", "acceptance_length", "own",
+        "acceptance_by_position_1", "acceptance_by_position_2", "own",
     ]  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from draftlab.report import print_report
 from draftlab.report.html import write_html
 from draftlab.report.load import goodput
-from draftlab.report.plot_load import goodput_by_speed
+from draftlab.report.plots import goodput_by_speed
 from draftlab.report.sections import sections
 from tests.helpers import sample_report as sample
 

@@ -14,9 +14,13 @@ from PIL import Image
 from draftlab.evaluate.results import Report
 from draftlab.report import write_html
 from draftlab.report.canvas import png
-from draftlab.report.plot_acceptance import acceptance_by_position, acceptance_length
-from draftlab.report.plot_times import speedup_by_batch, tpot_by_k
-from draftlab.report.plots import PLOTS, plots
+from draftlab.report.plots import (
+    PLOTS,
+    acceptance_by_position,
+    plots,
+    speedup_by_batch,
+    tpot_by_k,
+)
 from tests.helpers import sample_report as sample
 
 
@@ -28,22 +32,25 @@ def drawn(report: Report) -> dict[str, Figure]:
     return {one.figure.name: one.figure.figure for one in plots(report)}
 
 
-def test_acceptance_by_position_draws_each_drafted_row() -> None:
-    report = sample.report()
-    (figure,) = acceptance_by_position(report.rows)
-    lines = figure.axes[0].lines
-    for line, i in zip(lines, (1, 3, 4), strict=True):
-        row = report.rows[i]
-        assert list(line.get_xdata()) == [1, 2, 3, 4]
-        assert line.get_ydata() == pytest.approx(np.array(row.accepted_at) / row.drafts)
-    assert [line.get_linestyle() for line in lines] == ["--", "--", "-"]
-    assert legend(figure) == [
-        "T = 0, argmax drafts",
-        "T = 0.8, argmax drafts",
-        "T = 0.8, sampled drafts",
+def test_acceptance_by_position_draws_each_head_with_its_largest_k() -> None:
+    rows = [
+        sample.row(head=head, k=k, temperature=t, draft_probs=probs)
+        for head in ("a", "b")
+        for t, probs in ((0.0, False), (0.8, False), (0.8, True))
+        for k in (2, 5)
     ]
-    for different in ("color", "marker"):
-        assert len({getattr(line, f"get_{different}")() for line in lines}) == 3
+    greedy, warm = acceptance_by_position(sample.report([sample.baseline(), *rows]))
+    title = "Acceptance by draft position"
+    assert [one.get_suptitle() for one in (greedy, warm)] == [f"{title}, T = {t}" for t in (0, 0.8)]
+    for figure, shown in ((greedy, rows[1::6]), (warm, [rows[i] for i in (3, 5, 9, 11)])):
+        lines = figure.axes[0].lines
+        for line, row in zip(lines, shown, strict=True):
+            assert list(line.get_xdata()) == [1, 2, 3, 4, 5]
+            assert line.get_ydata() == pytest.approx(np.array(row.accepted_at) / row.drafts)
+            assert line.get_linestyle() == ("-" if row.draft_probs else "--")
+            assert line.get_label().startswith(row.head)
+        for different in ("color", "marker"):
+            assert len({getattr(line, f"get_{different}")() for line in lines}) == len(shown)
 
 
 def test_argmax_and_sampled_drafts_differ_in_colour_marker_and_legend() -> None:
@@ -63,65 +70,12 @@ def test_argmax_and_sampled_drafts_differ_in_colour_marker_and_legend() -> None:
             assert one[1] != other[1]
 
 
-def test_acceptance_length_needs_two_temperatures() -> None:
-    assert not list(acceptance_length([sample.baseline(), sample.row()]))
-    assert not list(acceptance_length([sample.row(), sample.baseline(0.8)]))
-    assert "acceptance_length" not in drawn(sample.report([sample.row()]))
-
-
-def test_acceptance_length_has_points_with_intervals_and_no_lines() -> None:
-    report = sample.report()
-    (figure,) = acceptance_length(report.rows)
-    greedy, off, on = (report.rows[i] for i in (1, 3, 4))
-    bars = figure.axes[0].containers
-    assert [bar.get_label() for bar in bars] == ["argmax drafts", "sampled drafts"]
-    for bar, rows, places in zip(bars, ([greedy, off], [on]), ([0, 1], [1]), strict=True):
-        line, _, (segments,) = bar.lines
-        assert line.get_linestyle() == "None"
-        assert list(line.get_ydata()) == [row.acceptance_length for row in rows]
-        assert line.get_xdata() == pytest.approx(places, abs=0.2)
-        ends = [(low[1], high[1]) for low, high in segments.get_segments()]
-        assert np.ravel(ends) == pytest.approx(np.ravel([row.acceptance_length_ci for row in rows]))
-    assert [text.get_text() for text in figure.axes[0].get_xticklabels()] == ["0", "0.8"]
-    assert figure.axes[0].get_ylim()[0] == 1
-
-
-def test_points_of_a_name_differ_in_temperature_only() -> None:
-    rows = [sample.row(temperature=t, k=k) for k in (2, 4) for t in (1.5, 0.0, 0.7)]
-    (figure,) = acceptance_length(rows)
-    bars = figure.axes[0].containers
-    assert [bar.get_label() for bar in bars] == ["K = 2", "K = 4"]
-    for bar in bars:
-        assert sorted(bar.lines[0].get_xdata()) == pytest.approx([0, 1, 2], abs=0.2)
-
-
-def test_acceptance_by_position_has_a_plot_for_each_head_with_its_largest_k() -> None:
-    rows = [
-        sample.row(head=head, k=k, temperature=t, expected_acceptance=None)
-        for head in ("a", "b")
-        for t in (0.0, 0.8)
-        for k in (2, 5)
-    ]
-    title = "Acceptance by draft position"
-    several = list(acceptance_by_position(rows))
-    # heads with one line each share a plot
-    alone = list(acceptance_by_position([rows[1], rows[5]]))
-    for figures, titles in ((several, [f"{title}, a", f"{title}, b"]), (alone, [title])):
-        assert [figure.axes[0].get_title(loc="left") for figure in figures] == titles
-    assert legend(alone[0]) == ["T = 0, a", "T = 0, b"]
-    assert len({line.get_color() for line in alone[0].axes[0].lines}) == 2
-    for figures, shown in ((several, rows[1::2]), (alone, [rows[1], rows[5]])):
-        lines = [line for figure in figures for line in figure.axes[0].lines]
-        for line, row in zip(lines, shown, strict=True):
-            assert line.get_ydata() == pytest.approx(np.array(row.accepted_at) / row.drafts)
-
-
 def test_tpot_by_k_has_measurements_and_the_advisers_lines() -> None:
     report = sample.timed_report()
     greedy, warm = tpot_by_k(report)
     axes, title = greedy.axes[0], "Time per output token by K"
-    assert axes.get_title(loc="left") == f"{title}, T = 0, batch 1"
-    assert warm.axes[0].get_title(loc="left") == f"{title}, T = 0.8, batch 1"
+    assert greedy.get_suptitle() == f"{title}, T = 0, batch 1"
+    assert warm.get_suptitle() == f"{title}, T = 0.8, batch 1"
     rows = [row for row in report.rows if row.temperature == 0 and row.k]
     points = [container.lines[0] for container in axes.containers]
     assert [(list(p.get_xdata()), list(p.get_ydata())) for p in points] == [
@@ -143,7 +97,7 @@ def test_tpot_by_k_has_measurements_and_the_advisers_lines() -> None:
 
 def test_speedup_by_batch_needs_two_batches() -> None:
     report = sample.timed_report()
-    figure, warm = speedup_by_batch(report.rows)
+    figure, warm = speedup_by_batch(report)
     bars = figure.axes[0].containers
     rows = [row for row in report.rows if row.temperature == 0 and row.k]
     for bar, row in zip(bars, rows, strict=True):
@@ -154,8 +108,8 @@ def test_speedup_by_batch_needs_two_batches() -> None:
     assert {style for name, style in styles.items() if "argmax" in name} == {"--"}
     assert {style for name, style in styles.items() if "sampled" in name} == {"-"}
     once = [row.model_copy(update={"timings": row.timings[:1]}) for row in report.rows]
-    assert not list(speedup_by_batch(once))
-    assert not list(speedup_by_batch(sample.report().rows))
+    assert not list(speedup_by_batch(sample.report(once)))
+    assert not list(speedup_by_batch(sample.report()))
 
 
 def test_a_large_grid_stays_readable() -> None:
@@ -185,22 +139,21 @@ def test_every_plot_has_labels_and_units_and_its_file_the_conditions(tmp_path: P
     report = sample.report()
     write_html(report, tmp_path)
     figures = drawn(report)
-    assert list(figures) == ["acceptance_length", "acceptance_by_position"]
+    assert list(figures) == ["acceptance_by_position_1", "acceptance_by_position_2"]
     for name, figure in figures.items():
         axes = figure.axes[0]
         assert axes.get_xlabel()
-        assert axes.get_title(loc="left")
+        assert axes.get_ylabel()
+        assert figure.get_suptitle()
         with Image.open(tmp_path / f"{name}.png") as image:
             for condition in ("target draftlab-embedded-12m", "dtype float32", "prompts 64"):
                 assert condition in image.info["Description"]
-    assert figures["acceptance_length"].axes[0].get_ylabel()
 
 
 def test_a_caption_names_heads_and_temperatures() -> None:
     reports = sample.timed_report(), sample.loaded_report()
     captions = {one.figure.name: one.text for report in reports for one in plots(report)}
     for name, end in {
-        "acceptance_length": "Head head; T = 0, 0.8.",
         "tpot_by_k_1": "Head head; T = 0.",
         "tpot_by_k_2": "Head head; T = 0.8.",
         "speedup_by_batch_2": "Head head; T = 0.8.",
