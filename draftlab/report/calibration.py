@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from draftlab.evaluate.calibration.result import CalibratedPosition, Calibration, Saving
 from draftlab.evaluate.results import Report
 from draftlab.report import formatting as fmt
-from draftlab.report.section import NONE, Column, Line, Section, Table
+from draftlab.report.section import Section, filled, grouped
 
 SHOWN_THRESHOLD = 0.2
 """Threshold of the survival that the sentence on a calibration has."""
@@ -55,6 +55,33 @@ def _text(one: Calibration) -> str:
     )
 
 
+def _number(field: str, digits: int = 3) -> Callable[[CalibratedPosition], str]:
+    return lambda p: fmt.number(getattr(p, field), digits)
+
+
+POSITIONS: dict[str, Callable[[CalibratedPosition], str]] = {
+    "steps": lambda p: fmt.count(p.blocks),
+    "share accepted": lambda p: fmt.number(p.survived / p.blocks, 3),
+    "error, raw": _number("error_before"),
+    "error, slope and intercept": _number("error_logistic"),
+    "error, calibrated": lambda p: fmt.with_interval(p.error_after, p.error_after_ci, 3),
+    "error, a temperature a position": _number("error_temperature"),
+    "error, one temperature": _number("error_common_temperature"),
+    "error of a perfect predictor": _number("error_perfect"),
+    "– at most (97.5 %)": _number("error_perfect_high"),
+    "share of variance explained": _number("skill", 2),
+    "slope": _number("slope", 2),
+    "intercept": _number("intercept", 2),
+    "a, b, c": lambda p: ", ".join(f"{value:.2f}" for value in p.beta),
+    "temperature": _number("temperature", 2),
+}
+SAVINGS: dict[str, Callable[[Saving], str]] = {
+    "threshold": lambda one: f"{one.threshold:g}",
+    "drafts not verified": lambda one: _percent(one.not_verified, one.not_verified_ci),
+    "accepted drafts lost": lambda one: _percent(one.lost, one.lost_ci),
+}
+
+
 def calibration_tables(report: Report) -> Iterator[Section]:
     """Yield the errors at each position of every calibration, and what cut-offs leave out."""
     for one in report.calibrations:
@@ -63,74 +90,20 @@ def calibration_tables(report: Report) -> Iterator[Section]:
             f"prompts of {one.suite}, chosen at random with seed 0; measured on "
             f"{fmt.count(one.blocks)} steps of the other {fmt.count(one.prompts)}."
         )
-        columns = [Column("k", left=True), *(Column(str(k + 1)) for k in range(one.k))]
-        table = Table(columns, [Line([title, *cells]) for title, cells in _rows(one)])
+        if one.common_temperature is not None:
+            text += f" One temperature for all positions: {one.common_temperature:.2f}."
         title = f"Confidence of the drafts, {name(report, one)}"
-        yield Section(title, [DEFINITIONS, text], table, kind="folded")
+        by_k = [(str(k), [position]) for k, position in enumerate(one.positions, 1)]
+        positions = filled(grouped("k", POSITIONS, by_k))
+        yield Section(title, [DEFINITIONS, text], positions, kind="folded")
         rules = (
             ("the first calibrated survival below", one.survival_savings),
             ("the first raw confidence below", one.cutoff_savings),
         )
-        columns = [
-            Column("drafts are left out from", left=True),
-            *map(Column, ("threshold", "drafts not verified", "accepted drafts lost")),
-        ]
-        lines = [Line([rule, *_saving(saving)]) for rule, all_ in rules for saving in all_]
-        yield Section(f"{title}: cut-offs", table=Table(columns, lines), kind="folded")
+        savings = grouped("drafts are left out from", SAVINGS, rules)
+        yield Section(f"{title}: cut-offs", table=savings, kind="folded")
 
 
-def _rows(one: Calibration) -> list[tuple[str, list[str]]]:
-    """Return the name and the cells of each line of the table of positions."""
-
-    def cells(text: Callable[[CalibratedPosition], str]) -> list[str]:
-        return [text(position) for position in one.positions]
-
-    def number(field: str, digits: int = 3) -> list[str]:
-        return cells(lambda p: fmt.number(getattr(p, field), digits))
-
-    def interval(p: CalibratedPosition) -> str:
-        return "{:.3f} … {:.3f}".format(*p.error_after_ci) if p.error_after_ci else NONE
-
-    rows = [
-        ("steps", cells(lambda p: fmt.count(p.blocks))),
-        ("share accepted", cells(lambda p: fmt.number(p.survived / p.blocks, 3))),
-        ("error, raw", number("error_before")),
-        ("error, slope and intercept", number("error_logistic")),
-        ("error, calibrated", number("error_after")),
-        ("– 95 % interval", cells(interval)),
-    ]
-    if one.common_temperature is not None:
-        rows += [
-            ("error, a temperature a position", number("error_temperature")),
-            ("error, one temperature", number("error_common_temperature")),
-        ]
-    rows += [
-        ("error of a perfect predictor", number("error_perfect")),
-        ("– at most (97.5 %)", number("error_perfect_high")),
-        ("share of variance explained", number("skill", 2)),
-        ("slope", number("slope", 2)),
-        ("intercept", number("intercept", 2)),
-        ("a, b, c", cells(lambda p: ", ".join(f"{value:.2f}" for value in p.beta))),
-    ]
-    if one.common_temperature is not None:
-        title = f"temperature (one: {one.common_temperature:.2f})"
-        rows.append((title, number("temperature", 2)))
-    return rows
-
-
-def _saving(one: Saving) -> tuple[str, str, str]:
-    """Return threshold, drafts that are not verified, and accepted drafts that are lost."""
-    return (
-        f"{one.threshold:g}",
-        _percents(one.not_verified, one.not_verified_ci),
-        _percents(one.lost, one.lost_ci),
-    )
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
-
-
-def _percents(share: float, interval: tuple[float, float] | None) -> str:
+def _percent(share: float, interval: tuple[float, float] | None = None) -> str:
     ends = " [{:.1f}, {:.1f}]".format(*(100 * end for end in interval)) if interval else ""
-    return _percent(share) + ends
+    return f"{100 * share:.1f} %" + ends

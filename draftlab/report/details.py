@@ -137,10 +137,15 @@ def _positions(rows: Sequence[Row]) -> Section:
     for row, label in zip(rows, row_labels(rows), strict=True):
         if not row.drafts:
             continue
-        before = [row.drafts, *row.accepted_at[:-1]]
+        counters = row.counters
         own = {
-            "unconditional": _shares(row, row.counters.acceptance_at or (), [row.drafts] * row.k),
-            "conditional": _shares(row, row.counters.conditional_acceptance_at, before),
+            "unconditional": [
+                f"{fmt.number(share, 3)}\n{fmt.count(accepted)} / {fmt.count(row.drafts)}"
+                for share, accepted in zip(
+                    counters.acceptance_at or (), row.accepted_at, strict=True
+                )
+            ],
+            "conditional": [fmt.number(one, 3) for one in counters.conditional_acceptance_at],
         }
         if row.expected_acceptance:
             z = row.self_check.z if row.self_check else [None] * row.k
@@ -154,17 +159,10 @@ def _positions(rows: Sequence[Row]) -> Section:
     columns = [Column("row", True), Column("share", True)]
     columns += [Column(str(k + 1)) for k in range(most)]
     text = (
-        "Below each share are its raw counters. Unconditional: accepted_at / drafts. Conditional: "
+        "Unconditional: accepted_at / drafts, with these counters below it. Conditional: "
         "accepted at the position / accepted at the position before."
     )
     return Section("Acceptance by draft position", [text], Table(columns, lines), kind="folded")
-
-
-def _shares(row: Row, shares: Iterable[float | None], of: Iterable[int]) -> list[str]:
-    return [
-        f"{fmt.number(share, 3)}\n{fmt.count(accepted)} / {fmt.count(all_)}"
-        for share, accepted, all_ in zip(shares, row.accepted_at, of, strict=True)
-    ]
 
 
 def _self_check(row: Row) -> str:

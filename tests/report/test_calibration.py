@@ -70,15 +70,19 @@ def test_the_details_have_errors_and_savings(report: Report) -> None:
     first, second = report.calibrations
     details = {one.title: one for one in sections(report)}
     title = "Confidence of the drafts, T = 0.8, sampled drafts, K = 7"
-    rows = {name: cells for name, *cells in (line.cells for line in details[title].table.lines)}
+    table = details[title].table
+    columns = zip(*(line.cells for line in table.lines), strict=True)
+    rows = {one.name: list(cells) for one, cells in zip(table.columns, columns, strict=True)}
     for name, field in (
         ("error, raw", "error_before"),
-        ("error, calibrated", "error_after"),
         ("error, a temperature a position", "error_temperature"),
         ("error, one temperature", "error_common_temperature"),
         ("error of a perfect predictor", "error_perfect"),
     ):
         assert rows[name] == [f"{getattr(p, field):.3f}" for p in second.positions]
+    low, high = second.positions[0].error_after_ci
+    calibrated = f"{second.positions[0].error_after:.3f} [{low:.3f}, {high:.3f}]"
+    assert rows["error, calibrated"][0] == calibrated
     assert rows["steps"] == [f"{p.blocks:,}" for p in second.positions]
     savings = details["Confidence of the drafts, T = 0, K = 4: cut-offs"].table.lines
     assert len(savings) == len(first.survival_savings) + len(first.cutoff_savings)
