@@ -20,7 +20,7 @@ from draftlab.heads.folder import CONFIG, WEIGHTS, load_config, stored_shapes
 from draftlab.recipe.head_spec import target_config
 from draftlab.recipe.recipe import load_recipe
 from draftlab.run.resolve import reference_head
-from draftlab.run.stage_records import read_record
+from draftlab.run.stages import read_record
 from draftlab.store.manifest import MANIFEST
 from draftlab.store.store import Store
 from draftlab.target_model.fingerprint import fingerprint

@@ -10,8 +10,7 @@ from draftlab.doctor.findings import Finding, fault
 from draftlab.errors import UserError
 from draftlab.files import sha256_file
 from draftlab.run.resolve import run_of
-from draftlab.run.stage_records import read_record, record_path
-from draftlab.run.stages import STAGES
+from draftlab.run.stages import STAGES, read_record, record_path
 
 
 def changed_file_findings(folder: Path) -> list[Finding]:

@@ -37,8 +37,7 @@ from draftlab.report.html import is_plot, write_plots
 from draftlab.report.sections import of_head, sections
 from draftlab.run.folder import check_links
 from draftlab.run.head_workspace import HeadWorkspace
-from draftlab.run.stage_records import head_sha256, read_record, record_path
-from draftlab.run.stages import STAGES
+from draftlab.run.stages import STAGES, head_sha256, read_record, record_path
 from draftlab.target_model.locate import resolve_target
 
 README, LAUNCH, REPORT = "README.md", "launch.md", "report.json"

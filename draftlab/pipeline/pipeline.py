@@ -35,8 +35,7 @@ from draftlab.run.family_defaults import with_family_defaults
 from draftlab.run.folder import RUNS, Run, lock
 from draftlab.run.head_workspace import export_files, input_files
 from draftlab.run.resolve import find_head
-from draftlab.run.stage_status import Status
-from draftlab.run.stages import STAGES, Stage
+from draftlab.run.stages import STAGES, Stage, Status
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
 from draftlab.text.prompts import prompt_file

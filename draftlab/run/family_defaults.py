@@ -13,8 +13,7 @@ from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_config
 from draftlab.recipe.recipe import Recipe
 from draftlab.run.resolve import find_head
-from draftlab.run.stage_records import read_record, record_path
-from draftlab.run.stages import STAGES
+from draftlab.run.stages import STAGES, read_record, record_path
 
 NORM_BEFORE_RESIDUAL = "head.norm_before_residual"
 

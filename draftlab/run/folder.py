@@ -22,14 +22,15 @@ from draftlab.files import (
     write_text,
 )
 from draftlab.recipe.recipe import LATEST
-from draftlab.run.stage_records import (
+from draftlab.run.stages import (
+    STAGES,
+    Stage,
+    Status,
     read_record,
     record_path,
     recorded,
-    shards_elsewhere,
+    settings_with_effect,
 )
-from draftlab.run.stage_status import Status
-from draftlab.run.stages import STAGES, Stage, settings_with_effect
 from draftlab.store.completeness import DAMAGED_SHARD, check_store
 from draftlab.store.transfer_errors import UnreachableError
 
@@ -84,9 +85,10 @@ class Run:
         damage = self._damage(stage, record)
         if not damage:
             return Status(stage, "done", {})
-        url, elsewhere = self.settings.get("record.url"), ""
-        if stage.name == "store":
-            elsewhere = shards_elsewhere(self.folder, record, url)
+        url, former, elsewhere = self.settings.get("record.url"), record.get("url"), ""
+        if stage.name == "store" and former != url:
+            place = f"at {former}" if former else f"in {artefact}"
+            elsewhere = f"its shards are {place}, and record.url is {url or 'not set'}"
         return Status(stage, "unfinished", {}, damage=damage, elsewhere=elsewhere)
 
     def _damage(self, stage: Stage, record: dict[str, Any]) -> str:

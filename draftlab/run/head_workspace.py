@@ -28,8 +28,7 @@ from draftlab.run.resolve import (
     recipe_of,
     say_target,
 )
-from draftlab.run.stage_records import recorded_with
-from draftlab.run.stages import REPORT, STAGES
+from draftlab.run.stages import REPORT, STAGES, recorded_with
 from draftlab.target_model.locate import check_named
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.suites import suite_sha256

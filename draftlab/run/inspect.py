@@ -22,8 +22,7 @@ from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config, stored_s
 from draftlab.report import print_report, print_suites
 from draftlab.run.folder import find_run
 from draftlab.run.resolve import REFERENCE, recipe_of, reference_head
-from draftlab.run.stage_records import read_record, record_path
-from draftlab.run.stages import STAGES
+from draftlab.run.stages import STAGES, read_record, record_path
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.prompt_split import hold_out
 from draftlab.store.shard import ShardSizes

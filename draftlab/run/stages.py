@@ -1,10 +1,14 @@
-"""The stages of a run: what each reads and writes, and which settings decide its result."""
+"""The stages of a run: what each reads and writes, its record stages/<name>.json, and its state."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
+from draftlab.files import known_sha256, read_fields, sha256_file, write_json
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.servers.settings import ServerSettings
 from draftlab.store.manifest import MANIFEST
@@ -92,3 +96,99 @@ def settings_with_effect(settings: dict[str, Any]) -> dict[str, Any]:
     }
     free = SETTINGS_WITHOUT_EFFECT | {f"train.{name}" for name in train if is_free(name, train)}
     return {key: value for key, value in settings.items() if key not in free}
+
+
+def record_path(folder: Path, stage: Stage) -> Path:
+    """Return the path of a stage's record."""
+    return folder / "stages" / f"{stage.name}.json"
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return a stage's record: its `inputs` and whether it is `complete`."""
+    return read_fields(
+        path,
+        {"inputs": dict, "complete": bool},
+        kind="stage record",
+        do="remove the file: the stage then runs again, and continues from what is there",
+    )
+
+
+def head_sha256(folder: Path) -> str:
+    """Return the hex SHA-256 of the weights of a run's head; "" if there are none."""
+    weights = folder / STAGES["head"].artefact / WEIGHTS
+    return known_sha256(weights) if weights.is_file() else ""
+
+
+@contextmanager
+def recorded(folder: Path, stage: Stage, inputs: dict[str, Any], **fields: Any) -> Iterator[None]:
+    """Record a stage as started with these inputs, and at the end of the block as complete.
+
+    Args:
+        fields: further ones of the record.
+    """
+    record = record_path(folder, stage)
+    if stage.after == "head":
+        fields = fields | {"head_sha256": head_sha256(folder)}
+    write_json(record, {"complete": False, "inputs": inputs} | fields)
+    yield
+    files = [path for path in sorted(folder.glob(stage.hashed)) if path.is_file()]
+    hashes = {str(path.relative_to(folder)): sha256_file(path) for path in files}
+    write_json(record, {"complete": True, "inputs": inputs, "sha256": hashes} | fields)
+
+
+@contextmanager
+def recorded_with(folder: Path, stage: Stage, settings: dict[str, Any]) -> Iterator[None]:
+    """Record a stage that runs with other settings than the run's recipe; the run must be locked.
+
+    `Run.status` then reports the stage as changed.
+    """
+    inputs: dict[str, Any] = {}
+    if stage.after and (path := record_path(folder, STAGES[stage.after])).exists():
+        inputs = read_record(path)["inputs"]
+    with recorded(folder, stage, inputs | settings_with_effect(settings)):
+        yield
+
+
+@dataclass(frozen=True)
+class Status:
+    """The state of a stage of a run under a recipe.
+
+    Attributes:
+        state: "done"; "unfinished": started with the same inputs, or its files are damaged;
+            "missing"; "changed": it has other inputs; "unneeded": not complete, but all that
+            reads it is.
+        changes: setting → (value in the run, value in the recipe), if the state is "changed".
+        missing_input: a file that the stage reads and that does not exist, or "".
+        damage: which file of a complete stage has changed since, and how, or "".
+        elsewhere: where the shards of a complete store are, if that is not `record.url`, or "".
+    """
+
+    stage: Stage
+    state: Literal["done", "unfinished", "missing", "changed", "unneeded"]
+    changes: dict[str, tuple[Any, Any]]
+    missing_input: str = ""
+    damage: str = ""
+    elsewhere: str = ""
+
+    @property
+    def runs(self) -> bool:
+        """Return whether the stage has to run."""
+        return self.state not in ("done", "unneeded")
+
+    def lines(self, folder: Path) -> list[str]:
+        """Return what the console says of the stage before it runs, or why it does not run.
+
+        Args:
+            folder: of the run.
+        """
+        name = self.stage.name
+        if self.runs and self.damage:
+            return [f"{name}: damaged, made again ({self.damage})"]
+        if self.runs:
+            changes = self.changes.items()
+            return [f"{name}: {key} was {former!r}, is {now!r}" for key, (former, now) in changes]
+        state = "damaged" if self.damage else "not there"
+        state = "elsewhere" if self.elsewhere else state
+        state = "there" if self.state == "done" else f"{state}, and not needed"
+        detail = self.elsewhere or self.damage or folder / self.stage.artefact
+        return [f"{name}: {state} ({detail})"]

@@ -10,8 +10,7 @@ from draftlab.files import read_json
 from draftlab.recipe.recipe import Recipe, flatten, parse_recipe
 from draftlab.run import folder as run_folder
 from draftlab.run.folder import Run, find_run
-from draftlab.run.stage_records import record_path, recorded_with
-from draftlab.run.stages import STAGES
+from draftlab.run.stages import STAGES, record_path, recorded_with
 
 ANSWERS, HEAD, EVAL, EXPORT = (STAGES[n] for n in ("answers", "head", "eval", "export"))
 FILES = {"answers": {"prompts.sha256": "1"}, "eval": {"eval.suite.sha256": "2"}}
