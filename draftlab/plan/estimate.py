@@ -79,12 +79,12 @@ class RecipeSizes:
         self.on_cpu = self.gpu is None and no_gpu
         head, _ = check_head(recipe, config)
         with explain_loading("the target", recipe.target.path):
-            self.target = TargetSize.of(recipe, config, on_cpu=self.on_cpu)
+            self.target = TargetSize(recipe, config, on_cpu=self.on_cpu)
         self.architecture = (config.architectures or [type(config).__name__])[0]
         self.conversations = Conversations.of(recipe, self.target.max_length)
         self.identity = planned_identity(recipe, config)
         self.token_bytes = self.identity.bytes_per_token
-        self.head = HeadSize.of(head, recipe, on_cpu=self.on_cpu)
+        self.head = HeadSize(head, recipe, on_cpu=self.on_cpu)
         self.trained = recipe.train.steps * recipe.train.batch_rows * recipe.train.row_tokens
 
     def stages(self) -> list[Estimate]:

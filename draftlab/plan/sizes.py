@@ -35,9 +35,11 @@ def _first(config: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
-@dataclass(frozen=True)
 class TargetSize:
-    """The size of a target.
+    """The size of a target with this config, as the recipe loads it.
+
+    Args:
+        on_cpu: whether a CPU loads it, by default in 32 bits.
 
     Attributes:
         parameters, expert_parameters: of its text model, and of the experts among them.
@@ -49,49 +51,29 @@ class TargetSize:
         quantised: whether its files are quantised.
     """
 
-    parameters: int
-    expert_parameters: int
-    active_share: float
-    bytes_each: int
-    stored_each: int
-    kv_bytes: int
-    state_bytes: int | None
-    max_length: int
-    quantised: bool
-
-    @classmethod
-    def of(cls, recipe: Recipe, config: Any, *, on_cpu: bool = False) -> TargetSize:
-        """Return the size of a target with this config, as the recipe loads it.
-
-        Args:
-            on_cpu: whether a CPU loads it, by default in 32 bits.
-        """
+    def __init__(self, recipe: Recipe, config: Any, *, on_cpu: bool = False) -> None:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(
                 config, trust_remote_code=recipe.target.trust_remote_code
             )
         text = config.get_text_config()
-        stored = text.dtype or getattr(config, "dtype", None) or torch.bfloat16
-        auto = 4 if on_cpu else stored.itemsize
-        bytes_each = {"float32": 4, "auto": auto}.get(recipe.target.dtype, 2)
+        sizes = {name: p.numel() for name, p in model.named_parameters()}
+        self.parameters = sum(sizes.values())
+        self.expert_parameters = sum(n for name, n in sizes.items() if ".experts." in name)
+        count = _first(text, "num_local_experts", "num_experts", "n_routed_experts") or 1
+        per_token = _first(text, "num_experts_per_tok") or 1
+        self.active_share: float = per_token / count if self.expert_parameters else 1.0
+        dtype = text.dtype or getattr(config, "dtype", None) or torch.bfloat16
+        self.stored_each: int = dtype.itemsize
+        auto = 4 if on_cpu else self.stored_each
+        self.bytes_each = {"float32": 4, "auto": auto}.get(recipe.target.dtype, 2)
         decoder, _, _ = text_decoder(model)
         heads = _first(text, "num_key_value_heads", "num_attention_heads")
         width = _first(text, "head_dim") or text.hidden_size // text.num_attention_heads
-        sizes = {name: p.numel() for name, p in model.named_parameters()}
-        experts = sum(size for name, size in sizes.items() if ".experts." in name)
-        count = _first(text, "num_local_experts", "num_experts", "n_routed_experts")
-        per_token = _first(text, "num_experts_per_tok") or 1
-        return cls(
-            parameters=sum(sizes.values()),
-            expert_parameters=experts,
-            active_share=per_token / (count or 1) if experts else 1.0,
-            bytes_each=bytes_each,
-            stored_each=stored.itemsize,
-            kv_bytes=2 * attention_layers(decoder) * heads * width * bytes_each,
-            state_bytes=planned_state_bytes(decoder),
-            max_length=freeze_rope(decoder) or max_positions(text),
-            quantised=any(getattr(c, "quantization_config", None) for c in (config, text)),
-        )
+        self.kv_bytes: int = 2 * attention_layers(decoder) * heads * width * self.bytes_each
+        self.state_bytes = planned_state_bytes(decoder)
+        self.max_length = freeze_rope(decoder) or max_positions(text)
+        self.quantised = any(getattr(c, "quantization_config", None) for c in (config, text))
 
     @property
     def active(self) -> float:
@@ -185,9 +167,11 @@ def _prompt_sizes(recipe: Recipe) -> list[tuple[float, int]]:
         ]
 
 
-@dataclass(frozen=True)
 class HeadSize:
-    """The size of a head and of its training.
+    """The size of a head and of its training by a recipe, without the savings of compaction.
+
+    Args:
+        on_cpu: whether a CPU trains it, which computes in 32 bits.
 
     Attributes:
         trained: number of parameters that training changes.
@@ -195,27 +179,15 @@ class HeadSize:
         memory: approximate bytes of memory that training takes.
     """
 
-    trained: int
-    flops: float
-    memory: float
-
-    @classmethod
-    def of(cls, head: DraftHead, recipe: Recipe, *, on_cpu: bool = False) -> HeadSize:
-        """Return the size of a head as the recipe trains it, without the savings of compaction.
-
-        Args:
-            on_cpu: whether a CPU trains it, which computes in 32 bits.
-        """
-        settings, config = recipe.train, head.config
-        objective = head.family.objective()
-        steps = objective.mean_steps(settings)
-        trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+    def __init__(self, head: DraftHead, recipe: Recipe, *, on_cpu: bool = False) -> None:
+        settings, config, objective = recipe.train, head.config, head.family.objective()
+        self.trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
+        self.flops = objective.dense_flops(head, settings, settings.row_tokens / 2)
         frozen = sum(p.numel() for p in head.parameters() if not p.requires_grad)
         target_lm_head = config.draft_vocab_size * config.target_hidden_size
         positions = (settings.micro_rows or settings.batch_rows) * settings.row_tokens
         dtype = torch.float32 if on_cpu else torch.bfloat16
-        kept = steps * kept_bytes(config, dtype) / settings.anchor_parts
+        kept = objective.mean_steps(settings) * kept_bytes(config, dtype) / settings.anchor_parts
         # In 32 bits: weights, gradients, two moments; frozen weights and the target's lm_head.
-        memory = 16 * trained + 4 * (frozen + target_lm_head)
-        memory += positions * (kept + dtype.itemsize * config.feature_size)
-        return cls(trained, objective.dense_flops(head, settings, settings.row_tokens / 2), memory)
+        weights = 16 * self.trained + 4 * (frozen + target_lm_head)
+        self.memory = weights + positions * (kept + dtype.itemsize * config.feature_size)

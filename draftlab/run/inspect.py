@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -208,9 +207,9 @@ def _store(store: Store, console: Console, verify: bool) -> None:
     num_bytes = int(manifest.written.bytes.sum())
     in_answers = f"{counts.loss_tokens / counts.tokens:.1%} in answers"
     if store.files.is_local:
-        statistics = count_predicted(store)
-        predicted = f"{statistics.predicted / counts.tokens:.1%} predicted"
-        shares = [f"{share:.1%} with {size:,}" for size, share in statistics.coverage.items()]
+        num_predicted, covered = count_predicted(store)
+        predicted = f"{num_predicted / counts.tokens:.1%} predicted"
+        shares = [f"{share:.1%} with {size:,}" for size, share in covered.items()]
         coverage = "not counted: all records answer one prompt"
         if shares:
             coverage = f"chosen by other prompts, covers {', '.join(shares)}"
@@ -303,30 +302,21 @@ HELD_OUT = 0.2
 """Share of the prompts whose tokens the coverage is about."""
 
 
-@dataclass(frozen=True)
-class StoreStatistics:
-    """Counts over a whole store.
+def count_predicted(store: Store) -> tuple[int, dict[int, float]]:
+    """Count the tokens of a whole store that a head predicts; no hidden states are read.
 
-    Attributes:
-        predicted: number of tokens that a head predicts in training.
-        coverage: size of a draft vocabulary → share of the predicted tokens of a fifth of the
-            prompts that the most frequent tokens of the other prompts cover, for sizes up to that
-            of all their tokens; empty if all records answer one prompt.
+    Returns:
+        Their number, and the size of a draft vocabulary → share of the predicted tokens of a fifth
+        of the prompts that the most frequent tokens of the other prompts cover, for sizes up to
+        that of all their tokens; empty if all records answer one prompt.
     """
-
-    predicted: int
-    coverage: dict[int, float]
-
-
-def count_predicted(store: Store) -> StoreStatistics:
-    """Count the predicted tokens of a store; the hidden states are not read."""
     parts = hold_out(store.ids, HELD_OUT, seed=0)
     chosen, unseen = (predicted_counts(store, store.identity.vocab_size, x)[0] for x in parts)
     distinct, judged = int((chosen > 0).sum()), int(unseen.sum())
     sizes = [size for size in VOCABULARY_SIZES if size < distinct] + [distinct]
     found = unseen[np.argsort(-chosen, kind="stable")]
     coverage = {size: float(found[:size].sum() / judged) for size in sizes if judged}
-    return StoreStatistics(int(chosen.sum()) + judged, coverage)
+    return int(chosen.sum()) + judged, coverage
 
 
 def length_histogram(lengths: Sequence[int]) -> list[tuple[int, int]]:

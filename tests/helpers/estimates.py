@@ -34,4 +34,4 @@ def recipe(folder: Path, **settings: Any) -> Recipe:
 def head_size(settings: Recipe) -> HeadSize:
     """Return the size of a new head that reads three boundaries of Llama-3.1-8B."""
     identity = StoreIdentity("t", "", "", "", (2, 16, 29), 32, 4096, 128256, settings.record.dtype)
-    return HeadSize.of(planned_head(settings, target_config(settings.target), identity), settings)
+    return HeadSize(planned_head(settings, target_config(settings.target), identity), settings)

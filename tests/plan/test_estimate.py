@@ -59,7 +59,7 @@ def test_measurements_under_load_take_time(llama_8b: Path) -> None:
     base = seconds()
     one, many = (seconds(concurrency=c) - base for c in (1, 64))
     # plain decoding and K = 3; in each of two rounds two answers, half a start and the end
-    step = TargetSize.of(recipe(llama_8b), target_config(recipe(llama_8b).target)).step_seconds(
+    step = TargetSize(recipe(llama_8b), target_config(recipe(llama_8b).target)).step_seconds(
         GPUS["H200"], 1, 256
     )
     assert one == pytest.approx(2 * 2 * (2 + 1.5) * 64 * step, rel=0.2)

@@ -23,7 +23,7 @@ from tests.helpers.zoo import zoo_config, zoo_folder
 
 def test_a_targets_size(llama_8b: Path) -> None:
     settings = recipe(llama_8b)
-    size = TargetSize.of(settings, target_config(settings.target))
+    size = TargetSize(settings, target_config(settings.target))
     assert size.parameters == size.active == 8_030_261_248
     assert size.kv_bytes == 2 * 32 * 8 * 128 * 2
     # One row is bound by reading the weights, many rows by matrix products.
@@ -37,7 +37,7 @@ def test_parameters_are_those_of_the_loaded_target(kind: str, tmp_path: Path) ->
     folder = zoo_folder(tmp_path, kind)
     model = load_target(TargetSettings(path=str(folder), device="cpu")).model
     settings = recipe(folder)
-    size = TargetSize.of(settings, target_config(settings.target))
+    size = TargetSize(settings, target_config(settings.target))
     assert size.parameters == sum(p.numel() for p in model.parameters())
     text = zoo_config(kind).get_text_config()
     per_token = getattr(text, "num_experts_per_tok", 1)
@@ -55,7 +55,7 @@ def test_scout_and_maverick(tmp_path: Path) -> None:
     ):
         Llama4Config(text_config=text).save_pretrained(tmp_path / name)
         settings = recipe(tmp_path / name)
-        size = TargetSize.of(settings, target_config(settings.target))
+        size = TargetSize(settings, target_config(settings.target))
         assert size.parameters == pytest.approx(total, rel=0.01)
         assert size.active == pytest.approx(17.2e9, rel=0.01)
 
@@ -132,5 +132,5 @@ def test_positions_of_longrope_are_those_that_the_target_supports(tmp_path: Path
     folder = zoo_folder(tmp_path, "phi3")
     settings = recipe(folder)
     used = load_target(TargetSettings(path=str(folder), device="cpu")).max_length
-    assert TargetSize.of(settings, target_config(settings.target)).max_length == used
+    assert TargetSize(settings, target_config(settings.target)).max_length == used
     assert used < zoo_config("phi3").max_position_embeddings

@@ -122,10 +122,10 @@ def test_statistics_count_predicted_tokens_and_lengths(tmp_path: Path) -> None:
         Sample("b", (4,) * 40, (0,) * 38 + (1, 1)),
     ]
     store = record_table(tmp_path, samples)
-    statistics = count_predicted(store)
+    predicted, coverage = count_predicted(store)
     # All tokens of an answer but the first are predicted.
-    assert statistics.predicted == 4
-    assert statistics.coverage in ({1: 0.0}, {2: 0.0})  # one conversation has 3, the other 4
+    assert predicted == 4
+    assert coverage in ({1: 0.0}, {2: 0.0})  # one conversation has 3, the other 4
     assert length_histogram(store.lengths) == [(16, 1), (32, 0), (64, 1)]
     assert length_histogram([16, 17, 4096]) == [(2**i, int(i in (4, 5, 12))) for i in range(4, 13)]
 
