@@ -29,11 +29,10 @@ def with_family_defaults(recipe: Recipe, folder: Path) -> tuple[Recipe, str]:
     """
     if recipe.head.norm_before_residual is not None:
         return recipe, ""
-    value, reason = _norm_before_residual(recipe, folder)
+    value, why = _norm_before_residual(recipe, folder)
     head = recipe.head.model_copy(update={"norm_before_residual": value})
-    if reason:
-        reason = f"{NORM_BEFORE_RESIDUAL}: {str(value).lower()}, {reason}"
-    return recipe.model_copy(update={"head": head}), reason
+    said = why and f"{NORM_BEFORE_RESIDUAL}: {str(value).lower()}, {why}"
+    return recipe.model_copy(update={"head": head}), said
 
 
 def _norm_before_residual(recipe: Recipe, folder: Path) -> tuple[bool, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -49,8 +50,9 @@ def inspect_path(name: str | None, sample: int, console: Console, *, verify: boo
         verify: whether to hash a store's shards.
     """
     if name is not None and is_url(name):
-        _store(Store.open(name), console, verify)
-        console.print("no conversation: without a run's recipe the tokenizer is unknown")
+        store = Store.open(name)
+        _store(store, console, verify)
+        _conversation(store, None, sample, console)
         return
     path = Path(name) if name is not None else find_run(None)
     if name == REFERENCE and not path.exists():
@@ -59,18 +61,7 @@ def inspect_path(name: str | None, sample: int, console: Console, *, verify: boo
     if file := _report_file(path):
         print_report(Report.read(file), console)
     elif (path / MANIFEST).is_file():
-        if _is_rolling(path):
-            _window(path, console)
-            return
-        run = path.resolve().parent
-        recipe = recipe_of(run) if (run / "recipe.yaml").is_file() else None
-        store = Store.open(path, url=recipe.record.url if recipe else None)
-        _check_sample(store, sample)
-        _store(store, console, verify)
-        if recipe:
-            _conversation(store, recipe.target, sample, console)
-        else:
-            console.print("no conversation: without a run's recipe the tokenizer is unknown")
+        _recorded(path, path.resolve().parent, sample, verify)(console)
     elif (path / CONFIG).is_file():
         _head(path, console)
     else:
@@ -137,20 +128,14 @@ def _run(folder: Path, sample: int, console: Console, verify: bool) -> None:
     if (folder / STAGES["eval"].artefact / REPORT).is_file() and "eval" in stages:
         report = quote(str(folder / STAGES["eval"].artefact))
         stages["eval"] += f"; `draftlab inspect {report}` prints it"
-    is_recorded = stages.get("store") == "complete"
-    store = None
-    if is_recorded and not _is_rolling(folder / "store"):
-        recipe = recipe_of(folder)
-        store = Store.open(folder / "store", url=recipe.record.url)
-        _check_sample(store, sample)
+    show_store = None
+    if stages.get("store") == "complete":  # a sample that is not there is refused first
+        show_store = _recorded(folder / STAGES["store"].artefact, folder, sample, verify)
     _table(f"run {folder.name}", {"folder": folder, **stages}, console)
     if (folder / "head" / CONFIG).is_file():
         _head(folder / "head", console)
-    if store is None and is_recorded:
-        _window(folder / "store", console)
-    elif store is not None:
-        _store(store, console, verify)
-        _conversation(store, recipe.target, sample, console)
+    if show_store:
+        show_store(console)
 
 
 def _head(folder: Path, console: Console) -> None:
@@ -243,18 +228,46 @@ def _store(store: Store, console: Console, verify: bool) -> None:
     )
 
 
-def _is_rolling(folder: Path) -> bool:
-    """Return whether the shards of a store come and go."""
-    window = StoreWindow.of(Manifest.read(folder / MANIFEST))
-    return window is not None and window.rolls
-
-
-def _window(folder: Path, console: Console) -> None:
-    """Print a store whose shards come and go, and what is there at the moment."""
+def _recorded(folder: Path, run: Path, sample: int, verify: bool) -> Callable[[Console], None]:
+    """Open a store, and return what prints it, with a conversation if its run is known."""
     manifest = Manifest.read(folder / MANIFEST)
-    window, counts = StoreWindow.of(manifest), manifest.counts
-    if window is None:
+    if (window := StoreWindow.of(manifest)) and window.rolls:
+        return partial(_window, folder, manifest, window)
+    recipe = recipe_of(run) if (run / "recipe.yaml").is_file() else None
+    store = Store.open(folder, url=recipe.record.url if recipe else None)
+    if not 0 <= sample < len(store):
+        raise UserError(
+            f"expected a sample in 0..{len(store) - 1}, found {sample}",
+            where="--sample",
+            do="choose a number in this range",
+        )
+
+    def show(console: Console) -> None:
+        _store(store, console, verify)
+        _conversation(store, recipe.target if recipe else None, sample, console)
+
+    return show
+
+
+def _conversation(
+    store: Store, target: TargetSettings | None, index: int, console: Console
+) -> None:
+    if target is None:
+        console.print("no conversation: without a run's recipe the tokenizer is unknown")
         return
+    try:
+        tokenizer = load_tokenizer(target)
+    except UserError as error:
+        console.print(f"no conversation: {error.what}")
+        return
+    tokens, spans = store.tokens_and_spans(index)
+    console.print(f"\nconversation {store.ids[index]}: the target's answer is coloured")
+    console.print(highlight_answers(tokens.tolist(), spans.tolist(), tokenizer))
+
+
+def _window(folder: Path, manifest: Manifest, window: StoreWindow, console: Console) -> None:
+    """Print a store whose shards come and go, and what is there at the moment."""
+    counts = manifest.counts
     num_kept, files = window.validation_shards, ShardSizes.of(folder)
     there = files.sizes[files.numbers >= num_kept]
     size = size_text(float(planned_sizes(manifest)[num_kept:].sum()))
@@ -275,26 +288,6 @@ def _window(folder: Path, console: Console) -> None:
         },
         console,
     )
-
-
-def _check_sample(store: Store, index: int) -> None:
-    if not 0 <= index < len(store):
-        raise UserError(
-            f"expected a sample in 0..{len(store) - 1}, found {index}",
-            where="--sample",
-            do="choose a number in this range",
-        )
-
-
-def _conversation(store: Store, target: TargetSettings, index: int, console: Console) -> None:
-    try:
-        tokenizer = load_tokenizer(target)
-    except UserError as error:
-        console.print(f"no conversation: {error.what}")
-        return
-    tokens, spans = store.tokens_and_spans(index)
-    console.print(f"\nconversation {store.ids[index]}: the target's answer is coloured")
-    console.print(highlight_answers(tokens.tolist(), spans.tolist(), tokenizer))
 
 
 VOCABULARY_SIZES = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 131_072)
