@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -92,17 +93,19 @@ def _load_compared(
         yield _load_named(folder, name_in_reports(folder, names), target)
 
 
-def new_evaluator(
+def evaluate_head(
     target_settings: TargetSettings,
     head_folder: Path | None,
     settings: EvalSettings,
+    out: Path,
     *,
     monitor: Monitor,
     target: Target | None = None,
     head_name: str | None = None,
     held_out: Callable[[], list[Conversation]] | None = None,
-) -> Evaluator:
-    """Load what an evaluation needs, and check its settings.
+    writing: AbstractContextManager[object] | None = None,
+) -> Report:
+    """Evaluate a head, and write report.json, report.html and plots into `out`.
 
     Args:
         head_folder: None evaluates plain decoding only.
@@ -110,10 +113,12 @@ def new_evaluator(
         head_name: the name in the report; None: the folder's name.
         held_out: returns the prompts that the head's training held out, for settings without a
             suite; None: they are not known.
+        writing: is entered once all is measured, and left once the report is written.
 
     Raises:
         UserError: no suite is named, and there is no default.
     """
+    check_folder(out)
     sources = settings.suite or default_suite(target_settings)
     if not sources and held_out is None:
         raise UserError(
@@ -146,43 +151,10 @@ def new_evaluator(
             "names none"
         )
         suites = [conversation_suite(HELD_OUT, conversations, tokenizer, monitor, **options)]
-    return Evaluator(
-        target,
-        heads,
-        suites,
-        stop_ids(tokenizer, target.folder),
-        settings,
-        monitor=monitor,
-    )
-
-
-def evaluate_head(
-    target_settings: TargetSettings,
-    head_folder: Path | None,
-    settings: EvalSettings,
-    out: Path,
-    *,
-    monitor: Monitor,
-    target: Target | None = None,
-    head_name: str | None = None,
-    held_out: Callable[[], list[Conversation]] | None = None,
-) -> Report:
-    """Evaluate a head, and write report.json, report.html and plots into `out`.
-
-    `new_evaluator` documents the other arguments.
-    """
-    check_folder(out)
-    evaluator = new_evaluator(
-        target_settings,
-        head_folder,
-        settings,
-        monitor=monitor,
-        target=target,
-        head_name=head_name,
-        held_out=held_out,
-    )
-    report = evaluator.run()
-    write_report(report, out)
+    stops = stop_ids(tokenizer, target.folder)
+    report = Evaluator(target, heads, suites, stops, settings, monitor=monitor).run()
+    with writing or nullcontext():
+        write_report(report, out)
     return report
 
 

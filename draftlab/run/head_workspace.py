@@ -14,11 +14,11 @@ from draftlab.evaluate.results import Report
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.export.serving_tables import report_path
 from draftlab.export.settings import ExportSettings
-from draftlab.files import check_folder, known_sha256
+from draftlab.files import known_sha256
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import RECIPE, flatten
-from draftlab.run.api import export_layouts, new_evaluator, write_report
+from draftlab.run.api import evaluate_head, export_layouts
 from draftlab.run.folder import RUNS, find_run, lock
 from draftlab.run.held_out_prompts import held_out_prompts
 from draftlab.run.resolve import (
@@ -79,23 +79,22 @@ class HeadWorkspace:
         """Evaluate into `out` (None: eval/ of the workspace); return the report and its folder."""
         folder = out or self.folder / "eval"
         inputs = flatten(settings, "eval.") | flatten(target, "target.") | input_files(settings)
-        check_folder(folder)  # mistakes are reported before anything is recorded
         monitor.say(f"eval: {self.head}")
-        evaluator = new_evaluator(
-            target,
-            self.head,
-            settings,
-            monitor=monitor,
-            head_name=self.name,
-            held_out=partial(held_out_prompts, recipe_of(self.folder), self.folder)
-            if self.is_run
-            else None,
-        )
+        held_out = None
+        if self.is_run:
+            held_out = partial(held_out_prompts, recipe_of(self.folder), self.folder)
         with self._lock(out):
-            report = evaluator.run()
-            # Recorded only now, so that an interruption keeps the former report.
-            with self._recorded("eval", inputs, out):
-                write_report(report, folder)
+            report = evaluate_head(
+                target,
+                self.head,
+                settings,
+                folder,
+                monitor=monitor,
+                head_name=self.name,
+                held_out=held_out,
+                # Recorded only then, so that an interruption keeps the former report.
+                writing=self._recorded("eval", inputs, out),
+            )
         return report, folder
 
     def export(self, settings: ExportSettings, out: Path | None, *, monitor: Monitor) -> list[Path]:

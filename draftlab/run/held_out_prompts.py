@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from draftlab.errors import UserError
-from draftlab.evaluate.settings import EvalSettings
 from draftlab.recipe.recipe import Recipe
 from draftlab.run.stages import STAGES
 from draftlab.store.manifest import MANIFEST, Manifest
@@ -37,8 +36,7 @@ def check_suite(recipe: Recipe) -> None:
     Raises:
         UserError: the recipe names no suite, and its training holds no prompts out.
     """
-    named: EvalSettings = recipe.eval
-    if named.suite or default_suite(recipe.target) or recipe.train.validation_share:
+    if recipe.eval.suite or default_suite(recipe.target) or recipe.train.validation_share:
         return
     raise UserError(
         "expected prompts to evaluate: without eval.suite they are those that train."
