@@ -10,12 +10,10 @@ count. Between two counted values of K the unconditional acceptance a_i of each 
 share of the tokens that were emitted (stop tokens and limits truncate some) are interpolated;
 positions that only the larger K has are the larger one's. K = 0 counts as decoded, with n(0) = 1.
 Beyond the largest counted K there is no prediction. s(K) belongs to the timed prompts. Where K was
-not timed it follows a cost model of all timed steps of the head, at all batches, and the model's
-differences to the steps of this batch (`speedup_model.py`, `cost_model.py`; for a parallel head
-that was timed at a single K, s is constant).
+not timed it is interpolated between the timed K's of the batch (`speedup_model.py`; for a parallel
+head that was timed at a single K, s is constant).
 
-Under load the same model predicts the goodput (`load_adviser.py`). `advice_check.py` has the check:
-each timed K is predicted from the others.
+`advice_check.py` has the check: each timed K is predicted from the others.
 """
 
 from __future__ import annotations
@@ -28,8 +26,7 @@ from typing import Any
 from draftlab.evaluate.advice_check import Check, check_left_out, check_summary
 from draftlab.evaluate.break_even import break_even
 from draftlab.evaluate.headline import drafting_pays
-from draftlab.evaluate.load_adviser import load_advice
-from draftlab.evaluate.results import LoadPoint, Row
+from draftlab.evaluate.results import Row
 from draftlab.evaluate.speedup_model import (
     Acceptance,
     Probe,
@@ -99,15 +96,13 @@ class Advice:
     predictions: tuple[Prediction, ...]
 
 
-def advise(
-    rows: Sequence[Row], probes: Iterable[Probe] = (), load: Sequence[LoadPoint] = ()
-) -> dict[str, Any] | None:
-    """Return `report.adviser`: {"predicts", "advice", "load", "check", "break_even"}.
+def advise(rows: Sequence[Row], probes: Iterable[Probe] = ()) -> dict[str, Any] | None:
+    """Return `report.adviser`: {"predicts", "advice", "check", "break_even"}.
 
-    "predicts" says what a prediction is of; "advice" and "load" hold an `Advice` and a `LoadAdvice`
-    each. "check" is about the predictions of left-out values of K in both: how many were `timed`,
-    how many of them `met` the measurement, how many are `close`, `mean_error` and `worst_error` in
-    size (None if there are none), and all of it as `text`. The result is None if nothing was timed.
+    "predicts" says what a prediction is of; "advice" holds an `Advice` each. "check" is about the
+    predictions of left-out values of K: how many were `timed`, how many of them `met` the
+    measurement, how many are `close`, `mean_error` and `worst_error` in size (None if there are
+    none), and all of it as `text`. The result is None if nothing was timed.
     """
     probes = list(probes)
     advice = [
@@ -117,14 +112,12 @@ def advise(
             [row for row in rows if row.suite == suite], [p for p in probes if p.suite == suite]
         )
     ]
-    under_load = load_advice(load, rows)
-    if not advice and not under_load:
+    if not advice:
         return None
-    predictions = [p for one in (*advice, *under_load) for p in one.predictions]
+    predictions = [p for one in advice for p in one.predictions]
     return {
         "predicts": PREDICTS,
         "advice": [asdict(one) for one in advice],
-        "load": [asdict(one) for one in under_load],
         "check": check_summary(
             [
                 Check(p.left_out_speedup, p.error, p.met, p.close)

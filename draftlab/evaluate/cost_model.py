@@ -8,11 +8,9 @@ less:
          + Σ_j step_j · [rows > r_j]
 
 Plain decoding has a bias of its own. `knee_j` lets a row cost more once products are bound by
-arithmetic, `step_j` once kernels need another tile. With `own_costs` every measured batch has a
-constant, a constant of plain decoding and a cost of a draft of its own, since a head's kernels
-depend on the batch. Under load a step that emits more tokens holds more prefills of other requests:
-`prefill · (B − 1) · tokens(K)` is added. The fit minimises relative errors (non-negative least
-squares).
+arithmetic, `step_j` once kernels need another tile. Under load a step that emits more tokens holds
+more prefills of other requests: `prefill · (B − 1) · tokens(K)` is added. The fit minimises
+relative errors (non-negative least squares).
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ Steps = Mapping[Shape, float]
 KNEES = (64, 128, 256)
 TILES = (*(2**i for i in range(13)), 192, 384)
 PENALTY = 0.1
-"""Weight of the coefficients of tiles and of a batch: none is fitted without need."""
+"""Weight of the coefficients of tiles: none is fitted without need."""
 CLIFF = 1.25
 """A step that takes this multiple of the cost model's time is a cliff."""
 CLIFF_BEYOND = 1.6
@@ -50,17 +48,15 @@ class CostModel:
 
     Attributes:
         coefficients: one of each feature.
-        batches: those with costs of their own.
         tokens: of a step under load, by K; empty: no requests are prefilled in steps.
     """
 
     coefficients: np.ndarray
-    batches: Sequence[int]
     tokens: Mapping[int, float]
 
     def ms(self, batch: int, k: int) -> float:
-        """Return the milliseconds of a step; a batch that was not measured has no own costs."""
-        features = _features([(batch, k)], self.batches, self.tokens)
+        """Return the milliseconds of a step."""
+        features = _features([(batch, k)], self.tokens)
         return float(features[0] @ self.coefficients)
 
 
@@ -94,36 +90,28 @@ class Cliff:
         )
 
 
-def fit_cost_model(
-    steps: Steps, *, own_costs: bool, tokens: Mapping[int, float] | None = None
-) -> CostModel:
-    """Return the cost model of measured steps, with own costs of each batch or without.
+def fit_cost_model(steps: Steps, tokens: Mapping[int, float] | None = None) -> CostModel:
+    """Return the cost model of measured steps.
 
     Args:
         tokens: of a step by K, if other requests are prefilled in the steps.
     """
     times = np.array([*steps.values()])
-    batches = sorted({batch for batch, _ in steps}) if own_costs else []
-    features = _features([*steps], batches, tokens or {}) / times[:, None]
-    penalised = len(TILES) + 3 * len(batches)
-    penalty = PENALTY / times.mean() * np.eye(features.shape[1])[-penalised:]
+    features = _features([*steps], tokens or {}) / times[:, None]
+    penalty = PENALTY / times.mean() * np.eye(features.shape[1])[-len(TILES) :]
     errors = np.append(np.ones(len(times)), np.zeros(len(penalty)))
     features = np.vstack([features, penalty])
-    return CostModel(nnls(features, errors)[0], batches, tokens or {})
+    return CostModel(nnls(features, errors)[0], tokens or {})
 
 
-def _features(
-    shapes: Sequence[Shape], batches: Sequence[int], tokens: Mapping[int, float]
-) -> np.ndarray:
-    """Return the features of shapes, float64 [N, F]; `batches` have costs of their own."""
+def _features(shapes: Sequence[Shape], tokens: Mapping[int, float]) -> np.ndarray:
+    """Return the features of shapes, float64 [N, F]."""
     batch, k = np.array(shapes, dtype=float).T
     rows = batch * (k + 1)
     columns = [k > 0, k == 0, rows, k, k * batch]
     columns += [np.maximum(0, rows - knee) for knee in KNEES]
     columns += [(batch - 1) * [tokens.get(int(i), 0.0) for i in k]]
     columns += [rows > tile for tile in TILES]
-    for own in batches:
-        columns += [batch == own, (batch == own) & (k == 0), (batch == own) * k]
     return np.stack(columns, axis=1).astype(float)
 
 
@@ -159,14 +147,13 @@ def _expected_ms(shape: Shape, steps: Steps, tokens: Mapping[int, float] | None)
     """Return the milliseconds that the other steps suggest; 0 if none of them is smaller.
 
     A step takes at least as long as any with no larger batch and no more drafts. (One with drafts
-    does all that one of plain decoding does.) Below all others the model would extrapolate. Own
-    costs of a batch could absorb a cliff.
+    does all that one of plain decoding does.) Below all others the model would extrapolate.
     """
     others = {one: ms for one, ms in steps.items() if one != shape}
     smaller = [ms for (b, k), ms in others.items() if b <= shape[0] and k <= shape[1]]
     if not smaller:
         return 0.0
-    return max(fit_cost_model(others, own_costs=False, tokens=tokens).ms(*shape), *smaller)
+    return max(fit_cost_model(others, tokens).ms(*shape), *smaller)
 
 
 def _limit(shape: Shape, steps: Steps) -> float:

@@ -144,7 +144,7 @@ class Evaluator:
             environment=environment(workload.target.device)
             | {"timing": self._timing_conditions()}
             | {name: value for name, value in optional.items() if value},
-            adviser=advise(rows, probes, load),
+            adviser=advise(rows, probes),
             rows=rows,
             load=load,
             calibrations=calibrations,

@@ -13,7 +13,7 @@ from draftlab.evaluate.calibration.result import Calibration
 from draftlab.files import read_json, write_json
 from draftlab.settings import describe_errors
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 1
 
 
 class Lossless(BaseModel):

@@ -1,11 +1,6 @@
 """The speed-up as a function of K and batch, from tables of measured steps and acceptance.
 
-An answer of n tokens after the first takes
-
-    answer(K) = fixed(K) + n / tokens_per_step(K) · step(K);   speed-up(K) = answer(0) / answer(K)
-
-with the milliseconds of a step and the tokens that it emits; `fixed` is the time to the first
-token, which TPOT leaves out (0) and load does not. Under load a step holds prefills of others.
+With K drafts a step emits n(K) tokens in s(K) milliseconds: speed-up(K) = n(K) · s(0) / s(K).
 """
 
 from __future__ import annotations
@@ -16,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from draftlab.evaluate.cost_model import Shape, Steps, fit_cost_model
+from draftlab.evaluate.cost_model import Shape, Steps
 from draftlab.evaluate.results import LoadPoint, Row, Timing
 
 
@@ -70,12 +65,9 @@ class Measured:
     """The measurements of steps of one shape.
 
     Attributes:
-        step_ms: milliseconds of a step; under load prefills of other requests are part of it.
         acceptance: of the same prompts; None if it is unknown.
         speedup, speedup_ci: over plain decoding of the same prompts; None for plain decoding.
         step_ratio_ci: interval of `step_ms` over a step of plain decoding.
-        fixed_ms: milliseconds of an answer before its steps; not 0 under load.
-        answer_tokens: tokens of an answer after its first; they matter with `fixed_ms` alone.
     """
 
     step_ms: float
@@ -83,39 +75,16 @@ class Measured:
     speedup: float | None = None
     speedup_ci: tuple[float, float] | None = None
     step_ratio_ci: tuple[float, float] | None = None
-    fixed_ms: float = 0.0
-    answer_tokens: float = 1.0
 
     @classmethod
     def from_timing(cls, timing: Timing) -> Measured | None:
         """Return the measurement of a timing's prompts; None if the machine was disturbed."""
         if timing.disturbance:
             return None
-        acceptance = _acceptance(timing.acceptance_at, timing.tokens_per_step)
+        at, tokens = timing.acceptance_at, timing.tokens_per_step
+        acceptance = Acceptance(at, tokens / (1 + sum(at))) if at and tokens else None
         intervals = timing.timed_speedup_ci, timing.step_ratio_ci
         return cls(timing.step_ms, acceptance, timing.timed_speedup, *intervals)
-
-    @classmethod
-    def from_load(cls, point: LoadPoint) -> Measured | None:
-        """Return the measurement of a point under load; None without steps.
-
-        The prefills of others stay in the steps. TTFTs do not tell how long these take: requests
-        that are admitted together share a prefill, and steps beside it are part of a TTFT.
-        """
-        if not point.step_ms:
-            return None
-        return cls(
-            point.step_ms,
-            _acceptance(point.acceptance_at, point.tokens_per_step),
-            point.speedup,
-            point.speedup_ci,
-            fixed_ms=point.ttft_ms.mean,
-            answer_tokens=point.output_tokens / point.requests - 1,
-        )
-
-
-def _acceptance(at: Sequence[float] | None, tokens_per_step: float | None) -> Acceptance | None:
-    return Acceptance(at, tokens_per_step / (1 + sum(at))) if at and tokens_per_step else None
 
 
 @dataclass(frozen=True)
@@ -125,8 +94,7 @@ class SpeedupTable:
     Attributes:
         flat: whether a single timed K serves all others, as for a parallel head.
         measured: by shape.
-        head_steps: step times of the same head under the conditions where most were measured, which
-            tell how a step's time depends on its shape.
+        head_steps: step times of the same head under the conditions where most were measured.
     """
 
     flat: bool
@@ -147,35 +115,23 @@ class SpeedupTable:
     def step_ms(self, batch: int, k: int, without: int | None = None) -> float | None:
         """Return the milliseconds of a step; None if they do not follow.
 
-        A measured step is its own prediction. Others follow the shape of the cost model; its
-        difference to the measured steps of the batch is interpolated over K.
+        A measured step is its own prediction. Others lie on the lines between the head's measured
+        K's at this batch, moved by the interpolated difference to these conditions' own steps.
 
         Args:
-            without: a K whose measurements are left out, at all batches.
+            without: a K whose measurements are left out.
         """
         own = {i: m.step_ms for i, m in self.at_batch(batch).items() if i != without}
         if k in own:
             return own[k]
-        steps = {shape: ms for shape, ms in self.head_steps.items() if shape[1] != without}
-        several = len({i for _, i in steps if i}) > 1
-        if not own or not (several or self.flat):
+        steps = {i: ms for (b, i), ms in self.head_steps.items() if b == batch and i}
+        steps.pop(without or 0, None)
+        if not own or not (len(steps) > 1 or self.flat):
             return None
-        if not several:
+        if len(steps) < 2:
             return next(iter(own.values()))
-        tokens: dict[int, float] = {}
-        if self.measured[batch, 0].fixed_ms:
-            known = self._known_acceptance(batch, without)
-            for i in {k, *(i for _, i in steps)}:
-                tokens[i] = interpolate_acceptance(min(i, max(known)), known).tokens
-        costs = fit_cost_model(steps, own_costs=True, tokens=tokens)
-        differences = [ms - costs.ms(batch, i) for i, ms in own.items()]
-        return costs.ms(batch, k) + float(np.interp(k, [*own], differences))
-
-    def _known_acceptance(self, batch: int, without: int | None) -> dict[int, Acceptance]:
-        """Return the measured acceptance at a batch by K, but for the K that is left out."""
-        own = self.at_batch(batch).items()
-        known = {i: m.acceptance for i, m in own if i != without and m.acceptance}
-        return {0: Acceptance()} | known
+        differences = [ms - _on_lines(i, steps) for i, ms in own.items()]
+        return _on_lines(k, steps) + float(np.interp(k, [*own], differences))
 
     def predict(
         self,
@@ -189,16 +145,8 @@ class SpeedupTable:
         step = self.step_ms(batch, k, without)
         if at_k is None or step is None:
             return None
-        plain = self.measured[batch, 0]
-        if not plain.fixed_ms:
-            speedup = suite_speedup(plain.step_ms, step, at_k.tokens)
-            return at_k, max(step, plain.step_ms), float(speedup)
-        step = max(step, plain.step_ms)
-        own = {i: m.fixed_ms for i, m in self.at_batch(batch).items() if i != without}
-        fixed = float(np.interp(k, [*own], [*own.values()]))
-        tokens = plain.answer_tokens
-        answer = fixed + tokens / at_k.tokens * step
-        return at_k, step, (plain.fixed_ms + tokens * plain.step_ms) / answer
+        plain = self.measured[batch, 0].step_ms
+        return at_k, max(step, plain), float(suite_speedup(plain, step, at_k.tokens))
 
     def left_out(self, batch: int, k: int) -> float | None:
         """Return the speed-up of a measured K, predicted without any measurement with that K.
@@ -209,8 +157,17 @@ class SpeedupTable:
         own = self.at_batch(batch)
         if not min(own) < k < max(own):
             return None
-        predicted = self.predict(batch, k, self._known_acceptance(batch, k), without=k)
+        known = {i: m.acceptance for i, m in own.items() if i != k and m.acceptance}
+        predicted = self.predict(batch, k, known, without=k)
         return predicted and predicted[2]
+
+
+def _on_lines(k: int, steps: Mapping[int, float]) -> float:
+    """Return the milliseconds at K on the lines between steps; the outer ones go on."""
+    ks = sorted(steps)
+    above = next((i for i in range(1, len(ks)) if ks[i] >= k), len(ks) - 1)
+    low, high = ks[above - 1], ks[above]
+    return steps[low] + (k - low) / (high - low) * (steps[high] - steps[low])
 
 
 def interpolate_acceptance(k: int, known: Mapping[int, Acceptance]) -> Acceptance | None:
@@ -249,40 +206,16 @@ def timing_tables(rows: Sequence[Row], probes: Sequence[Probe]) -> dict[Conditio
             table[timing.batch, k] = one
             table.setdefault((timing.batch, 0), Measured(timing.baseline_tpot_ms))
     wanted = {conditions(row) for row in drafted}
-    tables = _tables(measured, parallel)
-    return {key: table for key, table in tables.items() if key in wanted}
-
-
-def goodput_tables(
-    points: Sequence[LoadPoint], rows: Sequence[Row]
-) -> dict[Conditions, SpeedupTable]:
-    """Return a table of the measurements under load for each drafted configuration's conditions.
-
-    A configuration that does not always verify K drafts has no place in a table by K.
-    """
-    parallel = {row.head: row.drafter == "parallel" for row in rows}
-    plain = {
-        (p.engine, p.temperature, p.concurrency): Measured.from_load(p) for p in points if not p.k
+    return {
+        key: SpeedupTable(parallel.get(key[1], False), own, _head_steps(key, measured))
+        for key, own in measured.items()
+        if key in wanted
     }
-    measured: dict[Conditions, dict[Shape, Measured]] = {}
-    for point in points:
-        base = plain.get((point.engine, point.temperature, point.concurrency))
-        one = Measured.from_load(point)
-        if point.k and one and base:
-            table = measured.setdefault(conditions(point), {})
-            table[point.concurrency, point.k] = one
-            table[point.concurrency, 0] = base
-    return _tables(measured, parallel)
 
 
-def _tables(
-    measured: Mapping[Conditions, Mapping[Shape, Measured]], parallel: Mapping[str | None, bool]
-) -> dict[Conditions, SpeedupTable]:
-    tables = {}
-    for key, own in measured.items():
-        same_head = [table for other, table in measured.items() if other[:2] == key[:2]]
-        largest = max(same_head, key=len)
-        largest = own if len(own) == len(largest) else largest
-        steps = {shape: one.step_ms for shape, one in largest.items()}
-        tables[key] = SpeedupTable(parallel.get(key[1], False), own, steps)
-    return tables
+def _head_steps(
+    key: Conditions, measured: Mapping[Conditions, Mapping[Shape, Measured]]
+) -> dict[Shape, float]:
+    """Return the steps of a head under its own conditions, or others if more were measured."""
+    same_head = [measured[key], *(own for other, own in measured.items() if other[:2] == key[:2])]
+    return {shape: one.step_ms for shape, one in max(same_head, key=len).items()}

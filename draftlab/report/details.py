@@ -10,7 +10,7 @@ from draftlab.evaluate.results import CategoryResult, Report, Row
 from draftlab.report import formatting as fmt
 from draftlab.report.calibration import calibration_tables
 from draftlab.report.conditions import row_labels
-from draftlab.report.load import load_advice, times_under_load
+from draftlab.report.load import times_under_load
 from draftlab.report.section import NONE, Column, Line, Section, Table, facts, filled, grouped
 
 BY_HEAD = ("certificates", "heads", "alpha_by_position")
@@ -27,8 +27,6 @@ def details(report: Report) -> Iterator[Section]:
         yield categories("By category, other rows", rows, others, kind="folded")
     if adviser.get("advice"):
         yield _advice(rows, adviser)
-    if adviser.get("load"):
-        yield load_advice(adviser)
     yield from calibration_tables(report)
     yield from _alpha(report.environment.get("alpha_by_position", {}))
     labels = row_labels(rows)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from draftlab.evaluate.results import LoadPoint
 from draftlab.report import formatting as fmt
@@ -96,19 +95,6 @@ TIMES_TEXT = (
     "once. Per request: tokens per second after its first token. TTFT counts from a request's "
     "admission. Step: time between two steps of a request, prefills of others included."
 )
-ADVICE: dict[str, Callable[[Mapping[str, Any]], str]] = {
-    "K": lambda p: f"{p['k']}{' (best)' * p['best']}",
-    "predicted tokens / s": lambda p: fmt.number(p["goodput_tok_s"], 1),
-    "against no drafting": lambda p: fmt.factor(p["speedup"]),
-    "measured": lambda p: fmt.factor(p["measured_speedup"]),
-    "from the other K's": lambda p: fmt.factor(p["left_out_speedup"]),
-    "error": lambda p: fmt.percent_off(p["error"]),
-}
-ADVICE_TEXT = (
-    "Goodput in tokens per second, predicted from the acceptance and the steps of the decoded "
-    "streams. From the other K's: predicted without any measurement with this K; the error "
-    "compares it with the measured ratio."
-)
 
 
 def times_under_load(load: Sequence[LoadPoint]) -> Section:
@@ -120,18 +106,3 @@ def times_under_load(load: Sequence[LoadPoint]) -> Section:
     ]
     table = grouped("configuration", TIMES, groups, lambda p: "" if p.k else "plain")
     return Section("Times under load", [TIMES_TEXT], table, kind="folded")
-
-
-def load_advice(adviser: Mapping[str, Any]) -> Section:
-    """Return the adviser's predictions of the goodput."""
-    groups = []
-    for one in adviser["load"]:
-        name = f"{one['head']} ({one['engine']})"
-        label = fmt.conditions_text(one["temperature"], one["draft_probs"], None, name)
-        label += f", {one['concurrency']} at once"
-        label += "" if one["best_k"] else ": drafting is predicted not to pay"
-        own = [p | {"best": p["k"] == one["best_k"]} for p in one["predictions"]]
-        groups.append((label, own))
-    text = [ADVICE_TEXT, f"{adviser['check']['text']}."]
-    table = grouped("conditions", ADVICE, groups, lambda p: "best" if p["best"] else "")
-    return Section("How many drafts under load?", text, table, kind="folded")

@@ -99,7 +99,6 @@ def of_head(report: Report, head: str) -> Report:
     """Return what a report says of one head and of plain decoding."""
     adviser = report.adviser and report.adviser | {
         "advice": [one for one in report.adviser["advice"] if one["head"] == head],
-        "load": [one for one in report.adviser["load"] if one["head"] == head],
         "break_even": [],
     }
     by_head = {

@@ -112,10 +112,10 @@ def table_of(steps: Steps, *, flat: bool = False) -> SpeedupTable:
     return SpeedupTable(flat, {shape: Measured(ms) for shape, ms in steps.items()}, steps)
 
 
-def test_a_step_follows_the_cost_model_and_the_measured_steps() -> None:
+def test_a_step_lies_on_the_line_between_measured_ones() -> None:
     bent = table({(1, 2): 10.0, (1, 4): 14.0, (1, 6): 15.0})
     assert [bent.step_ms(1, k) for k in (2, 4, 6)] == [10.0, 14.0, 15.0]
-    assert 10.0 < bent.step_ms(1, 3) < 14.0 < bent.step_ms(1, 5) < 15.0 < bent.step_ms(1, 8)
+    assert [bent.step_ms(1, k) for k in (1, 3, 5, 8)] == [8.0, 12.0, 14.5, 16.0]
     linear_steps = table({(1, k): linear(k) for k in (2, 4)})
     assert [linear_steps.step_ms(1, k) for k in (1, 3, 7)] == pytest.approx(
         [linear(k) for k in (1, 3, 7)]
@@ -123,45 +123,6 @@ def test_a_step_follows_the_cost_model_and_the_measured_steps() -> None:
     assert table({(1, 2): 10.0}).step_ms(1, 3) is None
     assert table({(1, 2): 10.0}, flat=True).step_ms(1, 3) == 10.0
     assert bent.step_ms(2, 3) is None
-
-
-def test_a_tile_is_known_from_other_batches() -> None:
-    """The step of a K between two others jumps where the same number of rows jumps elsewhere."""
-
-    def tiles(batch: int, k: int) -> float:
-        return 10.0 * math.ceil(batch * (k + 1) / 64) + 0.3 * k
-
-    steps = {(b, k): tiles(b, k) for b in (8, 16, 32) for k in range(1, 9)}
-    steps |= {(b, 0): tiles(b, 0) for b in (8, 16, 32)}
-    left_out = table_of(steps).step_ms(32, 2, without=2)
-    assert left_out == pytest.approx(tiles(32, 2), rel=0.05)
-    neighbours = (steps[32, 1] + steps[32, 3]) / 2
-    assert neighbours < 0.8 * tiles(32, 2)
-
-
-def test_slow_drafts_of_one_batch_do_not_count_at_others() -> None:
-    """A draft costs more at batch 16: another kernel of the head runs, for no number of rows."""
-
-    def ms(batch: int, k: int) -> float:
-        return 0.4 + 0.004 * batch * (k + 1) + (0.12 if batch == 16 else 0.05) * k
-
-    batches = (1, 2, 4, 8, 16, 32)
-    for ks in (range(9), (0, 1, 3, 5, 8)):
-        steps = table_of({(b, k): ms(b, k) for b in batches for k in ks})
-        for batch in batches:
-            for k in range(2, 8):
-                assert steps.step_ms(batch, k, without=k) == pytest.approx(ms(batch, k), rel=0.01)
-
-
-def test_a_parallel_heads_steps_follow_their_rows() -> None:
-    """With one timed K all steps are equal; with several they cost what their rows do."""
-
-    def ms(batch: int, k: int) -> float:
-        return 5.0 + 0.01 * batch * (k + 1) + (0.8 if k else 0)
-
-    for batches in ((8,), (1, 8, 32)):
-        steps = {(b, k): ms(b, k) for b in batches for k in (0, 1, 4, 8)}
-        assert table_of(steps, flat=True).step_ms(8, 6) == pytest.approx(ms(8, 6), rel=0.01)
 
 
 def test_a_left_out_k_plays_no_part_at_any_batch() -> None:

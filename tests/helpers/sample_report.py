@@ -267,7 +267,6 @@ def load_point(
 
 
 def loaded_report() -> Report:
-    """Return a report with points under load at T = 0 and 0.8, and the adviser's predictions."""
+    """Return a report with points under load at T = 0 and 0.8."""
     points = [load_point(c, k, t) for t in (0.0, 0.8) for c in (1, 4, 64) for k in (0, 1, 3, 5)]
-    rows = report().rows
-    return report().model_copy(update={"load": points, "adviser": advise(rows, load=points)})
+    return report().model_copy(update={"load": points})
