@@ -21,7 +21,6 @@ from draftlab.evaluate.load import (
     load_streams,
 )
 from draftlab.evaluate.load_metrics import load_point
-from draftlab.evaluate.speedup_model import Measured
 from draftlab.intervals import quantile_intervals
 from tests.helpers.simulated_server import (
     PREFILL_S,
@@ -99,25 +98,6 @@ def test_prefills_of_others_are_part_of_a_step_and_of_the_percentiles() -> None:
     for name in ("p50", "p90", "p99"):
         low, high = getattr(point.tpot_ms, f"{name}_ci")
         assert low <= getattr(point.tpot_ms, name) <= high
-
-
-@pytest.mark.parametrize(("concurrency", "beside_s"), [(1, 0.0), (8, 0.0), (16, STEP_S)])
-def test_the_adviser_leaves_the_prefills_of_others_in_a_step(
-    concurrency: int, beside_s: float
-) -> None:
-    """With `beside_s` a TTFT contains a step, and the TTFTs of all requests exceed an answer."""
-    run, _ = simulate(concurrency, tokens_a_step=6)
-    for one in run.rounds:
-        one.measured[:] = [
-            replace(g, first_token_s=g.first_token_s + beside_s) for g in one.measured
-        ]
-    point = load_point(run, None, concurrency=concurrency, **CONDITIONS)
-    measured = Measured.from_load(point)
-    answer_ms = 1e3 * np.mean([g.total_s for g in run.measured])
-    assert (concurrency * point.ttft_ms.mean > answer_ms) == (beside_s > 0)
-    assert (measured.step_ms, measured.fixed_ms) == (point.step_ms, point.ttft_ms.mean)
-    steps = measured.answer_tokens / point.tokens_per_step
-    assert measured.fixed_ms + steps * measured.step_ms == pytest.approx(answer_ms)
 
 
 def test_the_ratio_to_plain_decoding_is_paired() -> None:
