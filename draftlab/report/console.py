@@ -33,11 +33,12 @@ class Layout(NamedTuple):
 
 LAYOUTS = (
     Layout(),
-    Layout(0, 14),
+    Layout(1),
     Layout(1, 14),
-    Layout(1, 10),
-    Layout(1, 14, below=True),
-    *(Layout(2, room, below=True) for room in (14, 10, 8, 6)),
+    Layout(2, 14),
+    Layout(2, 10),
+    Layout(2, 14, below=True),
+    *(Layout(3, room, below=True) for room in (14, 10, 8, 6)),
 )
 """From the widest to the narrowest: the first one is used that the console has room for."""
 

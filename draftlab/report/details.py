@@ -98,7 +98,6 @@ COUNTERS: dict[str, Callable[[Row], str]] = {
     "accepted": _drafted("accepted"),
     "undrafted steps": lambda row: fmt.count(row.undrafted_steps),
     "truncated tokens": lambda row: fmt.count(row.truncated_tokens),
-    "repetition": lambda row: fmt.number(row.repetition_rate, 2),
     "prompts equal": lambda row: fmt.number(row.prompts_equal, 3),
     "equal to draftlab": lambda row: fmt.number(row.prompts_equal_draftlab, 3),
     "losslessness": _lossless,

@@ -25,7 +25,7 @@ class Column(NamedTuple):
     Attributes:
         left: whether it holds words, which stand at the left; numbers stand at the right.
         room: the most characters of a line where words wrap; 0: they do not wrap.
-        leaves: 0: the column always stays; if the console is narrow 1 leaves, and then 2.
+        leaves: 0: the column always stays; if the console is narrow 1 leaves, then 2, then 3.
         meaning: explanation of the name.
     """
 

@@ -192,6 +192,7 @@ def _results(rows: Sequence[Row]) -> Section:
                 fmt.milliseconds(timing.tpot_ms),
                 fmt.milliseconds(timing.ttft_ms),
                 fmt.speedup(timing.speedup, timing.speedup_ci),
+                fmt.number(row.repetition_rate, 2) if j == 0 else "",
             ]
             texts = ["" if text == NONE else text for text in (*own, *times)]
             style = "best" if id(row) in best and j == 0 else "" if drafted else "plain"
@@ -202,11 +203,12 @@ def _results(rows: Sequence[Row]) -> Section:
         Column("K"),
         *(Column(name, left=True, meaning=LEGEND["drafting"][0]) for name in drafting),
         Column("AL", meaning=LEGEND["AL"][0]),
-        Column("acceptance\nat 1…K", True, room=10, leaves=1, meaning=LEGEND["acceptance"][0]),
+        Column("acceptance\nat 1…K", True, room=10, leaves=2, meaning=LEGEND["acceptance"][0]),
         Column("batch"),
         Column("TPOT\nms", meaning=LEGEND["TPOT"][0]),
-        Column("TTFT\nms", leaves=2, meaning=LEGEND["TTFT"][0]),
+        Column("TTFT\nms", leaves=3, meaning=LEGEND["TTFT"][0]),
         Column("speed-up", meaning=LEGEND["speed-up"][0]),
+        Column("repetition", leaves=1, meaning=LEGEND["repetition"][0]),
     ]
     notes = {row.head: note for row in rows if (note := fmt.HEAD_NOTES.get(row.head or ""))}
     text = [f"{head}: {note}" for head, note in notes.items()]

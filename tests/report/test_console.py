@@ -31,19 +31,19 @@ def table(text: str) -> list[str]:
 def test_a_row_has_its_conditions_acceptance_and_times_in_one_line() -> None:
     report = sample.report()
     row = report.rows[4] = report.rows[4].model_copy(update={"speedup_ci": (1.5, 1.7)})
-    lines = table(printed(report))
+    lines = table(printed(report, width=120))
     assert len(lines) == 5
     low, high = row.acceptance_length_ci
     assert lines[4].split() == [
         "0.8", "4", "sampled", f"{row.acceptance_length:.2f}", f"[{low:.2f},", f"{high:.2f}]",
         *(f"{a / row.drafts:.2f}" for a in row.accepted_at), f"{row.tpot_ms:.2f}", "31.42",
-        f"{row.speedup:.2f}×", "[1.50,", "1.70]",
+        f"{row.speedup:.2f}×", "[1.50,", "1.70]", "0.10",
     ]  # fmt: skip
 
 
 def test_a_row_without_a_drafter_shows_only_times() -> None:
     text = printed(sample.report())
-    assert table(text)[0].split() == ["0", "none", "9.84", "29.80"]
+    assert table(text)[0].split() == ["0", "none", "9.84", "29.80", "0.24"]
     assert "–" not in text  # no cell without a value
 
 
@@ -178,7 +178,7 @@ def test_missing_values_are_left_out() -> None:
         | sample.NOTHING_DRAFTED
         | {"k_trained": None, "acceptance_length_ci": (float("nan"), float("nan"))}
     )
-    assert table(printed(sample.report([bare])))[0].split() == ["0", "4"]
+    assert table(printed(sample.report([bare])))[0].split() == ["0", "4", "0.24"]
     assert "nan" not in printed(sample.report([bare])).lower()
 
 

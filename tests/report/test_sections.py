@@ -62,7 +62,7 @@ def test_counters_and_losslessness_are_shown() -> None:
     rows = cells(report, "Raw counters")
     assert rows[1][1:] == [
         "64", "8,192", f"{row.drafts:,}", f"{row.draft_tokens:,}", f"{row.accepted:,}", "0",
-        str(row.truncated_tokens), "0.24", "1.000", "L2: tokens equal, n = 64",
+        str(row.truncated_tokens), "1.000", "L2: tokens equal, n = 64",
     ]  # fmt: skip
     assert rows[2][2:6] == [f"{plain.output_tokens:,}", "–", "–", "–"]
     assert rows[4][-1] == "L1: G-test, p = 0.314, n = 200,000"
