@@ -17,11 +17,19 @@ from draftlab.files import read_json
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import NATIVE, load_config, meta_head
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM
-from draftlab.heads.validate import draft_vocabulary_fault, tensor_faults
+from draftlab.heads.validate import D2T, T2D, TensorFault, tensor_faults
 from draftlab.heads.vllm_config import native_config
 
 MASK_HIDDEN, NORM = "mask_hidden", "norm.weight"
 RESTORE = "copy the head again, or export it again from its training run"
+DO = {
+    "unknown tensor": "remove it, or name the family and options that have it in the config",
+    "not finite": "take an earlier checkpoint: training diverged, or the file is damaged",
+    "zeros": RESTORE,
+    "dtype": "store weights as bfloat16 or float32: quantised heads cannot be read",
+    "d2t": RESTORE,
+}
+"""What to do about each kind of the validator's faults, in the order of the findings."""
 
 
 @dataclass(frozen=True)
@@ -103,19 +111,21 @@ def complete_tensors(
         target_tensors: the target's embeddings, lm_head and final norm, by their names in heads.
     """
     config, head = files.config, meta_head(files.config)
+    expected = {name: tensor.shape for name, tensor in head.tensors().items()}
+    found = dict(files.tensors)
+    if MASK_HIDDEN in found and MASK_HIDDEN in expected:
+        mask, shape = found[MASK_HIDDEN], expected[MASK_HIDDEN]
+        if mask.numel() == shape.numel():  # layouts have different leading dimensions
+            found[MASK_HIDDEN] = mask.reshape(shape)
     # torch cannot compute with floats of 8 bits.
     stored = {
         name: tensor.float()
         if tensor.is_floating_point() and tensor.element_size() == 1
         else tensor
-        for name, tensor in files.tensors.items()
+        for name, tensor in found.items()
     }
-    expected = {name: tensor.shape for name, tensor in head.tensors().items()}
-    shared, faults = head.shared_tensors(), tensor_faults(head, stored)
-    advice = "remove it, or name the family and options that have it in the config"
-    findings = [fault(f.kind, f.message, advice) for f in faults if f.kind == "unknown tensor"]
-    findings += [*_value_findings(stored), *_dtype_findings(files.tensors)]
-    findings += vocabulary_findings(stored, config)
+    shared, faults = head.shared_tensors(), tensor_faults(head, found, may_be_zero=())
+    findings = [*_fault_findings(faults), *_dtype_findings(found)]
     shape_findings, tensors = _fitting_tensors(
         {n: t for n, t in stored.items() if n not in shared},
         expected,
@@ -185,8 +195,6 @@ def _fitting_tensors(
             continue
         if tensor.is_floating_point():
             tensor = tensor.nan_to_num(0, 0, 0)
-        if name == MASK_HIDDEN and tensor.numel() == expected[name].numel():
-            tensor = tensor.reshape(expected[name])  # layouts have different leading dimensions
         projected = name == MASK_HIDDEN and tensor.numel() == config.hidden_size
         if tensor.shape == expected[name]:
             fitting[name] = tensor
@@ -206,20 +214,21 @@ def _fitting_tensors(
     return findings, fitting
 
 
-def _value_findings(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Yield findings on tensors that hold NaN or infinities, or only zeros."""
-    for name, tensor in sorted(tensors.items()):
-        if not tensor.is_floating_point() or not tensor.numel():
+def _fault_findings(faults: list[TensorFault]) -> Iterator[Finding]:
+    """Yield the validator's faults, each with what to do; shapes and maps' dtypes come later."""
+    for kind, do in DO.items():
+        found = [f for f in faults if f.kind == kind]
+        if kind == "dtype":  # a quantised head has many
+            found = [f for f in found if f.tensor not in (D2T, T2D)]
+            if found:
+                yield fault(kind, f"{found[0].message} ({len(found)} such tensors)", do)
             continue
-        if bad := int((~tensor.isfinite()).sum()):
+        for f in found:
+            absolute = kind == "d2t" and "absolute ids" in f.message
+            scored = "; scored with zeros instead" if kind == "not finite" else ""
             yield fault(
-                "not finite",
-                f"{name}: {bad:,} of {tensor.numel():,} values are NaN or infinite; "
-                "scored with zeros instead",
-                "take an earlier checkpoint: training diverged, or the file is damaged",
+                kind, f.message + scored, "store d2t − arange(len(d2t))" if absolute else do
             )
-        elif not bool((tensor != 0).any()):
-            yield fault("zeros", f"{name} holds only zeros", RESTORE)
 
 
 def _dtype_findings(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
@@ -232,28 +241,11 @@ def _dtype_findings(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
                 "cast it or misread it without a warning",
                 f"store it as {dtype}",
             )
-    others = {n: t.dtype for n, t in sorted(tensors.items()) if n not in ("d2t", "t2d")}
-    integers = {name: dtype for name, dtype in others.items() if not dtype.is_floating_point}
-    if integers:
-        name, dtype = next(iter(integers.items()))
-        yield fault(
-            "dtype",
-            f"{name}: expected a floating dtype, found {dtype} ({len(integers)} such tensors)",
-            "store weights as bfloat16 or float32: quantised heads cannot be read",
-        )
-    floats = {str(k).removeprefix("torch.") for k in others.values() if k.is_floating_point}
+    others = {t.dtype for name, t in tensors.items() if name not in (D2T, T2D)}
+    floats = {str(k).removeprefix("torch.") for k in others if k.is_floating_point}
     if len(floats) > 1:
         yield note(
             "dtype",
             f"weights of several dtypes: {', '.join(sorted(floats))}",
             "servers cast them to the target's dtype; store them in one",
         )
-
-
-def vocabulary_findings(tensors: Mapping[str, Tensor], config: HeadConfig) -> list[Finding]:
-    """Return a finding if d2t contradicts t2d or the vocabulary (servers §9.2)."""
-    message = draft_vocabulary_fault(tensors.get("d2t"), tensors.get("t2d"), config)
-    if message is None:
-        return []
-    do = "store d2t − arange(len(d2t))" if "absolute ids" in message else RESTORE
-    return [fault("d2t", message, do)]

@@ -35,12 +35,16 @@ class TensorFault:
     message: str
 
 
-def tensor_faults(head: DraftHead, stored: Mapping[str, Tensor]) -> list[TensorFault]:
+def tensor_faults(
+    head: DraftHead, stored: Mapping[str, Tensor], may_be_zero: Iterable[str] = _MAY_BE_ZERO
+) -> list[TensorFault]:
     """Return every fault of the tensors that a head's file holds, sorted by tensor.
 
     Args:
         head: a head of the family and shape that draftlab.json names, with any values.
         stored: tensors by their names in the file.
+        may_be_zero: parts of the names of tensors that may be zero; the doctor, which gets
+            trained heads, allows none.
     """
     config, shared = head.config, head.shared_tensors()
     expected = {name: tensor.shape for name, tensor in head.tensors().items()}
@@ -72,9 +76,10 @@ def tensor_faults(head: DraftHead, stored: Mapping[str, Tensor]) -> list[TensorF
             faults.append(TensorFault("dtype", name, message))
         elif name in (D2T, T2D):
             continue
-        elif not bool(tensor.isfinite().all()):
-            faults.append(TensorFault("not finite", name, f"{name}: not finite"))
-        elif not any(part in name for part in _MAY_BE_ZERO) and not bool(tensor.any()):
+        elif bad := int((~tensor.isfinite()).sum()):
+            message = f"{name}: not finite: {bad:,} of {tensor.numel():,} values"
+            faults.append(TensorFault("not finite", name, message))
+        elif not any(part in name for part in may_be_zero) and not bool(tensor.any()):
             faults.append(TensorFault("zeros", name, f"{name} holds only zeros"))
     if message := draft_vocabulary_fault(stored.get(D2T), stored.get(T2D), config):
         faults.append(TensorFault("d2t", D2T, message))

@@ -15,7 +15,6 @@ from draftlab.doctor.findings import Finding
 from draftlab.doctor.head_files import (
     complete_tensors,
     read_draftlab_head,
-    vocabulary_findings,
 )
 from draftlab.doctor.identity import (
     config_findings,
@@ -26,6 +25,7 @@ from draftlab.doctor.identity import (
 from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
+from draftlab.heads.validate import draft_vocabulary_fault
 from draftlab.run.resolve import reference_head
 from tests.helpers.diagnosis import CopyHead, Tensors
 
@@ -118,8 +118,7 @@ def test_d2t_must_agree_with_t2d() -> None:
     offsets = ids - torch.arange(3)
 
     def message(d2t: torch.Tensor, members: torch.Tensor | None = t2d) -> str:
-        tensors = {"d2t": d2t} | ({} if members is None else {"t2d": members})
-        return " ".join(f.what for f in vocabulary_findings(tensors, config))
+        return draft_vocabulary_fault(d2t, members, config) or ""
 
     assert message(offsets) == ""
     assert message(offsets, None) == ""
@@ -240,7 +239,7 @@ def test_faults_of_files_are_reported_if_no_answer_can_be_scored(
     diagnosis = diagnose(folder, session)
     assert [f.kind for f in diagnosis.findings] == ["not finite", "d2t", "not scored"]
     assert diagnosis.state == "faulty"
-    assert diagnosis.verdict.startswith("fc.weight: 1 of")
+    assert diagnosis.verdict.startswith("fc.weight: not finite: 1 of")
     assert not diagnosis.readings
     with pytest.raises(UserError, match="expected answers, found none"):
         diagnose(reference_head(), session)  # nothing was found out about it
