@@ -60,7 +60,7 @@ class Settings(BaseModel):
             if isinstance(one, str) and (found := secret_in(one)):
                 raise ValueError(
                     f"expected a URL without credentials, found {found}: give it in the "
-                    "environment (docs/guide/cluster.md)"
+                    "environment (docs/guide/scale.md)"
                 )
         return value
 

@@ -13,11 +13,11 @@ from typer.testing import CliRunner
 
 from draftlab.cli import app
 
-GUIDE = (Path(__file__).parents[1] / "docs/guide/cluster.md").read_text()
+GUIDE = (Path(__file__).parents[1] / "docs/guide/scale.md").read_text()
 
 
 def block(kind: str) -> str:
-    (text,) = re.findall(rf"^```{kind}\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+    (text,) = re.findall(rf"^```{kind}\n(.*?)^```$", GUIDE.split("## Slurm")[1], re.MULTILINE | re.DOTALL)
     return text
 
 

@@ -86,7 +86,7 @@ def repeat_transfer(
                     f"{doing} was refused: {kind}: {plain_error(error)}",
                     where=where,
                     do="check the credentials and the endpoint in the environment "
-                    "(docs/guide/cluster.md has their names)",
+                    "(docs/guide/scale.md has their names)",
                 ) from None
             if cancelled.is_set() or passed + wait > RETRY_S:
                 raise UnreachableError(

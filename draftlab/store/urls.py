@@ -36,13 +36,13 @@ def check_url(url: str) -> str:
     if has_bucket and (":" in rest or "@" in host):
         raise ValueError(
             f"{_EXAMPLE}, found one with credentials in it: give them in the environment "
-            "(docs/guide/cluster.md)"
+            "(docs/guide/scale.md)"
         )
     is_http = scheme.lower() in ("http", "https")  # there a user may be a token
     if not has_bucket and "@" in rest and (is_http or ":" in rest.rpartition("@")[0]):
         raise ValueError(
             f"{_EXAMPLE}, found one with a password in it: give it in the environment "
-            "(docs/guide/cluster.md)"
+            "(docs/guide/scale.md)"
         )
     if not is_url(url):
         raise ValueError(f"{_EXAMPLE}, found {url!r}")

@@ -159,7 +159,7 @@ def test_a_refusal_is_named_at_once(
         with pytest.raises(UserError, match="was refused: PermissionError") as caught:
             call()
         assert not isinstance(caught.value, UnreachableError)
-        assert "docs/guide/cluster.md" in caught.value.do
+        assert "docs/guide/scale.md" in caught.value.do
         assert len(server.requests) <= 2
 
 
