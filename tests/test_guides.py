@@ -31,7 +31,6 @@ NOT_RUN = {
     "make test": "runs these tests",
     "python data_prep/chats.py ultrachat:100000 magpie my.jsonl --out prompts.jsonl": "network",
     "vllm serve TARGET --speculative-config": "needs vLLM and a GPU",
-    "draftlab run my.yaml --gpus 8": "needs 8 GPUs",
     "pip install '.[ray]'": "installs from the network",
     "draftlab run my.yaml --ray auto": "needs a running Ray cluster",
     "pip install '.[ray,s3]'": "installs from the network",
