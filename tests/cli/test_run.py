@@ -51,8 +51,9 @@ def test_plan_prints_stages_and_writes_nothing() -> None:
     done = draftlab(finished(), "run", "small.yaml", "--plan")
     assert done.stdout.startswith("run folder: ")
     assert done.stdout.count("nothing to do") == 5
-    recipe = yaml.safe_load(draftlab(finished(), "recipe", "show", "small.yaml").stdout)
-    assert (recipe["train"]["steps"], recipe["train"]["clip"]) == (6, 0.5)  # defaults, too
+    shown = draftlab(finished(), "recipe", "show", "small.yaml").stdout
+    assert yaml.safe_load(shown)["train"]["steps"] == 6
+    assert "clip: 0.5" in " ".join(shown.split())  # defaults, too
     change = ("run", "small.yaml", "train.steps=7", "eval.seed=1", "--plan")
     changed = draftlab(finished(), *change)
     assert changed.exit_code == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -42,9 +43,8 @@ def refused(*words: object) -> str:
 
 def test_export_and_import_of_a_head(folder: Path, tmp_path: Path) -> None:
     head = ("--head", folder / "head", "--target", folder / "target")
-    out = draftlab(
-        "export", *head, "--to", "sglang", "--max-shard", "8KB", "--k", 3, "--out", tmp_path / "x"
-    )
+    with patch("draftlab.export.weight_files.MAX_SHARD", "8KB"):
+        out = draftlab("export", *head, "--to", "sglang", "--k", 3, "--out", tmp_path / "x")
     assert out.exit_code == 0, out.output
     assert "holds the head in sglang layout; it was loaded back and is equal" in out.stderr
     assert len(list((tmp_path / "x").glob("model-*.safetensors"))) > 1
