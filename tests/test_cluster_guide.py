@@ -17,7 +17,9 @@ GUIDE = (Path(__file__).parents[1] / "docs/guide/scale.md").read_text()
 
 
 def block(kind: str) -> str:
-    (text,) = re.findall(rf"^```{kind}\n(.*?)^```$", GUIDE.split("## Slurm")[1], re.MULTILINE | re.DOTALL)
+    (text,) = re.findall(
+        rf"^```{kind}\n(.*?)^```$", GUIDE.split("## Slurm")[1], re.MULTILINE | re.DOTALL
+    )
     return text
 
 
