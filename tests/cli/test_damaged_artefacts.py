@@ -114,7 +114,7 @@ REFUSED = [
     Case("export --run small --to vllm --k 0", "k"),
     Case("export --run small --to vllm --out small.yaml", "found a file"),
     Case("export --run small --to vllm --out toy", "toy"),
-    Case("export --run small --to vllm --max-shard lots", "such as 200GB"),
+    Case("export --run small --to vllm --max-shard 1GB", "no such option"),
     Case("export --run nowhere --to vllm", "nowhere"),
     Case("import nowhere --to h", "nowhere"),
     Case("import toy --to h", "toy"),
