@@ -84,16 +84,14 @@ def mask_token(
     """Return the token for masked slots, which the store must not contain; None: needs no token.
 
     Args:
-        trained: that of the head that training starts from, which "auto" takes.
+        trained: that of the head that training starts from, which "auto" prefers.
     """
     if not get_family(recipe.head.family).has_mask_token:
         return None
     stops = stop_ids(tokenizer, resolve_target(recipe.target))
     rows = store.identity.vocab_size
-    requested = recipe.head.mask_token
-    if requested == "auto" and trained is not None:
-        requested = trained
-    token = choose_mask_token(requested, tokenizer, rows, stops, token_counts(store))
+    counts = token_counts(store)
+    token = choose_mask_token(recipe.head.mask_token, tokenizer, rows, stops, counts, trained)
     name = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     monitor.say(f"mask token: {name or 'an embedding that no token has'} (id {token})")
     return token

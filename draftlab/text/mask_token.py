@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,18 +28,25 @@ def token_counts(store: Store) -> Tensor:
 
 
 def choose_mask_token(
-    requested: int | str, tokenizer: Any, num_rows: int, stops: Set[int], counts: Tensor | None
+    requested: int | str,
+    tokenizer: Any,
+    num_rows: int,
+    stops: Set[int],
+    counts: Tensor | None,
+    trained: int | None = None,
 ) -> int:
     """Return the id of the mask token.
 
-    "auto" takes the first usable one of: the tokenizer's mask token, `<|mask|>`, the reserved
-    special tokens, the embedding rows without a token.
+    "auto" takes the first usable one of: that of the head that training starts from, the
+    tokenizer's mask token, `<|mask|>`, the reserved special tokens, the embedding rows without a
+    token.
 
     Args:
         requested: "auto", a token's name, or an id.
         num_rows: rows of the target's embeddings, V.
         stops: ids that end an answer.
         counts: `token_counts` of the data; None: not known yet.
+        trained: of the head that training starts from; None: it has none.
 
     Raises:
         UserError: there is no such token, or it ends answers, or the template or data contains it,
@@ -62,7 +70,7 @@ def choose_mask_token(
         return None
 
     if requested == "auto":
-        for token in _candidates(tokenizer, num_rows):
+        for token in chain([] if trained is None else [trained], _candidates(tokenizer, num_rows)):
             if fault(token) is None:
                 return token
         raise UserError(

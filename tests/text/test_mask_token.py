@@ -56,6 +56,14 @@ def test_auto_skips_tokens_of_the_template_and_stop_tokens() -> None:
     assert choose_mask_token("auto", toy_tokenizer(), ROWS, {MASK}, None) == MASK + 1
 
 
+def test_auto_prefers_the_token_of_the_head_that_training_starts_from() -> None:
+    """Where that one is not usable, auto takes what it takes without it."""
+    arguments = "auto", toy_tokenizer(), ROWS, {EOT}
+    assert choose_mask_token(*arguments, None, 299) == 299
+    assert choose_mask_token(*arguments, counts_of(299), 299) == MASK
+    assert choose_mask_token(MASK, *arguments[1:], None, 299) == MASK
+
+
 @pytest.mark.parametrize(
     ("requested", "expected"), [("<|im_start|>", IM_START), (MASK, MASK), (299, 299)]
 )
