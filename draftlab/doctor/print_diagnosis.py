@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from rich import box
 from rich.console import Console
-from rich.measure import Measurement
-from rich.table import Table
 from rich.text import Text
 
 from draftlab.doctor.findings import Diagnosis, ScoredVariant
 from draftlab.doctor.score import ERROR
+from draftlab.report.console import print_table
+from draftlab.report.section import Column, Line, Table
 
-ACCEPTED_AT = "accepted at 1 …"
 MAX_PAIRS = 3  # variants with two changes that the table shows
 
 
@@ -36,9 +34,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     pairs = [variant for variant in diagnosis.readings if len(variant.changes) > 1][:MAX_PAIRS]
     shown = [v for v in diagnosis.readings if len(v.changes) < 2 or v in pairs]
     console.print()
-    wide, narrow = _table(shown, ""), _table(shown, ACCEPTED_AT)
-    fits = Measurement.get(console, console.options.update(max_width=10_000), wide)
-    console.print(wide if fits.maximum <= console.width else narrow)
+    print_table(_table(shown), console)
     if hidden := len(diagnosis.readings) - len(shown):
         console.print(Text(f"{hidden} more pairs of changes fit worse (--json)", style="dim"))
     conditions = diagnosis.conditions
@@ -55,26 +51,32 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     console.print(Text(legend, style="dim"), soft_wrap=not console.is_terminal)
 
 
-def _table(variants: list[ScoredVariant], without: str) -> Table:
-    """Return the table, of which a narrow console leaves out the columns that say least."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
-    table.add_column("variant", overflow="fold")
-    names = [name for name in ("AL [95 %]", ACCEPTED_AT, "gain", "nats", "") if name != without]
-    for name in names:
-        numbers = name in ("gain", "nats")
-        table.add_column(name, justify="right" if numbers else "left", no_wrap=True)
-    for variant in variants:
-        rates = " ".join(f"{n / variant.drafts:.2f}" for n in variant.accepted_at)
-        table.add_row(
-            Text(variant.name),
-            _with_interval(variant.acceptance_length, variant.acceptance_length_ci),
-            *([rates if variant.drafts else "–"] if ACCEPTED_AT in names else []),
-            _with_interval(variant.gain, variant.gain_ci, sign=True),
-            _with_interval(variant.likelier, None, sign=True),
-            "*" if variant.better else "",
-            style="bold" if variant.better or variant.gain is None else "dim",
+def _table(variants: list[ScoredVariant]) -> Table:
+    columns = [
+        Column("variant", left=True, room=40),
+        Column("AL [95 %]", left=True),
+        Column("accepted at 1 …", left=True, leaves=1),
+        Column("gain"),
+        Column("nats"),
+        Column("", left=True),
+    ]
+    lines = [
+        Line(
+            [
+                variant.name,
+                _with_interval(variant.acceptance_length, variant.acceptance_length_ci),
+                " ".join(f"{n / variant.drafts:.2f}" for n in variant.accepted_at)
+                if variant.drafts
+                else "–",
+                _with_interval(variant.gain, variant.gain_ci, sign=True),
+                _with_interval(variant.likelier, None, sign=True),
+                "*" if variant.better else "",
+            ],
+            "best" if variant.better or variant.gain is None else "plain",
         )
-    return table
+        for variant in variants
+    ]
+    return Table(columns, lines)
 
 
 def _with_interval(

@@ -53,7 +53,7 @@ def print_sections(sections: Iterable[Section], console: Console) -> None:
         style = "yellow" if section.kind == "warning" else ""
         console.print(Text(section.title, style=f"bold {style}".strip()))
         if section.table and section.table.columns:
-            _print_table(section.table, console)
+            print_table(section.table, console)
         elif section.table and section.table.packed:
             for line in _packed([" ".join(one.cells) for one in section.table.lines], console):
                 console.print(Text(line))
@@ -87,7 +87,7 @@ def _pairs(pairs: Iterable[Sequence[str]], style: str = "") -> RichTable:
     return grid
 
 
-def _print_table(table: Table, console: Console) -> None:
+def print_table(table: Table, console: Console) -> None:
     """Print a table in the widest layout that fits, and what its columns mean."""
     wide = console.options.update(max_width=10_000)
     for layout in LAYOUTS:

@@ -157,6 +157,7 @@ def render_template(source: str, chats: Iterable[Mapping[str, Any]]) -> Iterator
     """
     if len(source) > MAX_SOURCE:
         yield from (Fault("refused", f"it has more than {MAX_SOURCE:,} characters") for _ in chats)
+        return
     template, batch = _to_json(source), []
     for chat in map(_to_json, chats):
         if len(batch) == _BATCH or (batch and sum(map(len, batch)) + len(chat) > _BATCH_BYTES):

@@ -107,6 +107,14 @@ def test_a_template_is_refused_before_it_takes_much(name: str) -> None:
     assert render_text(toy_tokenizer("x"), MESSAGES) == "x"
 
 
+def test_a_long_source_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither are chats that can be read twice."""
+    monkeypatch.setattr(template_process, "MAX_SOURCE", 3)
+    chats = [{"messages": []}, {"messages": []}]
+    results = list(template_process.render_template("long", chats))
+    assert [result.kind for result in results] == ["refused"] * 2
+
+
 def test_a_refused_template_keeps_no_memory_from_the_next() -> None:
     with pytest.raises(UserError, match="fills the memory"):
         render_text(toy_tokenizer(REFUSED["kept slices"]), MESSAGES)
