@@ -44,7 +44,7 @@ class Source:
 
     @property
     def is_vllm(self) -> bool:
-        """Whether vLLM itself was timed."""
+        """Return whether vLLM itself was timed."""
         return self.engine.startswith(VLLM)
 
     def __str__(self) -> str:

@@ -5,7 +5,7 @@
 
 Complete stages whose inputs are the recipe's are kept, and missing ones run. If an expensive stage
 has other inputs, the run is refused, and the message names the settings. Stages are defined in
-`stages.py`; `run/folder.py` decides what is complete.
+`run/stages.py`; `run/folder.py` decides what is complete.
 """
 
 from __future__ import annotations

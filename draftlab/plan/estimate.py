@@ -40,7 +40,7 @@ USABLE_MEMORY = 0.9
 
 @dataclass(frozen=True)
 class Estimate:
-    """What one stage needs.
+    """The disk, memory and time that one stage needs.
 
     Attributes:
         name: the stage, or "target".

@@ -19,7 +19,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#0
 MARKERS = "osD^v"  # its length and that of COLOURS have no common factor: 35 different pairs
 GREY = "#8C8C8C"
 WIDTH, HEIGHT = 4.8, 3.5
-"""Of a plot in inches: its text is readable at half the width of a page and on a phone."""
+"""Size of a plot in inches: its text is readable at half the width of a page and on a phone."""
 LEGEND_LINE = 0.2
 LINE, SYMBOL = 69, 9
 """Characters in a line of a legend, and those that an entry's symbol and spaces take."""

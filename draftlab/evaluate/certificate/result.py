@@ -40,7 +40,7 @@ class Sampled:
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """How many tokens are told apart at each tested position.
+        """Return the number of tokens that are told apart at each tested position.
 
         The positions reach a bonus token, as far as `MAX_LEVELS` allows.
         """
