@@ -106,7 +106,7 @@ def test_the_reference_head_is_calibrated_and_exported(tmp_path: Path) -> None:
     options = ("--k", 4, "--max-prompts", 32, "--timing-prompts", 0, "--temps", "0,0.8")
     options += ("--batch", 32)
     text = draftlab("eval", *head, "--calibrate", *options, "--out", tmp_path / "eval")
-    assert "confidence, T = 0:" in text
+    assert "\nConfidence of the drafts\n" in text
     report = Report.read(tmp_path / "eval" / "report.json")
     conditions = [(one.temperature, one.draft_probs) for one in report.calibrations]
     assert conditions == [(0.0, False), (0.8, False), (0.8, True)]
