@@ -27,8 +27,7 @@ from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.warnings import (
     k_warnings,
     suite_warnings,
-    with_cliff_warnings,
-    with_load_cliff_warnings,
+    with_slow_step_warnings,
 )
 from draftlab.evaluate.workload import EngineResults, Workload
 from draftlab.files import known_sha256
@@ -118,12 +117,12 @@ class Evaluator:
             of_suite = [
                 _with_certificate(row, certificates) for row in new_rows(one, results, number)
             ]
-            rows += with_cliff_warnings(of_suite)
+            rows += with_slow_step_warnings(of_suite)
             load += [point for engine in results for point in engine.load]
             probes += [probe for engine in results for probe in engine.probes]
             if one.settings.calibrate:
                 calibrations += calibrate_rows(one, results[0])
-        load = with_load_cliff_warnings(load)
+        load = with_slow_step_warnings(load)
         optional = {
             "heads": {
                 head.name: known_sha256(head.folder / WEIGHTS)

@@ -11,8 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from draftlab.evaluate.cost_model import Shape, Steps
 from draftlab.evaluate.results import LoadPoint, Row, Timing
+
+Shape = tuple[int, int]
+"""(batch, K); K = 0 is plain decoding."""
 
 
 def suite_speedup(plain_ms: Any, step_ms: Any, tokens: Any) -> Any:
@@ -99,7 +101,7 @@ class SpeedupTable:
 
     flat: bool
     measured: Mapping[Shape, Measured]
-    head_steps: Steps
+    head_steps: Mapping[Shape, float]
 
     @property
     def batches(self) -> list[int]:

@@ -5,22 +5,23 @@ Equal texts of several rows are printed once, so that figures of a row are left 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeVar
 
-from draftlab.evaluate.cost_model import Cliff, Shape, find_cliffs
 from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.headline import drafting_pays
 from draftlab.evaluate.results import LoadPoint, Row
 from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.evaluate.speedup_model import conditions
-from draftlab.formatting import count_text
+from draftlab.evaluate.speedup_model import Shape, conditions
 from draftlab.intervals import MIN_INTERVAL_PROMPTS
 
 MIN_PROMPTS = 30
 MIN_TIMED_PROMPTS = 10
-MAX_CLIFFS = 3
-"""Warnings of slow steps for a head under the same conditions."""
+UNDERCUT = 0.8
+"""A step is slow if one with no smaller batch and K takes less than this share of its time."""
+
+Measurement = TypeVar("Measurement", Row, LoadPoint)
 
 
 def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
@@ -81,84 +82,35 @@ def row_warnings(row: Row) -> list[str]:
     return warnings
 
 
-def with_cliff_warnings(rows: Sequence[Row]) -> list[Row]:
-    """Return the rows with warnings about timed steps that take far longer than others suggest."""
-    steps = [
-        (row, (timing.batch, row.k), timing.step_ms)
-        for row in rows
-        for timing in row.timings
-        if timing.step_ms
-    ]
-    texts = _cliff_texts(steps)
+def with_slow_step_warnings(measured: Sequence[Measurement]) -> list[Measurement]:
+    """Return rows or load points with warnings about steps that a larger step undercuts.
+
+    Steps are compared with those of the same head under the same conditions.
+    """
+    groups: dict[tuple[object, ...], dict[Shape, float]] = {}
+    for one in measured:
+        groups.setdefault(conditions(one), {}).update(_steps(one))
     return [
-        row.model_copy(update={"warnings": row.warnings + texts.get(id(row), [])}) for row in rows
+        one.model_copy(update={"warnings": [*one.warnings, *_slow(one, groups[conditions(one)])]})
+        for one in measured
     ]
 
 
-def with_load_cliff_warnings(points: Sequence[LoadPoint]) -> list[LoadPoint]:
-    """Return the points with warnings about steps that take far longer than others suggest.
-
-    The steps hold prefills of other requests: without them their times are only estimates.
-    """
-    steps = [
-        (point, (point.concurrency, point.k), point.step_ms) for point in points if point.step_ms
-    ]
-    texts = _cliff_texts(steps)
-    return [
-        point.model_copy(update={"warnings": point.warnings + texts.get(id(point), [])})
-        for point in points
-    ]
+def _steps(one: Row | LoadPoint) -> dict[Shape, float]:
+    """Return the milliseconds of the measured steps of a row or load point."""
+    if isinstance(one, LoadPoint):
+        return {(one.concurrency, one.k): one.step_ms} if one.step_ms else {}
+    return {(timing.batch, one.k): timing.step_ms for timing in one.timings if timing.step_ms}
 
 
-def _cliff_texts(
-    steps: Iterable[tuple[Row | LoadPoint, Shape, float]],
-) -> dict[int, list[str]]:
-    """Return the texts of the cliffs among measured steps, by the id of the row or point.
-
-    Steps are compared with those of the same head under the same conditions, and of plain decoding.
-    """
-    plain: dict[tuple[object, ...], list[tuple[Row | LoadPoint, Shape, float]]] = {}
-    drafted: dict[tuple[object, ...], list[tuple[Row | LoadPoint, Shape, float]]] = {}
-    for step in steps:
-        engine, head, temperature, draft_probs = conditions(step[0])
-        if head is None:
-            plain.setdefault((engine, temperature), []).append(step)
-        else:
-            drafted.setdefault((engine, temperature, head, draft_probs), []).append(step)
-    texts: dict[int, list[str]] = {}
-    reported: set[tuple[int, Shape]] = set()  # plain decoding is compared beside every head
-    for key, members in (drafted or plain).items():
-        group = plain.get(key[:2], []) + members if drafted else members
-        owner = {shape: id(one) for one, shape, _ in group}
-        # The tokens of a step hardly depend on the concurrency: those of any point of a K serve.
-        points = [one for one, *_ in group if isinstance(one, LoadPoint)]
-        tokens = {point.k: point.tokens_per_step or 1.0 for point in points}
-        cliffs = find_cliffs({shape: ms for _, shape, ms in group}, tokens)
-        for cliff, text in summarize_cliffs(cliffs):
-            shape = cliff.batch, cliff.k
-            if (owner[shape], shape) in reported:
-                continue
-            reported.add((owner[shape], shape))
-            texts.setdefault(owner[shape], []).append(text)
-    return texts
-
-
-def summarize_cliffs(cliffs: Sequence[Cliff]) -> list[tuple[Cliff, str]]:
-    """Return a warning for each batch with cliffs, beside the first of them, at most `MAX_CLIFFS`.
-
-    Plain decoding, which is compared beside every head, has a warning of its own. The last warning
-    counts the steps that none names.
-    """
-    batches: dict[tuple[int, bool], list[Cliff]] = {}
-    for cliff in cliffs:
-        batches.setdefault((cliff.batch, cliff.k > 0), []).append(cliff)
-    named = [*batches.values()][:MAX_CLIFFS]
-    warnings = []
-    for first, *others in named:
-        ks = ", ".join(str(k) for k in sorted(one.k for one in others))
-        warnings.append((first, first.text + (f"; the same holds for K = {ks}" if others else "")))
-    if left := len(cliffs) - sum(len(group) for group in named):
-        last, text = warnings[-1]
-        more = count_text(left, "more such step")
-        warnings[-1] = last, f"{text}; {more}, as if the machine was busy"
-    return warnings
+def _slow(one: Row | LoadPoint, steps: Mapping[Shape, float]) -> Iterator[str]:
+    """Yield a warning for each step of a row that a step of at least its batch and K undercuts."""
+    for (batch, k), ms in _steps(one).items():
+        larger = {s: other for s, other in steps.items() if s[0] >= batch and s[1] >= k}
+        b, i = min(larger, key=larger.__getitem__)
+        if larger[b, i] < UNDERCUT * ms:
+            yield (
+                f"a step at batch {batch}, K = {k} takes {ms:.2f} ms, longer than one at batch "
+                f"{b}, K = {i} ({larger[b, i]:.2f} ms): a kernel is slow at this shape, or the "
+                "machine was busy"
+            )

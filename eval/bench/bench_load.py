@@ -41,7 +41,7 @@ from draftlab.evaluate.measure import new_engine, pool_warnings, shared_pool
 from draftlab.evaluate.results import LoadPoint
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import Decoder
-from draftlab.evaluate.warnings import with_load_cliff_warnings
+from draftlab.evaluate.warnings import with_slow_step_warnings
 from draftlab.evaluate.workload import Workload
 from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
@@ -138,7 +138,7 @@ def measure(
         )
         print(f"{number} at once: {'; '.join(texts)}", flush=True)
         points += measured
-    return with_load_cliff_warnings(points)
+    return with_slow_step_warnings(points)
 
 
 def show(points: Sequence[LoadPoint]) -> None:

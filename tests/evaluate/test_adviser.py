@@ -10,7 +10,6 @@ import pytest
 
 from draftlab.evaluate.advice_check import check_left_out
 from draftlab.evaluate.adviser import advise
-from draftlab.evaluate.cost_model import Steps
 from draftlab.evaluate.results import Row
 from draftlab.evaluate.speedup_model import (
     Acceptance,
@@ -102,13 +101,15 @@ def test_a_step_is_never_cheaper_than_plain_decoding() -> None:
     assert min(p["step_ms"] for p in advice["predictions"]) == PLAIN_MS
 
 
-def table(steps: Steps, *, flat: bool = False, plain_ms: float = 5.0) -> SpeedupTable:
+def table(
+    steps: dict[tuple[int, int], float], *, flat: bool = False, plain_ms: float = 5.0
+) -> SpeedupTable:
     """Return a table of measured steps, by (batch, K), with plain decoding of each batch."""
     plain = {(batch, 0): Measured(plain_ms) for batch, _ in steps}
     return table_of({shape: one.step_ms for shape, one in plain.items()} | dict(steps), flat=flat)
 
 
-def table_of(steps: Steps, *, flat: bool = False) -> SpeedupTable:
+def table_of(steps: dict[tuple[int, int], float], *, flat: bool = False) -> SpeedupTable:
     return SpeedupTable(flat, {shape: Measured(ms) for shape, ms in steps.items()}, steps)
 
 
