@@ -40,14 +40,17 @@ class Check:
 
 
 def check_left_out(table: SpeedupTable, batch: int, k: int) -> Check | None:
-    """Return a measured speed-up's prediction from the other K's; None if there is none."""
+    """Return a measured speed-up's prediction from the other K's.
+
+    None: there is none, or the speed-up has no interval that could refute it.
+    """
     one = table.measured.get((batch, k))
-    if one is None or not one.speedup:
+    if one is None or not one.speedup or one.speedup_ci is None:
         return None
     predicted = table.left_out(batch, k)
     if predicted is None:
         return None
-    low, high = one.speedup_ci or (one.speedup, one.speedup)
+    low, high = one.speedup_ci
     error, met = predicted / one.speedup - 1, low <= predicted <= high
     narrow = high - low <= 2 * CLOSE * one.speedup
     return Check(predicted, error, met, abs(error) <= CLOSE or (met and narrow))

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import target_config
 from draftlab.recipe.recipe import Recipe, flatten, parse_recipe
 from draftlab.run.folder import RUNS
+from draftlab.target_model.auto_model import auto_class
 from draftlab.target_model.loading import quiet_transformers
 from draftlab.target_model.locate import TOKENIZER_FILES, resolve_target
 from draftlab.text.prompts import EMBEDDED_PROMPTS, prompt_file
@@ -195,14 +195,14 @@ def make_stand_in(recipe: Recipe, folder: Path) -> None:
     """
     config = stand_in_config(target_config(recipe.target))
     source = resolve_target(recipe.target, TOKENIZER_FILES)
-    multimodal = config.get_text_config() is not config
-    auto = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.seed)
-            model = auto.from_config(
-                config, trust_remote_code=recipe.target.trust_remote_code
-            ).float()
+            model = (
+                auto_class(config, whole=True)
+                .from_config(config, trust_remote_code=recipe.target.trust_remote_code)
+                .float()
+            )
     except Exception as error:  # whatever a modelling file raises at sizes that it did not expect
         raise UserError(
             f"no small target of this architecture can be made: {type(error).__name__}: {error}",
@@ -246,15 +246,20 @@ def _shrink(fields: dict[str, Any]) -> dict[str, Any]:
     if heads and kv_heads:
         fields["num_key_value_heads"] = min(kv_heads, 2)
         fields["num_attention_heads"] = heads // kv_heads * fields["num_key_value_heads"]
+        # Exports need a multiple; some models have no width of their own for a head.
+        if not fields.get("head_dim") or fields["hidden_size"] % fields["num_attention_heads"]:
+            fields["hidden_size"] = fields["num_attention_heads"] * WIDTHS["head_dim"]
         fields["head_dim"] = WIDTHS["head_dim"]
-        if fields["hidden_size"] % fields["num_attention_heads"]:  # exports need a multiple
-            fields["hidden_size"] = fields["num_attention_heads"] * fields["head_dim"]
     if fields.get("mamba_d_ssm"):
         fields["mamba_d_ssm"] = fields["mamba_n_heads"] * fields["mamba_d_head"]
     rope = fields.get("rope_parameters") or {}
     for key in ("short_factor", "long_factor"):
         if key in rope:
             rope[key] = rope[key][: WIDTHS["head_dim"] // 2]
+    if "mrope_section" in rope:  # frequencies of time, height and width
+        share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
+        half = int(WIDTHS["head_dim"] * share) // 2
+        rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
     if "initializer_range" in fields:
         fields["initializer_range"] = INITIALIZER_RANGE
     return fields

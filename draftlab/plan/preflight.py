@@ -32,10 +32,16 @@ from draftlab.servers.vllm_process import find_python
 from draftlab.store.object_store import check_scheme
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.shard_files import open_shard_files
+from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.loading import load_tokenizer
-from draftlab.target_model.locate import local_target, resolve_device, resolve_target
-from draftlab.target_model.parts import check_llama_style
+from draftlab.target_model.locate import (
+    explain_loading,
+    local_target,
+    resolve_device,
+    resolve_target,
+)
+from draftlab.target_model.parts import check_llama_style, text_decoder
 from draftlab.text.chat_template import stop_ids, tokenizer_sha256
 from draftlab.text.mask_token import choose_mask_token
 from draftlab.text.prompts import prompt_file
@@ -213,6 +219,13 @@ def _check_tokenizer(planned: Planned) -> Iterable[str]:
         )
 
 
+def _check_target(planned: Planned) -> None:
+    """Check that transformers has the target's text model, with layers and a final norm."""
+    settings = planned.recipe.target
+    with explain_loading("the target", settings.path):
+        text_decoder(meta_model(planned.config, trust_remote_code=settings.trust_remote_code))
+
+
 def _check_head(planned: Planned) -> Iterable[str]:
     """Check that the head can be trained, and served by the programs of its exports."""
     tokenizer = planned.tokenizer
@@ -269,6 +282,7 @@ CHECKS: tuple[Callable[[Planned], Iterable[str] | None], ...] = (
     _check_inputs,
     _check_url,
     _check_machine,
+    _check_target,
     _check_tokenizer,
     _check_head,
 )

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM
 
 from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
 from draftlab.recipe.hardware import Gpu
 from draftlab.recipe.recipe import Recipe
+from draftlab.target_model.auto_model import drop_other_modules, meta_model
 from draftlab.target_model.config_fields import max_positions
 from draftlab.target_model.parts import text_decoder
 from draftlab.target_model.recurrent import attention_layers, planned_state_bytes
@@ -52,10 +52,9 @@ class TargetSize:
     """
 
     def __init__(self, recipe: Recipe, config: Any, *, on_cpu: bool = False) -> None:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, trust_remote_code=recipe.target.trust_remote_code
-            )
+        model = meta_model(config, trust_remote_code=recipe.target.trust_remote_code)
+        decoder, _, _ = text_decoder(model)
+        drop_other_modules(model, decoder)
         text = config.get_text_config()
         sizes = {name: p.numel() for name, p in model.named_parameters()}
         self.parameters = sum(sizes.values())
@@ -67,7 +66,6 @@ class TargetSize:
         self.stored_each: int = dtype.itemsize
         auto = 4 if on_cpu else self.stored_each
         self.bytes_each = {"float32": 4, "auto": auto}.get(recipe.target.dtype, 2)
-        decoder, _, _ = text_decoder(model)
         heads = _first(text, "num_key_value_heads", "num_attention_heads")
         width = _first(text, "head_dim") or text.hidden_size // text.num_attention_heads
         self.kv_bytes: int = 2 * attention_layers(decoder) * heads * width * self.bytes_each

@@ -6,14 +6,13 @@ Only the text model of a checkpoint is loaded, on one GPU or pipeline parallel o
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -23,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from draftlab.errors import UserError
 from draftlab.process_environment import name_accelerator
 from draftlab.target_model.attention import ATTENTION
+from draftlab.target_model.auto_model import auto_class, drop_other_modules
 from draftlab.target_model.locate import (
     explain_loading,
     load_config,
@@ -30,7 +30,7 @@ from draftlab.target_model.locate import (
     resolve_target,
 )
 from draftlab.target_model.model import Target
-from draftlab.target_model.parts import shard_files
+from draftlab.target_model.parts import shard_files, text_decoder
 from draftlab.target_model.pipeline_parallel import dispatch_layers, plan_placement
 from draftlab.target_model.replacements import replace_layers
 from draftlab.target_model.settings import TargetSettings
@@ -102,7 +102,7 @@ def load_model(
         elif getattr(config, "quantization_config", None) is not None:
             options["device_map"] = {"": device}  # some quantised weights cannot be moved later
         with quiet_transformers():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            model, info = auto_class(config).from_pretrained(
                 folder,
                 dtype=dtype,
                 attn_implementation=ATTENTION,
@@ -125,7 +125,9 @@ def load_model(
             where=folder,
             do="fetch it again; without them the target would run on random weights",
         )
-    notes = [*_unused_tensors(model, info["unexpected_keys"]), *_quantisation(model)]
+    unused = Counter(drop_other_modules(model, text_decoder(model)[0]))
+    unused.update(name.split(".")[0] for name in info["unexpected_keys"])
+    notes = [*_unused_tensors(model, unused), *_quantisation(model)]
     if "device_map" not in options:
         return model.to(device), notes
     if placement is None:
@@ -160,11 +162,10 @@ def _quantisation(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _unused_tensors(model: PreTrainedModel, unexpected: Iterable[str]) -> Iterator[str]:
+def _unused_tensors(model: PreTrainedModel, unused: Mapping[str, int]) -> Iterator[str]:
     """Yield a line that counts the checkpoint's other tensors, such as a vision tower's."""
-    groups = Counter(name.split(".")[0] for name in unexpected)
-    if groups:
-        counts = ", ".join(f"{name} ({count:,})" for name, count in sorted(groups.items()))
+    if unused:
+        counts = ", ".join(f"{name} ({count:,})" for name, count in sorted(unused.items()))
         yield (
             f"target: draftlab uses {type(model).__name__}, the text model, only; these tensors of "
             f"the checkpoint are not used: {counts}"

@@ -13,12 +13,16 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from draftlab.errors import UserError
 from draftlab.files import other_kind, read_fields
+from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.locate import explain_loading, load_config
 
+_WRAPPERS = ("model", "language_model", "text_model", "backbone", "transformer", "thinker", "llm")
+"""Modules around a text model, which files and transformers name in another order or not at all."""
+_INNER = ("language_model", "text_model", "model")
 _NORMS = ("norm", "final_layernorm", "ln_f", "norm_f", "embedding_norm")
 
 
@@ -113,8 +117,11 @@ def text_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.M
         UserError: the model has no `layers` or no final norm.
     """
     decoder = model.get_decoder()
-    while not hasattr(decoder, "layers") and hasattr(decoder, "model"):
-        decoder = decoder.model  # get_decoder does not know Llama 4's module names
+    while not hasattr(decoder, "layers"):  # get_decoder does not know all module names
+        inner = next((one for name in _INNER if (one := getattr(decoder, name, None))), None)
+        if inner is None:
+            break
+        decoder = inner
     layers = getattr(decoder, "layers", None)
     norm = next((getattr(decoder, n) for n in _NORMS if hasattr(decoder, n)), None)
     if not isinstance(layers, nn.ModuleList) or norm is None:
@@ -161,8 +168,7 @@ def check_llama_style(folder: Path, *, trust_remote_code: bool = False) -> None:
     with explain_loading("the target", folder):
         config = load_config(folder, trust_remote_code=trust_remote_code)
         text = config.get_text_config()
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model = meta_model(config, trust_remote_code=trust_remote_code)
         norm = copy.deepcopy(text_decoder(model)[2]).to_empty(device="cpu").float()
         x = torch.linspace(-1, 2, text.hidden_size)[None]
         faults = []
@@ -194,15 +200,13 @@ def load_parts(folder: Path, *, trust_remote_code: bool = False) -> TargetParts:
     """
     with explain_loading("the target", folder):
         config = load_config(folder, trust_remote_code=trust_remote_code)
-        with torch.device("meta"):
-            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        skeleton = meta_model(config, trust_remote_code=trust_remote_code)
         norm = text_decoder(skeleton)[2]
         names = {id(parameter): name for name, parameter in skeleton.named_parameters()}
         embed_name = names[id(skeleton.get_input_embeddings().weight)]
         embeddings = read_tensor(folder, embed_name)
-        tied = bool(getattr(config.get_text_config(), "tie_word_embeddings", False))
         head_name = names[id(skeleton.get_output_embeddings().weight)]
-        lm_head = embeddings if tied or head_name == embed_name else read_tensor(folder, head_name)
+        lm_head = embeddings if head_name == embed_name else read_tensor(folder, head_name)
         weights = {
             name: read_tensor(folder, names[id(parameter)])
             for name, parameter in norm.named_parameters()
@@ -240,10 +244,7 @@ def read_tensor(folder: Path, name: str) -> Tensor:
             with _open(file) as tensors:
                 files |= dict.fromkeys(tensors.keys(), file.name)
     matches = [key for key in files if key == name]
-    matches = matches or [k for k in files if k.endswith("." + name) or name.endswith("." + k)]
-    if not matches:  # Nemotron-H's files say "backbone" where transformers says "model"
-        rest = name.partition(".")[2]
-        matches = [k for k in files if "." in rest and k.partition(".")[2] == rest]
+    matches = matches or [k for k in files if _without_wrappers(k) == _without_wrappers(name)]
     if len(matches) != 1:
         raise UserError(
             f"expected one tensor named {name}, found {matches or 'none'}",
@@ -259,6 +260,11 @@ def read_tensor(folder: Path, name: str) -> Tensor:
         )
     with _open(folder / file) as tensors:
         return tensors.get_tensor(matches[0])
+
+
+def _without_wrappers(name: str) -> str:
+    """Return a tensor's name without the modules that hold a text model."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def _open(file: Path) -> Any:

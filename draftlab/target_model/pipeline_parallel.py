@@ -14,9 +14,10 @@ import torch
 from accelerate.hooks import remove_hook_from_submodules
 from accelerate.utils import send_to_device
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from draftlab.errors import UserError
+from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.parts import text_decoder
 
 
@@ -62,8 +63,7 @@ def plan_placement(
             f"expected {gpus} GPUs from {device} on (target.gpus), found {available}",
             do="lower target.gpus, or use a machine with more",
         )
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    model = meta_model(config, trust_remote_code=trust_remote_code)
     return divide_layers(model, [torch.device("cuda", first + n) for n in range(gpus)])
 
 
