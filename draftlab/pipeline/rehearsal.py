@@ -242,17 +242,17 @@ def _shrink(fields: dict[str, Any]) -> dict[str, Any]:
                 fields[key] |= {"num_hidden_layers": 1, "num_attention_heads": 2}
         elif key in WIDTHS and isinstance(value, int):
             fields[key] = min(value, WIDTHS[key])
+    rope = fields.get("rope_parameters") or {}
     heads, kv_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if heads and kv_heads:
         fields["num_key_value_heads"] = min(kv_heads, 2)
         fields["num_attention_heads"] = heads // kv_heads * fields["num_key_value_heads"]
-        # Exports need a multiple; some models have no width of their own for a head.
-        if not fields.get("head_dim") or fields["hidden_size"] % fields["num_attention_heads"]:
+        # Exports need a multiple, and Qwen2-VL has no other width of a head.
+        if "mrope_section" in rope or fields["hidden_size"] % fields["num_attention_heads"]:
             fields["hidden_size"] = fields["num_attention_heads"] * WIDTHS["head_dim"]
         fields["head_dim"] = WIDTHS["head_dim"]
     if fields.get("mamba_d_ssm"):
         fields["mamba_d_ssm"] = fields["mamba_n_heads"] * fields["mamba_d_head"]
-    rope = fields.get("rope_parameters") or {}
     for key in ("short_factor", "long_factor"):
         if key in rope:
             rope[key] = rope[key][: WIDTHS["head_dim"] // 2]
