@@ -102,14 +102,21 @@ def test_citations_name_headings() -> None:
     assert count > 50, f"expected the citations of the code, found {count}"
 
 
-def test_relative_links_name_files() -> None:
+def anchors(page: str) -> set[str]:
+    """Return the names under which GitHub links the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", CODE_BLOCK.sub("", page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_relative_links_name_files_and_headings() -> None:
     missing = []
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = CODE_BLOCK.sub(lambda block: "\n" * block[0].count("\n"), path.read_text())
         for link in LINK.finditer(text):
-            target = unquote(link[1].split("#")[0])
-            if re.match(r"[a-z][a-z0-9+.-]*:", target) or not target:
-                continue  # an address elsewhere, or a heading of the same page
-            if not (path.parent / target).exists():
+            target, _, heading = unquote(link[1]).partition("#")
+            if re.match(r"[a-z][a-z0-9+.-]*:", target):
+                continue  # an address elsewhere
+            named = path.parent / target if target else path
+            if not named.exists() or (heading and heading not in anchors(named.read_text())):
                 missing.append(f"{place(path, text, link.start())}: {link[1]}")
     assert not missing, "links to nothing:\n" + "\n".join(missing)
