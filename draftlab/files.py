@@ -20,6 +20,13 @@ from typing import Any
 from draftlab.errors import UserError
 
 
+def cache_folder() -> Path:
+    """Return the folder of this machine's cache, which DRAFTLAB_CACHE names."""
+    if folder := os.environ.get(CACHE):
+        return Path(folder).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftlab"
+
+
 def canonical_json(value: Any) -> str:
     """Return JSON with sorted keys and no spaces, so that equal values give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -82,6 +89,7 @@ def same_fingerprint(one: Any, other: Any) -> bool:
 
 
 _UMASK = threading.Lock()
+CACHE = "DRAFTLAB_CACHE"
 _LOCKS_NEEDED = (
     "name a folder on a file system with locks: a local disk, NFS, or Lustre mounted with `flock`; "
     "without them two processes would remove each other's work"

@@ -13,6 +13,8 @@ from draftlab.export.serving_tables import STS
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.servers.vllm_client.loading import generation_override
+from draftlab.target_model.locate import local_target
+from draftlab.target_model.settings import TargetSettings
 from draftlab.version import package_version
 
 _K_OPTIONS = re.compile(
@@ -200,15 +202,19 @@ def llamacpp_text(export: Export, path: Path) -> str:
     fetch = [f"hf download {shlex.quote(export.target_name)} --local-dir target"] if hub else []
     head, convert = shlex.quote(str(path)), "python convert_hf_to_gguf.py"
     outtype = OUT_TYPES[export.dtype_name]
+    model, made = "target.gguf", [f"{convert} {target} --outtype {outtype} --outfile target.gguf"]
+    if export.target_name.endswith(".gguf"):
+        folder = local_target(TargetSettings(path=export.target_name))
+        model, target, made = target, shlex.quote(str(folder)), []
     family = get_family(export.head.family)
     method = family.vllm_method
     passes = "all in one pass" if family.drafting == "parallel" else "one a pass"
     commands = code_block(
         *fetch,
-        f"{convert} {target} --outtype {outtype} --outfile target.gguf",
+        *made,
         f"{convert} {head} --target-model-dir {target} --outtype {outtype} \\",
         "  --outfile head.gguf",
-        f"llama-server -m target.gguf -md head.gguf --spec-type draft-{method} \\",
+        f"llama-server -m {model} -md head.gguf --spec-type draft-{method} \\",
         f"  --spec-draft-n-max {export.k} --spec-draft-p-min {_cutoff(export)} --jinja",
     )
     return (

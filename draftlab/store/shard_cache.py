@@ -23,11 +23,11 @@ from pathlib import Path
 from uuid import uuid4
 
 from draftlab.errors import UserError
-from draftlab.files import check_locks, sha256_file, try_lock
+from draftlab.files import CACHE, cache_folder, check_locks, sha256_file, try_lock
 from draftlab.formatting import parse_size, size_text
 
-FOLDER, SIZE = "DRAFTLAB_CACHE", "DRAFTLAB_CACHE_SIZE"
-"""Environment variables: the folder of the cache, and its largest size."""
+SIZE = "DRAFTLAB_CACHE_SIZE"
+"""Environment variable with the largest size of the shards in the cache."""
 DEFAULT_SIZE = "20GB"
 CHECKED_NS = 946_684_800 * 10**9
 """Time of the last change of files whose hash was checked: 2000-01-01. Whoever changes a file
@@ -51,13 +51,6 @@ def machine_cache() -> ShardCache:
     except ValueError as error:
         raise UserError(str(error), where=SIZE, do=f"set {SIZE} to a size such as 200GB") from None
     return ShardCache(cache_folder(), max_bytes)
-
-
-def cache_folder() -> Path:
-    """Return the folder of this machine's cache."""
-    if folder := os.environ.get(FOLDER):
-        return Path(folder).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "draftlab"
 
 
 class ShardCache:
@@ -170,7 +163,7 @@ class ShardCache:
                 raise UserError(
                     f"the cache cannot be written: {error}",
                     where=self.folder,
-                    do=f"free disk space, or set {FOLDER} to a folder on another disk",
+                    do=f"free disk space, or set {CACHE} to a folder on another disk",
                 ) from None
 
     def _commit(self, path: Path, part: Path, sha256: str) -> None:

@@ -24,6 +24,7 @@ from draftlab.process_environment import name_accelerator
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.auto_model import auto_class, drop_other_modules
 from draftlab.target_model.locate import (
+    TOKENIZER_FILES,
     explain_loading,
     load_config,
     resolve_device,
@@ -42,7 +43,7 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
     Raises:
         UserError: the target has none, or it does not load.
     """
-    folder = resolve_target(settings)
+    folder = resolve_target(settings, TOKENIZER_FILES)
     advice = "copy the tokenizer files there, such as tokenizer.json"
     with explain_loading("the target's tokenizer", folder, advice):
         tokenizer = AutoTokenizer.from_pretrained(
@@ -127,7 +128,11 @@ def load_model(
         )
     unused = Counter(drop_other_modules(model, text_decoder(model)[0]))
     unused.update(name.split(".")[0] for name in info["unexpected_keys"])
-    notes = [*_unused_tensors(model, unused), *_quantisation(model)]
+    notes = [
+        *_unused_tensors(model, unused),
+        *_quantisation(model),
+        *_dequantised(settings, folder),
+    ]
     if "device_map" not in options:
         return model.to(device), notes
     if placement is None:
@@ -160,6 +165,12 @@ def _quantisation(model: PreTrainedModel) -> Iterator[str]:
             f"target: its weights are quantised ({method.replace('_', '-')}): answers, states and "
             f"tokens are those of the quantised model, computed in {dtype}"
         )
+
+
+def _dequantised(settings: TargetSettings, folder: Path) -> Iterator[str]:
+    """Yield a line that says where the weights of a GGUF file are."""
+    if settings.path.endswith(".gguf"):
+        yield f"target: the weights of {settings.path} are dequantised, in 16 bits, in {folder}"
 
 
 def _unused_tensors(model: PreTrainedModel, unused: Mapping[str, int]) -> Iterator[str]:

@@ -21,6 +21,8 @@ TARGET_FILES = (*TOKENIZER_FILES, "*.safetensors")
 def local_target(settings: TargetSettings) -> Path | None:
     """Return the folder of the embedded or a local target; None if the path is a Hub id.
 
+    That of a GGUF file has its config and tokenizer, and its weights after `resolve_target`.
+
     Raises:
         UserError: the path is neither a checkpoint folder nor a Hub id.
     """
@@ -29,11 +31,16 @@ def local_target(settings: TargetSettings) -> Path | None:
     path = Path(settings.path).expanduser()
     if (path / "config.json").is_file():
         return path
+    if path.suffix == ".gguf" and path.is_file():
+        from draftlab.target_model.gguf import gguf_folder  # imports transformers
+
+        with explain_loading("the target", path):
+            return gguf_folder(path)
     if path.exists() or settings.path.startswith((".", "/", "~")) or settings.path.count("/") != 1:
         raise UserError(
-            "expected a checkpoint folder with config.json, found none",
+            "expected a checkpoint folder with config.json or a GGUF file, found neither",
             where=path,
-            do='give a folder, a Hub id such as "org/name", or "embedded"',
+            do='give a folder, a GGUF file, a Hub id such as "org/name", or "embedded"',
         )
     return None
 
@@ -168,6 +175,10 @@ def resolve_target(settings: TargetSettings, files: Sequence[str] = TARGET_FILES
         files: patterns of the files to download.
     """
     if (path := local_target(settings)) is not None:
+        if settings.path.endswith(".gguf") and "*.safetensors" in files:
+            from draftlab.target_model.gguf import add_weights
+
+            add_weights(path, Path(settings.path).expanduser())
         return path
     from huggingface_hub import snapshot_download
 

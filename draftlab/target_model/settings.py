@@ -17,7 +17,8 @@ class TargetSettings(Settings):
     """The target model and how it is loaded."""
 
     path: str = EMBEDDED
-    """Folder or Hub id of a causal LM; "embedded" is the small code model in draftlab itself."""
+    """Folder, GGUF file or Hub id of a causal LM; "embedded" is the small code model in draftlab
+    itself."""
     revision: str | None = None
     """Commit, tag or branch on the Hub; None: the default branch. Local folders ignore it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

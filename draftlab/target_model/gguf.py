@@ -1,0 +1,224 @@
+"""GGUF files as targets: the checkpoint that transformers reads, made once of a file.
+
+transformers dequantises the weights. The checkpoint has what its loader leaves out: the
+pre-tokenizer and the special tokens that the file's metadata name, and a config without the
+quantisation, which the dequantised weights no longer have. It lies in this machine's cache, under
+a hash of the file.
+
+    CACHE/gguf/NAME-HASH/config.json, tokenizer.json …    made first: a plan needs no more
+    CACHE/gguf/NAME-HASH/model.safetensors                in 16 bits
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerBase,
+)
+
+from draftlab.errors import UserError
+from draftlab.files import cache_folder
+
+_MAKER = "1"
+"""Changes with what is made of a file."""
+_HEADER_BYTES, _PAGES, _PAGE = 32 << 20, 1024, 4096
+"""What is hashed of a file: its start, which holds the metadata, and pages at equal distances."""
+_CONTROL, _USER_DEFINED = 3, 4
+"""Types of tokens (gguf.TokenType) that a tokenizer finds before it splits a text."""
+_CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CJK = r"[一-龥\u3040-\u309f\u30a0-\u30ff]+"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_START = r"[^\r\n\p{L}\p{N}]?"
+_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (rf"{_CASES}|{_WORD}|\p{{N}}{{1,3}}|{_REST}",)
+_QWEN2 = (rf"{_CASES}|{_WORD}|\p{{N}}|{_REST}",)
+_DIGITS = (r"\p{N}", _GPT2)
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    _CJK,
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+_TEKKEN = (rf"{_START}{_UPPER}*{_LOWER}+|{_START}{_UPPER}+{_LOWER}*|\p{{N}}|{_SLASHES}",)
+_GPT4O = (
+    rf"{_START}{_UPPER}*{_LOWER}+{_CASES}?|{_START}{_UPPER}+{_LOWER}*{_CASES}?|\p{{N}}{{1,3}}"
+    rf"|{_SLASHES}",
+)
+PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1"), _LLAMA3),
+    **dict.fromkeys(("smaug-bpe", "dbrx", "chatglm-bpe", "glm4"), _LLAMA3),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "stablelm2", "hunyuan", "megrez"), _QWEN2),
+    **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell"), _DIGITS),
+    **dict.fromkeys(("exaone", "minerva-7b"), _DIGITS),
+    **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion"), (_GPT2,)),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense"), _DEEPSEEK3),
+    **dict.fromkeys(("tekken",), _TEKKEN),
+    **dict.fromkeys(("gpt-4o", "llama4", "minimax-m2"), _GPT4O),
+}
+"""The expressions that split a text before its merges, one after the other, by the name of
+`tokenizer.ggml.pre` (llama.cpp, src/llama-vocab.cpp)."""
+WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "tekken")
+"""Names of pre-tokenizers whose words that are tokens are not built by merges."""
+
+
+def gguf_folder(file: Path) -> Path:
+    """Return the folder of a GGUF file's checkpoint; config and tokenizer are there.
+
+    Raises:
+        UserError: the file is no GGUF file, is one of several parts, or has a tokenizer that
+            draftlab does not know.
+    """
+    _check(file)
+    folder = cache_folder() / "gguf" / f"{file.stem}-{_hash(file)}"
+    if not (folder / "config.json").is_file():
+        with _made(folder) as work:
+            metadata = _read_metadata(file)
+            _tokenizer(file, metadata).save_pretrained(work)
+            _write_config(file, metadata, work)
+    return folder
+
+
+def add_weights(folder: Path, file: Path) -> None:
+    """Write the dequantised weights of a GGUF file into its checkpoint, unless they are there."""
+    if (folder / "model.safetensors").is_file():
+        return
+    # Newer versions of transformers keep weights quantised unless told otherwise.
+    config = getattr(transformers, "GgufConfig", None)
+    options = {} if config is None else {"quantization_config": config(dequantize=True)}
+    with _made(folder) as work:
+        # They are stored in float16, which rounds less than bfloat16 does.
+        model = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float16, **options
+        )
+        names = dict(model.named_parameters())  # a shared tensor has one name
+        tensors = {name: x for name, x in model.state_dict().items() if name in names}
+        save_file(tensors, work / "model.safetensors", {"format": "pt"})
+
+
+def _check(file: Path) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise UserError(
+            "a GGUF file is read with the package gguf, which is not installed",
+            where=file,
+            do="pip install gguf",
+        )
+    with open(file, "rb") as opened:
+        magic = opened.read(4)
+    if magic != b"GGUF":
+        raise UserError(
+            f"expected a GGUF file, found one that begins with {magic!r}",
+            where=file,
+            do="fetch it again",
+        )
+    if re.search(r"-\d{5}-of-\d{5}$", file.stem):
+        raise UserError(
+            "expected a whole GGUF file, found a part of one",
+            where=file,
+            do="join the parts: llama-gguf-split --merge FIRST-PART WHOLE.gguf",
+        )
+
+
+def _hash(file: Path) -> str:
+    """Return 16 hexadecimal digits of a file's metadata and of a sample of its weights."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(f"{_MAKER} {size} ".encode())
+    with open(file, "rb") as opened:
+        digest.update(opened.read(_HEADER_BYTES))
+        for i in range(_PAGES):
+            opened.seek(i * max(size - _PAGE, 0) // (_PAGES - 1))
+            digest.update(opened.read(_PAGE))
+    return digest.hexdigest()[:16]
+
+
+@contextmanager
+def _made(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder whose files are moved to `folder` at the end, config.json last."""
+    folder.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(f".{os.getpid()}.tmp", ".", folder.parent))
+    try:
+        yield work
+        for path in sorted(work.iterdir(), key=lambda path: path.name == "config.json"):
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _read_metadata(file: Path) -> dict[str, Any]:
+    """Return the metadata of a GGUF file that decide about the tokenizer and stop tokens."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(file).fields
+    names = ("model", "pre", "tokens", "token_type", "eos_token_id", "eot_token_id")
+    found = {name: fields.get(f"tokenizer.ggml.{name}") for name in names}
+    found["chat_template"] = fields.get("tokenizer.chat_template")
+    return {name: field.contents() for name, field in found.items() if field is not None}
+
+
+def _tokenizer(file: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """Return a file's tokenizer, which splits texts as llama.cpp does."""
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    if metadata.get("model") == "gpt2":
+        name = metadata.get("pre")
+        if name not in PRE_TOKENIZERS:
+            raise UserError(
+                f"draftlab does not know the pre-tokenizer {name!r} of this file",
+                where=file,
+                do="use the checkpoint that the file was made of, or a newer draftlab; known are "
+                + ", ".join(sorted(PRE_TOKENIZERS)),
+            )
+        backend = tokenizer.backend_tokenizer
+        splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in PRE_TOKENIZERS[name]]
+        encode = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, encode])
+        backend.normalizer = None
+        backend.model.ignore_merges = name in WHOLE_WORDS
+    types = zip(metadata["tokens"], metadata.get("token_type", ()), strict=False)
+    found = [(text, kind) for text, kind in types if kind in (_CONTROL, _USER_DEFINED)]
+    for special in (True, False):
+        tokenizer.add_tokens(
+            [
+                AddedToken(text, normalized=False, special=special)
+                for text, kind in found
+                if (kind == _CONTROL) == special
+            ],
+            special_tokens=special,
+        )
+    if template := metadata.get("chat_template"):
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _write_config(file: Path, metadata: dict[str, Any], work: Path) -> None:
+    """Write config.json and generation_config.json."""
+    config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
+    for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        vars(config).pop(name, None)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.bfloat16  # a GPU computes in it: activations may exceed float16
+    stops = [metadata[name] for name in ("eos_token_id", "eot_token_id") if name in metadata]
+    GenerationConfig(eos_token_id=sorted(set(stops)) or None).save_pretrained(work)
+    config.save_pretrained(work)

@@ -1,0 +1,203 @@
+"""GGUF files as targets, beside the checkpoint that each was written from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
+from torch import Tensor
+from transformers import LlamaForCausalLM
+
+from draftlab.errors import UserError
+from draftlab.files import CACHE
+from draftlab.target_model.gguf import PRE_TOKENIZERS, add_weights
+from draftlab.target_model.loading import load_target, load_tokenizer
+from draftlab.target_model.locate import local_target, resolve_target
+from draftlab.target_model.parts import load_parts
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import stop_ids
+from tests.helpers.toys import SPECIALS, toy_target_folder, toy_tokenizer
+
+TEXTS = (
+    "Hello 1234 world's  end\n\n  def f(x):\r\n\tпривет, 世界! 12.5%<|im_start|>user<|eot_id|>",
+    "  two  spaces\n\n\n1234567 it'S I'll don’t 😀 e\u0301",
+)
+_NAMES = {
+    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}  # fmt: skip
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Return rows in llama.cpp's order, which rotates neighbouring channels."""
+    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def write_gguf(folder: Path, file: Path, *, pre: str = "llama-bpe") -> LlamaForCausalLM:
+    """Write a checkpoint of `toy_target_folder` as Q8_0; return the model with those weights."""
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config, tokenizer = model.config, toy_tokenizer()
+    writer = GGUFWriter(file, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    words = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    writer.add_token_list(words)
+    writer.add_token_types([3 if word in SPECIALS else 1 for word in words])
+    merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(tokenizer.bos_token_id)
+    writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_pad_token_id(tokenizer.pad_token_id)
+    writer.add_eot_token_id(tokenizer.convert_tokens_to_ids("<|end_of_text|>"))
+    writer.add_chat_template(tokenizer.chat_template)
+    kind = GGMLQuantizationType.Q8_0
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if weight.ndim == 1:
+                writer.add_tensor(_gguf_name(name), weight.numpy())
+                continue
+            blocks = quantize(weight.numpy(), kind)
+            weight.copy_(torch.from_numpy(dequantize(blocks, kind)))
+            heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+            count = heads.get(name.split(".")[-2])
+            if count:
+                blocks = quantize(interleaved(weight, count).numpy(), kind)
+            writer.add_tensor(_gguf_name(name), blocks, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return model.eval()
+
+
+def _gguf_name(name: str) -> str:
+    if name == "model.embed_tokens.weight":
+        return "token_embd.weight"
+    if name == "model.norm.weight":
+        return "output_norm.weight"
+    _, _, layer, rest = name.split(".", 3)
+    return f"blk.{layer}.{_NAMES[rest.removesuffix('.weight')]}.weight"
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def file(tmp_path: Path, cache: Path) -> Path:
+    return tmp_path / "toy.gguf"
+
+
+def test_weights_tokenizer_and_stops_are_those_of_the_checkpoint(
+    tmp_path: Path, file: Path
+) -> None:
+    folder = toy_target_folder(tmp_path / "hf", layers=2)
+    model = write_gguf(folder, file)
+    settings = TargetSettings(path=str(file), device="cpu")
+    planned = local_target(settings)
+    assert planned is not None
+    assert not (planned / "model.safetensors").exists(), "a plan needs no weights"
+    tokenizer, own = load_tokenizer(settings), toy_tokenizer()
+    for text in TEXTS:
+        assert tokenizer.encode(text, add_special_tokens=False) == own.encode(text)
+    assert tokenizer.chat_template == own.chat_template
+    assert set(SPECIALS) <= set(tokenizer.all_special_tokens) | set(
+        map(str, tokenizer.added_tokens_decoder.values())
+    )
+    target = load_target(settings)
+    assert target.folder == planned
+    assert stop_ids(tokenizer, planned) == stop_ids(own, folder)
+    ids = torch.arange(1, 30)[None]
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+    found = target.logits(target.states(ids).last)
+    # Products of 8-bit integers and float16 factors are rounded to float16.
+    torch.testing.assert_close(found, expected, rtol=0, atol=4e-3 * float(expected.abs().max()))
+    assert torch.equal(found.argmax(-1), expected.argmax(-1))
+    assert load_parts(planned).embeddings.dtype == torch.float16
+    assert "quantization_config" not in json.loads((planned / "config.json").read_text())
+
+
+def test_a_file_is_converted_once_and_anew_when_it_changes(tmp_path: Path, file: Path) -> None:
+    folder = toy_target_folder(tmp_path / "hf", layers=2)
+    write_gguf(folder, file)
+    settings = TargetSettings(path=str(file))
+    first = resolve_target(settings)
+    state = {path.name: path.stat().st_mtime_ns for path in first.iterdir()}
+    assert resolve_target(settings) == first
+    assert {path.name: path.stat().st_mtime_ns for path in first.iterdir()} == state
+    content = bytearray(file.read_bytes())
+    content[-5000] ^= 1  # in the last tensor
+    file.write_bytes(content)
+    second = resolve_target(settings)
+    assert second != first
+    assert (second / "model.safetensors").is_file()
+    assert sorted(path.name for path in first.parent.iterdir()) == sorted(
+        [first.name, second.name]
+    ), "no temporary folders stay"
+
+
+def test_a_killed_conversion_leaves_nothing_that_looks_whole(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_gguf(toy_target_folder(tmp_path / "hf", layers=2), file)
+    settings = TargetSettings(path=str(file))
+    folder = local_target(settings)
+    assert folder is not None
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("draftlab.target_model.gguf.save_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            add_weights(folder, file)
+    assert not (folder / "model.safetensors").exists()
+    assert resolve_target(settings) == folder
+    assert (folder / "model.safetensors").is_file()
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path, file: Path) -> None:
+    def refused(path: Path, message: str) -> None:
+        with pytest.raises(UserError, match=message):
+            local_target(TargetSettings(path=str(path)))
+
+    file.write_bytes(b"version https://git-lfs")
+    refused(file, "expected a GGUF file, found one that begins with b'vers'")
+    write_gguf(toy_target_folder(tmp_path / "hf", layers=2), file, pre="of-tomorrow")
+    refused(file, "does not know the pre-tokenizer 'of-tomorrow'")
+    part = tmp_path / "toy-00001-of-00003.gguf"
+    part.write_bytes(file.read_bytes())
+    refused(part, "found a part of one")
+    file.write_bytes(file.read_bytes()[:400])
+    refused(file, "does not load")
+    refused(tmp_path / "none.gguf", "expected a checkpoint folder with config.json or a GGUF file")
+
+
+@pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
+def test_pre_tokenizers_keep_every_character(name: str) -> None:
+    from tokenizers import Regex, pre_tokenizers
+
+    splits = [pre_tokenizers.Split(Regex(one), "isolated") for one in PRE_TOKENIZERS[name]]
+    for text in TEXTS:
+        pieces = pre_tokenizers.Sequence(splits).pre_tokenize_str(text)
+        assert "".join(piece for piece, _ in pieces) == text
+        assert max(np.diff([start for _, (start, _) in pieces])) < 12
