@@ -134,6 +134,23 @@ def atomic_path(path: Path, *, writer: str | None = None) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def moved_into(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder whose files are moved into `folder` at the end, config.json last.
+
+    A file of that name then shows that all others are there, too.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    work = Path(tempfile.mkdtemp(f".{os.getpid()}.tmp", ".", folder.parent))
+    try:
+        yield work
+        for path in sorted(work.iterdir(), key=lambda path: path.name == "config.json"):
+            _use_umask(path)
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
 def remove_leftovers(folder: Path, pattern: str = ".*.tmp") -> None:
     """Remove the temporary files and folders (`.NAME.PID.tmp`) of processes that were killed.
 

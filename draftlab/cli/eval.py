@@ -47,7 +47,7 @@ OPTIONS = SettingsOptions(
         "Engine": ["engine", "packed"],
     },
 )
-TARGET_OPTIONS = SettingsOptions(TargetSettings, "eval", panels={"Engine": ["dtype"]})
+TARGET_OPTIONS = SettingsOptions(TargetSettings, "eval", panels={"Engine": ["dtype", "adapter"]})
 
 
 @OPTIONS.add_to
@@ -66,6 +66,10 @@ def eval_(
             rich_help_panel="Engine",
         ),
     ] = None,
+    adapter: Annotated[
+        str | None,
+        typer.Option(help="LoRA adapter that is merged into the target.", metavar="FOLDER"),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the report; by default eval/ of the run.")
     ] = None,
@@ -79,15 +83,16 @@ def eval_(
     """
     with guard(debug, STARTS_OVER):
         # Mistakes are reported before torch is imported.
+        changed = {"dtype": dtype, "adapter": adapter}
         OPTIONS.apply(EvalSettings(), chosen)
-        TARGET_OPTIONS.apply(TargetSettings(), {"dtype": dtype})
+        TARGET_OPTIONS.apply(TargetSettings(), changed)
         from draftlab.run.head_workspace import open_head
 
         workspace = open_head(
             run_name, head, target, trust_remote_code=trust_remote_code, monitor=monitor
         )
         settings = OPTIONS.apply(workspace.settings, chosen)
-        target_settings = TARGET_OPTIONS.apply(workspace.target, {"dtype": dtype})
+        target_settings = TARGET_OPTIONS.apply(workspace.target, changed)
         report, folder = workspace.evaluate(target_settings, settings, out, monitor=monitor)
         show_report(report, as_json, folder / "report.json")
         certificates = report.environment.get("certificates", {})

@@ -218,7 +218,7 @@ def export_layouts(
             target_folder,
             out,
             layout,
-            target_name=target_settings.path,
+            target_name=str(target_folder) if target_settings.adapter else target_settings.path,
             k=settings.k,
             dtype=settings.dtype,
             report=report,

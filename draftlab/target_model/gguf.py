@@ -13,12 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import re
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +30,7 @@ from transformers import (
 )
 
 from draftlab.errors import UserError
-from draftlab.files import cache_folder
+from draftlab.files import cache_folder, moved_into
 
 _MAKER = "1"
 """Changes with what is made of a file."""
@@ -93,7 +88,7 @@ def gguf_folder(file: Path) -> Path:
     _check(file)
     folder = cache_folder() / "gguf" / f"{file.stem}-{_hash(file)}"
     if not (folder / "config.json").is_file():
-        with _made(folder) as work:
+        with moved_into(folder) as work:
             metadata = _read_metadata(file)
             _tokenizer(file, metadata).save_pretrained(work)
             _write_config(file, metadata, work)
@@ -107,7 +102,7 @@ def add_weights(folder: Path, file: Path) -> None:
     # Newer versions of transformers keep weights quantised unless told otherwise.
     config = getattr(transformers, "GgufConfig", None)
     options = {} if config is None else {"quantization_config": config(dequantize=True)}
-    with _made(folder) as work:
+    with moved_into(folder) as work:
         # They are stored in float16, which rounds less than bfloat16 does.
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float16, **options
@@ -150,19 +145,6 @@ def _hash(file: Path) -> str:
             opened.seek(i * max(size - _PAGE, 0) // (_PAGES - 1))
             digest.update(opened.read(_PAGE))
     return digest.hexdigest()[:16]
-
-
-@contextmanager
-def _made(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder whose files are moved to `folder` at the end, config.json last."""
-    folder.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(f".{os.getpid()}.tmp", ".", folder.parent))
-    try:
-        yield work
-        for path in sorted(work.iterdir(), key=lambda path: path.name == "config.json"):
-            os.replace(path, folder / path.name)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _read_metadata(file: Path) -> dict[str, Any]:

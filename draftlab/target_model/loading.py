@@ -131,7 +131,7 @@ def load_model(
     notes = [
         *_unused_tensors(model, unused),
         *_quantisation(model),
-        *_dequantised(settings, folder),
+        *_made_of(settings, folder),
     ]
     if "device_map" not in options:
         return model.to(device), notes
@@ -167,10 +167,12 @@ def _quantisation(model: PreTrainedModel) -> Iterator[str]:
         )
 
 
-def _dequantised(settings: TargetSettings, folder: Path) -> Iterator[str]:
-    """Yield a line that says where the weights of a GGUF file are."""
+def _made_of(settings: TargetSettings, folder: Path) -> Iterator[str]:
+    """Yield lines that say of what the checkpoint in the cache was made."""
     if settings.path.endswith(".gguf"):
         yield f"target: the weights of {settings.path} are dequantised, in 16 bits, in {folder}"
+    if settings.adapter is not None:
+        yield f"target: the LoRA adapter {settings.adapter} is merged, in {folder}"
 
 
 def _unused_tensors(model: PreTrainedModel, unused: Mapping[str, int]) -> Iterator[str]:

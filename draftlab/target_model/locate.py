@@ -29,6 +29,14 @@ def local_target(settings: TargetSettings) -> Path | None:
     if settings.path == EMBEDDED:
         return Path(str(resources.files("draftlab") / "embedded" / "target"))
     path = Path(settings.path).expanduser()
+    if (path / "adapter_config.json").is_file():  # transformers would load it, or not, by itself
+        raise UserError(
+            "expected a checkpoint, found a LoRA adapter"
+            + (" beside one" if (path / "config.json").is_file() else ""),
+            where=path,
+            do="name the adapter's folder as target.adapter, and as target.path its base model, in "
+            "a folder without the adapter's files",
+        )
     if (path / "config.json").is_file():
         return path
     if path.suffix == ".gguf" and path.is_file():
@@ -172,14 +180,24 @@ def resolve_target(settings: TargetSettings, files: Sequence[str] = TARGET_FILES
     """Return a local folder with the target; a target on the Hub is downloaded first.
 
     Args:
-        files: patterns of the files to download.
+        files: patterns of the files that are needed. Without weights an adapter is not merged.
     """
-    if (path := local_target(settings)) is not None:
-        if settings.path.endswith(".gguf") and "*.safetensors" in files:
-            from draftlab.target_model.gguf import add_weights
-
-            add_weights(path, Path(settings.path).expanduser())
+    path = local_target(settings) or _download(settings, files)
+    if "*.safetensors" not in files:
         return path
+    if settings.path.endswith(".gguf"):
+        from draftlab.target_model.gguf import add_weights  # imports transformers
+
+        add_weights(path, Path(settings.path).expanduser())
+    if settings.adapter is not None:
+        from draftlab.target_model.adapter import merged_folder  # imports this module
+
+        return merged_folder(path, Path(settings.adapter).expanduser())
+    return path
+
+
+def _download(settings: TargetSettings, files: Sequence[str]) -> Path:
+    """Return the folder of a target on the Hub with files of these patterns."""
     from huggingface_hub import snapshot_download
 
     answers = hub_answers()

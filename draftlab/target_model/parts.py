@@ -244,7 +244,7 @@ def read_tensor(folder: Path, name: str) -> Tensor:
             with _open(file) as tensors:
                 files |= dict.fromkeys(tensors.keys(), file.name)
     matches = [key for key in files if key == name]
-    matches = matches or [k for k in files if _without_wrappers(k) == _without_wrappers(name)]
+    matches = matches or [k for k in files if without_wrappers(k) == without_wrappers(name)]
     if len(matches) != 1:
         raise UserError(
             f"expected one tensor named {name}, found {matches or 'none'}",
@@ -262,7 +262,7 @@ def read_tensor(folder: Path, name: str) -> Tensor:
         return tensors.get_tensor(matches[0])
 
 
-def _without_wrappers(name: str) -> str:
+def without_wrappers(name: str) -> str:
     """Return a tensor's name without the modules that hold a text model."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 

@@ -19,6 +19,9 @@ class TargetSettings(Settings):
     path: str = EMBEDDED
     """Folder, GGUF file or Hub id of a causal LM; "embedded" is the small code model in draftlab
     itself."""
+    adapter: str | None = None
+    """Folder of a LoRA adapter (peft) that is merged into the target's weights, once, in the cache;
+    None: the target as it is."""
     revision: str | None = None
     """Commit, tag or branch on the Hub; None: the default branch. Local folders ignore it."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"

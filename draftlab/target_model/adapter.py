@@ -1,0 +1,142 @@
+"""LoRA adapters: a checkpoint with an adapter's weights merged, made once and kept in the cache.
+
+    W' = W + s · B A, with s = alpha / r, or alpha / √r for rank-stabilised LoRA
+
+Reference: Hu et al. 2021 (arXiv:2106.09685); adapter_config.json and its tensors are peft's.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftlab.errors import UserError
+from draftlab.files import cache_folder, moved_into, read_json, sha256_file, sha256_text
+from draftlab.target_model.fingerprint import fingerprint
+from draftlab.target_model.parts import shard_files, without_wrappers
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_ALWAYS = {"peft_type": "LORA", "use_dora": False, "fan_in_fan_out": False, "lora_bias": False}
+"""Fields whose other values change what an adapter computes."""
+
+
+def merged_folder(base: Path, adapter: Path) -> Path:
+    """Return the folder of a checkpoint with an adapter's weights, which is made if need be.
+
+    Args:
+        base: folder of the checkpoint without the adapter.
+        adapter: folder with `CONFIG` and `WEIGHTS`.
+
+    Raises:
+        UserError: it is no LoRA adapter, not one of this checkpoint, or of an unknown kind.
+    """
+    config, weights = _read(adapter)
+    identity = f"{fingerprint(base)} {sha256_file(adapter / CONFIG)} {sha256_file(weights)}"
+    folder = cache_folder() / "adapters" / f"{adapter.resolve().name}-{sha256_text(identity)[:16]}"
+    if (folder / "config.json").is_file():
+        return folder
+    changes = _changes(config, load_file(weights), adapter)
+    with moved_into(folder) as work:
+        used: set[str] = set()
+        for shard in shard_files(base):
+            tensors = load_file(shard)
+            for name in tensors:
+                if (key := without_wrappers(name)) in changes:
+                    tensors[name] = _changed(tensors[name], changes[key], name, adapter)
+                    used.add(key)
+            save_file(tensors, work / shard.name, {"format": "pt"})
+        if missing := sorted(changes.keys() - used):
+            raise UserError(
+                f"expected an adapter of the target, found one that changes {len(missing)} tensors "
+                f"that the target does not have, such as {missing[0]}",
+                where=adapter,
+                do=f"name its base model as target.path ({config.get('base_model_name_or_path')})",
+            )
+        for path in base.iterdir():
+            if path.is_file() and path.suffix != ".safetensors":
+                shutil.copy(path, work / path.name)
+    return folder
+
+
+def _read(adapter: Path) -> tuple[dict[str, Any], Path]:
+    """Return the config and the file of the weights."""
+    if not (adapter / CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
+        raise UserError(
+            f"expected a LoRA adapter, a folder with {CONFIG} and {WEIGHTS}, found none",
+            where=adapter,
+            do="name the folder that peft's save_pretrained wrote",
+        )
+    config = read_json(adapter / CONFIG, kind=CONFIG)
+    for key, expected in _ALWAYS.items():
+        if (config.get(key) or expected) != expected:
+            raise UserError(
+                f"expected {key} {expected}, found {config[key]}: draftlab merges plain LoRA only",
+                where=adapter / CONFIG,
+                do="merge it with peft (merge_and_unload), save the model, and name that folder as "
+                "target.path",
+            )
+    return config, adapter / WEIGHTS
+
+
+def _changes(
+    config: dict[str, Any], tensors: dict[str, Tensor], adapter: Path
+) -> dict[str, Tensor | tuple[Tensor, Tensor, float]]:
+    """Return what changes a tensor of the target: its replacement, or (A, B, s)."""
+    changes: dict[str, Tensor | tuple[Tensor, Tensor, float]] = {}
+    for name, tensor in tensors.items():
+        module, _, part = name.removeprefix(_PREFIX).partition(".lora_")
+        key = without_wrappers(module.replace(".modules_to_save.default", ""))
+        if part == "A.weight":
+            other = tensors.get(name.replace(".lora_A.", ".lora_B."))
+            if other is not None:
+                scale = _scale(config, module, tensor.shape[0])
+                changes[f"{key}.weight"] = tensor, other, scale
+                continue
+        elif part == "B.weight" and name.replace(".lora_B.", ".lora_A.") in tensors:
+            continue
+        elif not part and name.startswith(_PREFIX):
+            changes[key] = tensor
+            continue
+        raise UserError(
+            f"expected pairs lora_A and lora_B, and whole tensors, found {name}",
+            where=adapter / WEIGHTS,
+            do="merge it with peft (merge_and_unload), save the model, and name that folder as "
+            "target.path",
+        )
+    return changes
+
+
+def _scale(config: dict[str, Any], module: str, rank: int) -> float:
+    alpha = config.get("lora_alpha", 8)
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.search(rf"(^|\.){pattern}$", module):
+            alpha = value
+            break
+    return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _changed(
+    weight: Tensor, change: Tensor | tuple[Tensor, Tensor, float], name: str, adapter: Path
+) -> Tensor:
+    """Return a changed tensor of the target, in its dtype."""
+    if isinstance(change, Tensor):
+        new = change
+    else:
+        a, b, scale = change
+        new = scale * (b.float() @ a.float())
+    if new.shape != weight.shape:
+        raise UserError(
+            f"expected {name} in shape {list(weight.shape)}, found {list(new.shape)}",
+            where=adapter,
+            do="name the target that the adapter was trained for",
+        )
+    if not isinstance(change, Tensor):
+        new = weight.float() + new
+    return new.to(weight.dtype).contiguous()

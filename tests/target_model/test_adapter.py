@@ -1,0 +1,116 @@
+"""LoRA adapters as part of a target, beside peft's own merge."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from draftlab.errors import UserError
+from draftlab.files import CACHE
+from draftlab.target_model.loading import load_target
+from draftlab.target_model.locate import local_target, resolve_target
+from draftlab.target_model.settings import TargetSettings
+from tests.helpers.toys import toy_target_folder
+
+IDS = torch.arange(1, 30)[None]
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    return toy_target_folder(tmp_path / "base", layers=2, tied=False)
+
+
+def write_adapter(base: Path, folder: Path, seed: int = 0, **options: Any) -> Path:
+    """Write an adapter whose two factors are random."""
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    fields = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        adapted = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **(fields | options)))
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.data.normal_(std=0.2)
+        adapted.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True, "alpha_pattern": {"down_proj": 3}, "rank_pattern": {"v_proj": 2}},
+        {"target_modules": "all-linear", "modules_to_save": ["lm_head"]},
+    ],
+)
+def test_the_target_is_the_model_that_peft_merges(
+    tmp_path: Path, base: Path, options: dict[str, Any]
+) -> None:
+    adapter = write_adapter(base, tmp_path / "style", **options)
+    settings = TargetSettings(path=str(base), adapter=str(adapter), device="cpu")
+    target = load_target(settings)
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    merged = PeftModel.from_pretrained(plain, adapter).merge_and_unload().eval()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            target.logits(target.states(IDS).last), merged(input_ids=IDS).logits
+        )
+    without = load_target(TargetSettings(path=str(base), device="cpu"))
+    assert target.fingerprint != without.fingerprint
+    assert any("style is merged, in" in note for note in target.notes)
+    assert resolve_target(settings) == target.folder
+
+
+def test_each_adapter_and_base_has_a_folder_of_its_own(tmp_path: Path, base: Path) -> None:
+    one, other = (write_adapter(base, tmp_path / f"{i}" / "style", seed=i) for i in range(2))
+    folders = {
+        resolve_target(TargetSettings(path=str(base), adapter=str(adapter)))
+        for adapter in (one, other, one)
+    }
+    assert len(folders) == 2
+
+
+def test_what_cannot_be_merged_is_refused(tmp_path: Path, base: Path) -> None:
+    adapter = write_adapter(base, tmp_path / "style")
+
+    def refused(message: str, where: Path = adapter) -> None:
+        with pytest.raises(UserError, match=message):
+            resolve_target(TargetSettings(path=str(base), adapter=str(where)))
+        assert not list((tmp_path / "cache").glob("adapters/*/config.json"))
+
+    refused("expected a LoRA adapter", tmp_path)
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    for change in ({"use_dora": True}, {"peft_type": "IA3"}, {"lora_bias": True}):
+        (adapter / "adapter_config.json").write_text(json.dumps(config | change))
+        refused(f"expected {next(iter(change))} ")
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    weights = adapter / "adapter_model.safetensors"
+    tensors = load_file(weights)
+    first = next(name for name in tensors if ".lora_A." in name)
+    renamed = {name.replace("layers.1", "layers.7"): x for name, x in tensors.items()}
+    narrow = {name: x[..., :3].contiguous() if name == first else x for name, x in tensors.items()}
+    single = {name: x for name, x in tensors.items() if name != first}
+    for changed, message in (
+        (renamed, "changes 3 tensors that the target does not have"),
+        (narrow, "in shape"),
+        (single, "expected pairs lora_A and lora_B"),
+    ):
+        save_file(changed, weights)
+        refused(message)
+
+
+def test_adapter_files_beside_a_checkpoint_are_never_ignored(tmp_path: Path, base: Path) -> None:
+    adapter = write_adapter(base, tmp_path / "style")
+    with pytest.raises(UserError, match=r"found a LoRA adapter\nat"):
+        local_target(TargetSettings(path=str(adapter)))
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (base / name).write_bytes((adapter / name).read_bytes())
+    with pytest.raises(UserError, match="found a LoRA adapter beside one"):
+        local_target(TargetSettings(path=str(base)))
