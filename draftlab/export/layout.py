@@ -121,7 +121,7 @@ def layout_for(program: str, family: str) -> Layout:
         return layout
     raise UserError(
         f"{program} cannot hold {get_family(family).title} heads: {layout}",
-        do="name another layout; docs/guide/exporting.md says which program loads which head",
+        do="name another layout; docs/servers.md (section 7) says which program loads which head",
     )
 
 
