@@ -83,7 +83,8 @@ def plan_export(
         target_folder: local checkpoint of the target that the head was trained for.
         out: folder to write; an earlier export there is replaced on success.
         program: "speculators", "vllm", "sglang" or "llamacpp".
-        target_name: the target's Hub id; anything else is written as the resolved `target_folder`.
+        target_name: the target's Hub id, or for llama.cpp its GGUF file; anything else is written
+            as the resolved `target_folder`.
         k: tokens that a server drafts; None: see `served_k`.
         report: report.json of the head's evaluation, whose fastest K is the default.
         dtype: of floating tensors; None: the dtype of the head's files.
@@ -115,7 +116,9 @@ def plan_export(
         )
     if dtype is None:
         dtype = common_dtype(read_file(head_folder / WEIGHTS, WEIGHTS_KIND), head_folder / WEIGHTS)
-    if not is_hub_id(target_name):  # readers open what is written here
+    if target_name.endswith(".gguf") and program == "llamacpp":
+        target_name = str(Path(target_name).expanduser().resolve())
+    elif not is_hub_id(target_name):  # readers open what is written here
         target_name = str(Path(target_folder).resolve())
     target_config = _target_config(head, target_folder)
     serving = calibration and read_serving_tables(

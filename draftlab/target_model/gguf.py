@@ -176,17 +176,18 @@ def _tokenizer(file: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
         backend.pre_tokenizer = pre_tokenizers.Sequence([*splits, encode])
         backend.normalizer = None
         backend.model.ignore_merges = name in WHOLE_WORDS
+    vocabulary = tokenizer.get_vocab()
     types = zip(metadata["tokens"], metadata.get("token_type", ()), strict=False)
-    found = [(text, kind) for text, kind in types if kind in (_CONTROL, _USER_DEFINED)]
-    for special in (True, False):
-        tokenizer.add_tokens(
-            [
-                AddedToken(text, normalized=False, special=special)
-                for text, kind in found
-                if (kind == _CONTROL) == special
-            ],
-            special_tokens=special,
-        )
+    # Runs of spaces are tokens of the vocabulary in another spelling, which merges find.
+    found = [(text, kind) for i, (text, kind) in enumerate(types) if vocabulary.get(text) == i]
+    for kind in (_CONTROL, _USER_DEFINED):
+        special = kind == _CONTROL
+        added = [
+            AddedToken(text, normalized=False, special=special)
+            for text, own in found
+            if own == kind
+        ]
+        tokenizer.add_tokens(added, special_tokens=special)
     if template := metadata.get("chat_template"):
         tokenizer.chat_template = template
     return tokenizer
