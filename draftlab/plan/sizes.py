@@ -68,7 +68,10 @@ class TargetSize:
         self.bytes_each = {"float32": 4, "auto": auto}.get(recipe.target.dtype, 2)
         heads = _first(text, "num_key_value_heads", "num_attention_heads")
         width = _first(text, "head_dim") or text.hidden_size // text.num_attention_heads
-        self.kv_bytes: int = 2 * attention_layers(decoder) * heads * width * self.bytes_each
+        kept = 2 * heads * width
+        if latent := _first(text, "kv_lora_rank"):
+            kept = latent + text.qk_rope_head_dim
+        self.kv_bytes: int = attention_layers(decoder) * kept * self.bytes_each
         self.state_bytes = planned_state_bytes(decoder)
         self.max_length = freeze_rope(decoder) or max_positions(text)
         self.quantised = any(getattr(c, "quantization_config", None) for c in (config, text))

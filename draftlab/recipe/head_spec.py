@@ -106,7 +106,8 @@ def draft_vocabulary(
     if family.uses_target_lm_head or (family.freezes_lm_head and whole):
         monitor.say(f"draft vocabulary: all {rows:,} tokens, predicted by the target's lm_head")
         return DraftVocabulary(torch.arange(rows), 1.0)
-    special = set(tokenizer.all_special_ids)
+    # Gemma 3 has a token for images beyond the embeddings of its text model.
+    special = {i for i in tokenizer.all_special_ids if i < rows}
     stops = stop_ids(tokenizer, resolve_target(recipe.target))
     default_mask = tokenizer.convert_tokens_to_ids(MASK)
     never = {default_mask} & special

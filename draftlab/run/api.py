@@ -15,6 +15,7 @@ from draftlab.export.gguf import convert, find_converter
 from draftlab.export.settings import ExportSettings
 from draftlab.export.write import plan_export, write_planned
 from draftlab.files import check_folder, read_json, same_fingerprint
+from draftlab.formatting import count_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head
 from draftlab.progress import Monitor
@@ -147,8 +148,8 @@ def evaluate_head(
     if not suites:
         conversations = held_out()
         monitor.say(
-            f"eval: the {len(conversations):,} prompts that training held out, since eval.suite "
-            "names none"
+            f"eval: {count_text(len(conversations), 'prompt')} that training held out, since "
+            "eval.suite names none"
         )
         suites = [conversation_suite(HELD_OUT, conversations, tokenizer, monitor, **options)]
     stops = stop_ids(tokenizer, target.folder)

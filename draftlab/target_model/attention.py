@@ -38,6 +38,16 @@ class MaskRule:
     window: int | None = None
     chunk: int | None = None
 
+    def visible(self, positions: Tensor, length: int) -> Tensor:
+        """Return which of `length` keys queries at positions [B, M] see, bool [B, M, length]."""
+        keys, queries = torch.arange(length, device=positions.device), positions[..., None]
+        seen = keys <= queries
+        if self.window is not None:
+            seen &= keys > queries - self.window
+        if self.chunk is not None:
+            seen &= keys >= queries // self.chunk * self.chunk
+        return seen
+
 
 @dataclass(frozen=True)
 class AttentionInputs:
@@ -126,6 +136,10 @@ def _attention(
     scores = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
     if inputs.paged_cache is None and inputs.packed_row is None:
         return _attend_rows(module, *tensors, attention_mask, **scores, **options), None
+    if inputs.paged_cache is not None and inputs.paged_cache.latent:
+        # The model has expanded what the cache gathered for each row, in order of positions.
+        mask = attention_mask.visible(inputs.positions.to(key.device), key.shape[2])
+        return _attend_rows(module, *tensors, mask[:, None], **scores, **options), None
     if not isinstance(attention_mask, MaskRule):  # the model changed what `_build_mask` returned
         raise TypeError(f"expected a mask rule, found {type(attention_mask)}")
     if (cache := inputs.paged_cache) is None:

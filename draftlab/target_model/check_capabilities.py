@@ -53,8 +53,7 @@ def check_rows(target: Target) -> None:
 def check_pages(target: Target) -> None:
     """Raise a `UserError` if the model cannot read its keys from pages.
 
-    Examples are models that expand compressed keys after the cache (DeepSeek's latent attention)
-    and models that do not attend through transformers' interface (JetMoE).
+    Examples are models that do not attend through transformers' interface (JetMoE).
     """
     fault = "reads its cache in a way that pages of keys do not serve"
     raise_fault(target, fault, _rows_and_pages, *close_tolerance(target))
@@ -106,7 +105,7 @@ def can_capture(target: Target) -> bool:
 @torch.inference_mode()
 def synchronisation_error(target: Target) -> str | None:
     """Return torch's message if a pass makes the host wait for the device; None if none does."""
-    pages = PagedCache(target.num_layers, 3, 16, 2 * target.recurrent)
+    pages = PagedCache(target.num_layers, 3, 16, 2 * target.recurrent, latent=target.latent)
     table = torch.tensor([[1], [2]], dtype=torch.int32, device=target.device)
     ids, positions = (x.repeat(2, 1) for x in ids_and_positions(target, [5, 6, 7], 0))
     rows = torch.arange(2, device=target.device)
@@ -244,7 +243,7 @@ def _rows_and_pages(target: Target) -> tuple[Tensor, Tensor]:
     """Run a prompt and more tokens with keys in a row and in scattered pages."""
     prompt, size = list(range(5, 23)), 16
     rows = RowCache(target.num_layers, 1, 48)
-    pages = PagedCache(target.num_layers, 5, size)
+    pages = PagedCache(target.num_layers, 5, size, latent=target.latent)
     table = torch.tensor([[3, 1, 4]], dtype=torch.int32, device=target.device)
     states = []
     for tokens, start in ((prompt, 0), (list(range(40, 65)), len(prompt))):

@@ -34,7 +34,7 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.parts import shard_files, text_decoder
 from draftlab.target_model.pipeline_parallel import dispatch_layers, plan_placement
 from draftlab.target_model.replacements import replace_layers
-from draftlab.target_model.settings import TargetSettings
+from draftlab.target_model.settings import ROWS, TargetSettings
 
 
 def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
@@ -54,6 +54,8 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
             raise UserError(
                 "expected the target's tokenizer, found none with words", where=folder, do=advice
             )
+    config = load_config(folder, trust_remote_code=settings.trust_remote_code)
+    setattr(tokenizer, ROWS, config.get_text_config().vocab_size)
     template = tokenizer.chat_template
     if isinstance(template, str):
         tokenizer.chat_template = settings.template(template)

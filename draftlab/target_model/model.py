@@ -80,6 +80,7 @@ class Target:
         notes: lines on how the checkpoint was loaded, for the user.
         decode_paths: checked fast paths by name; None: the path does not support this target.
         recurrent: whether layers keep a recurrent state.
+        latent: whether layers cache compressed keys (multi-head latent attention).
     """
 
     def __init__(self, model: Any, folder: Path, name: str, notes: Sequence[str] = ()) -> None:
@@ -89,6 +90,7 @@ class Target:
         self.parts: TargetParts = model_parts(model)
         self.num_layers = len(self.layers)
         self.recurrent = bool(recurrent_layers(self.decoder))
+        self.latent = bool(getattr(self.config, "kv_lora_rank", None))
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size = self.parts.lm_head.shape[0]
         self.decode_paths: dict[str, Any] = {}
@@ -142,7 +144,8 @@ class Target:
         """
         for check in (check_states,) if self.recurrent else (check_rows, check_pages):
             self._check_once(check)
-        return PagedCache(self.num_layers, num_blocks, block_size, self.recurrent * num_rows)
+        rows = self.recurrent * num_rows
+        return PagedCache(self.num_layers, num_blocks, block_size, rows, latent=self.latent)
 
     @property
     def kv_bytes(self) -> dict[torch.device, int]:

@@ -44,6 +44,11 @@ class _PagedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self.owner.latent:
+            return (
+                self._write_and_gather(self.keys, key_states),
+                self._write_and_gather(self.values, value_states),
+            )
         key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
         pools = self.keys, self.values
         if key.device.type == "cpu":  # planned once for all layers; a GPU needs no plan
@@ -52,6 +57,14 @@ class _PagedLayer(CacheLayerMixin):
             # A pipeline-parallel layer may be on another GPU than the engine's tables.
             write_paged(key, value, *pools, self.owner.slot_mapping.to(key.device))
         return self.keys, self.values
+
+    def _write_and_gather(self, pool: Tensor, states: Tensor) -> Tensor:
+        """Write states [B, 1, M, width]; return those of all positions, [B, 1, N · S, width]."""
+        # Padding goes to block 0, which no row owns.
+        slots = self.owner.slot_mapping.to(pool.device).clamp(min=0)
+        pool.flatten(0, 1)[slots] = states.transpose(1, 2)
+        rows = pool[self.owner.block_table.to(pool.device).long()]
+        return rows.flatten(1, 2).transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return 1, 0  # masks are rules here, not tensors (target_model/attention.py)
@@ -71,6 +84,8 @@ class PagedCache(Cache):
         num_blocks: blocks in each layer's pool.
         block_size: positions in a block, S.
         num_rows: rows of recurrent states, for models with recurrent layers; 0: it has none.
+        latent: whether layers cache what their model expands into keys and values (multi-head
+            latent attention, DeepSeek-V2, arXiv:2405.04434). A pass gathers it for each row.
 
     Attributes:
         states: recurrent states; None: the model has none.
@@ -80,9 +95,15 @@ class PagedCache(Cache):
     """
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, num_rows: int = 0
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_rows: int = 0,
+        *,
+        latent: bool = False,
     ) -> None:
-        self.num_blocks, self.block_size = num_blocks, block_size
+        self.num_blocks, self.block_size, self.latent = num_blocks, block_size, latent
         self.states = RecurrentStates(num_rows) if num_rows else None
         self.block_table = torch.empty(0, 0, dtype=torch.int32)
         self.positions = self.slot_mapping = torch.empty(0, 0, dtype=torch.int64)

@@ -10,6 +10,8 @@ from pydantic import Field
 from draftlab.settings import Settings
 
 EMBEDDED = "embedded"
+ROWS = "draftlab_rows"
+"""Attribute of a loaded tokenizer: the number of its target's embeddings."""
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z_0-9]*$")]
 
 

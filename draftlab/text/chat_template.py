@@ -15,6 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, read_fields, sha256_text
+from draftlab.target_model.settings import ROWS
 from draftlab.text.template_process import Fault, Rendered, render_template
 
 Messages = Sequence[Mapping[str, Any]]
@@ -150,7 +151,11 @@ def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
-    """Tokenize a rendered text without adding special tokens: the template has written them."""
+    """Tokenize a rendered text without adding special tokens: the template has written them.
+
+    Raises:
+        RenderError: it has a token without an embedding, as Gemma 3 has one for images.
+    """
     if not tokenizer.is_fast:
         raise UserError(
             f"expected a fast tokenizer (tokenizer.json), found {type(tokenizer).__name__}",
@@ -159,6 +164,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
         )
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     offsets = tuple((start, end) for start, end in out["offset_mapping"])
+    rows = getattr(tokenizer, ROWS, None)
+    if rows and (last := max(out["input_ids"], default=0)) >= rows:
+        name = tokenizer.convert_ids_to_tokens(last)
+        raise RenderError(f"their text has {name!r}, for which the target has no embedding")
     return Encoded(text, tuple(out["input_ids"]), offsets)
 
 
@@ -168,7 +177,10 @@ def encode_prompts(
     """Yield conversations and their tools with the generation prompt, as `render`."""
     prompts = (Chat(messages, tools, generation_prompt=True) for messages, tools in chats)
     for result in render(tokenizer, prompts):
-        yield encode(tokenizer, result.text) if isinstance(result, Rendered) else result
+        try:
+            yield encode(tokenizer, rendered(result).text)
+        except RenderError as error:
+            yield error
 
 
 def prompt_ids(

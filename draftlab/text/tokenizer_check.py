@@ -18,7 +18,9 @@ from draftlab.text.chat_template import (
 )
 
 PADDING = 0.02
-"""Share of a vocabulary that may have no token. Vocabularies are padded, by 0.5 % in gpt-oss."""
+"""Share of a vocabulary that may have no token, or of tokens that may have no embedding.
+
+Vocabularies are padded, by 0.5 % in gpt-oss; Gemma 3 has a token for images beyond them."""
 
 
 def check_tokenizer(
@@ -47,7 +49,7 @@ def check_tokenizer(
         )
     _check_template(tokenizer)
     warnings = []
-    if not (1 - PADDING) * vocab_size <= len(tokenizer) <= vocab_size:
+    if not (1 - PADDING) * vocab_size <= len(tokenizer) <= (1 + PADDING) * vocab_size:
         warnings.append(
             f"warning: target: its tokenizer has {len(tokenizer):,} tokens and its vocabulary "
             f"{vocab_size:,}; is it another model's tokenizer?"

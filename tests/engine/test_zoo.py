@@ -44,8 +44,8 @@ def test_decoding_equals_generate(kind: str, k: int, tmp_path: Path) -> None:
     assert 0 < accepted < sum(generation.counters.draft_tokens for generation in generations)
 
 
-@pytest.mark.parametrize("kind", HYBRID)
-def test_recurrent_states_survive_evictions_and_shared_prompts(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [*HYBRID, "deepseek_v3"])
+def test_caches_survive_evictions_and_shared_prompts(kind: str, tmp_path: Path) -> None:
     """Eight requests share a pool for three or four; some have the same prompt."""
     folder = zoo_folder(tmp_path, kind)
     prompts = [tuple(text.tolist()) for text in random_texts((23, 2, 11, 30))]

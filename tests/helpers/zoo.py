@@ -34,8 +34,31 @@ SHAPE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# Keys and values of all heads are compressed to one latent, which the cache holds.
+_LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "head_dim": 4,
+    "num_key_value_heads": 4,
+}
+_LATENT_MIXTURE = _LATENT | {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
 ZOO = {
     "llama": {"tie_word_embeddings": False},
+    "deepseek_v3": _LATENT_MIXTURE,
+    "deepseek_v2": _LATENT_MIXTURE,
+    "glm4_moe_lite": _LATENT_MIXTURE,
+    "minicpm3": _LATENT,
+    "youtu": _LATENT,
     # Norms on queries and keys, tied.
     "qwen3": {"tie_word_embeddings": True},
     "mistral": {"sliding_window": 8},
@@ -180,23 +203,7 @@ MIXTURES = ("gpt_oss", "qwen3_moe", "mixtral", "glm4_moe")
 
 
 # Architectures that are refused in part, with the fields that make them small.
-LATENT_ATTENTION = {  # DeepSeek's keys, compressed to one head
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "head_dim": 4,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-}
 WITHOUT_PAGES: list[tuple[str, dict[str, Any]]] = [
-    ("deepseek_v3", LATENT_ATTENTION),
     ("jetmoe", {"num_local_experts": 4, "kv_channels": 8}),  # it attends in its own code
 ]
 

@@ -47,6 +47,15 @@ def test_parameters_are_those_of_the_loaded_target(kind: str, tmp_path: Path) ->
     )
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "deepseek_v3"])
+def test_the_cache_of_a_token_is_that_of_the_loaded_target(kind: str, tmp_path: Path) -> None:
+    folder = zoo_folder(tmp_path, kind)
+    target = load_target(TargetSettings(path=str(folder), device="cpu"))
+    settings = recipe(folder)
+    size = TargetSize(settings, target_config(settings.target))
+    assert 4 * size.kv_bytes == sum(target.kv_bytes.values()) * size.bytes_each
+
+
 def test_scout_and_maverick(tmp_path: Path) -> None:
     """Their published sizes: 17 B of 109 B and of 400 B parameters, vision included."""
     for name, text, total in (

@@ -175,7 +175,7 @@ def test_a_recurrent_layer_that_mixes_rows_is_refused(
 def test_attention_that_pages_do_not_serve_is_refused(
     kind: str, changes: dict[str, object], tmp_path: Path
 ) -> None:
-    """Latent attention fails on pages; JetMoE's attention would be silently wrong."""
+    """JetMoE's attention would be silently wrong."""
     target = zoo_target(tmp_path, kind, **changes)
     target.new_cache(1, 8)
     with pytest.raises(UserError, match="pages of keys do not serve"):
