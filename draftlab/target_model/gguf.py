@@ -36,6 +36,13 @@ _MAKER = "1"
 """Changes with what is made of a file."""
 _HEADER_BYTES, _PAGES, _PAGE = 32 << 20, 1024, 4096
 """What is hashed of a file: its start, which holds the metadata, and pages at equal distances."""
+_SPECIAL = {
+    "bos_token_id": "bos_token",
+    "eos_token_id": "eos_token",
+    "padding_token_id": "pad_token",
+    "unknown_token_id": "unk_token",
+}
+"""Fields of the metadata (without tokenizer.ggml.), and attributes of a tokenizer."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens (gguf.TokenType) that a tokenizer finds before it splits a text."""
 _CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -152,7 +159,7 @@ def _read_metadata(file: Path) -> dict[str, Any]:
     from gguf import GGUFReader
 
     fields = GGUFReader(file).fields
-    names = ("model", "pre", "tokens", "token_type", "eos_token_id", "eot_token_id")
+    names = ("model", "pre", "tokens", "token_type", "eot_token_id", *_SPECIAL)
     found = {name: fields.get(f"tokenizer.ggml.{name}") for name in names}
     found["chat_template"] = fields.get("tokenizer.chat_template")
     return {name: field.contents() for name, field in found.items() if field is not None}
@@ -188,6 +195,9 @@ def _tokenizer(file: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
             if own == kind
         ]
         tokenizer.add_tokens(added, special_tokens=special)
+    for name, attribute in _SPECIAL.items():
+        token = metadata["tokens"][metadata[name]] if name in metadata else None
+        setattr(tokenizer, attribute, token)
     if template := metadata.get("chat_template"):
         tokenizer.chat_template = template
     return tokenizer

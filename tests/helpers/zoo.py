@@ -167,7 +167,17 @@ WIDE: dict[str, object] = {
     "initializer_range": 0.08,
 }
 _FACTORS = [1.0 + i / 16 for i in range(32)]  # one for each frequency
+_WIDE_LATENT: dict[str, object] = {
+    "q_lora_rank": 64,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+}
 _WIDE: dict[str, dict[str, object]] = {
+    **dict.fromkeys(
+        ("deepseek_v3", "deepseek_v2", "glm4_moe_lite", "minicpm3", "youtu"), _WIDE_LATENT
+    ),
     "mistral": {"sliding_window": 24},
     "qwen3": {"head_dim": 128},
     "gpt_oss": {"sliding_window": 24, "num_local_experts": 8},
