@@ -109,6 +109,7 @@ EXTRAS = {
     "ray": "ray[train]>=2.60",
     "s3": "s3fs>=2024.12",
     "gcs": "gcsfs>=2024.12",
+    "gguf": "gguf>=0.17",
     "suites": "datasets>=2.19",
 }
 """What the extras of pyproject.toml install."""

@@ -31,6 +31,7 @@ from transformers import (
 
 from draftlab.errors import UserError
 from draftlab.files import cache_folder, moved_into
+from draftlab.formatting import pip_install
 
 _MAKER = "1"
 """Changes with what is made of a file."""
@@ -124,7 +125,7 @@ def _check(file: Path) -> None:
         raise UserError(
             "a GGUF file is read with the package gguf, which is not installed",
             where=file,
-            do="pip install gguf",
+            do=pip_install("gguf"),
         )
     with open(file, "rb") as opened:
         magic = opened.read(4)
