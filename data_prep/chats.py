@@ -22,12 +22,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from chat_rows import Chat, Dropped, read_row
 from huggingface_hub.errors import HTTPError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, write_json
+from draftlab.text.chat_rows import Chat, Dropped, read_row
 
 KNOWN = {
     "sharegpt": ("Aeala/ShareGPT_Vicuna_unfiltered", "train"),

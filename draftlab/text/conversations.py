@@ -14,13 +14,14 @@ from pydantic import ValidationError
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, parse_json
 from draftlab.settings import describe_errors
+from draftlab.text.chat_rows import Dropped, as_line
 from draftlab.text.conversation_schema import ConversationLine
 
 LINE_HELP = (
     'a line is {"id": …, "messages": [{"role": "system" | "user" | "assistant", '
     '"content": text}, …], "source": …, "category": …}; '
-    "id and source may be left out of all lines, category of any. data_prep/chats.py in draftlab's "
-    "repository makes such lines of other forms (ShareGPT, OpenAI, pairs, prompts alone)"
+    "id and source may be left out of all lines, category of any. Rows of ShareGPT, of the chat "
+    "APIs, pairs such as instruction and response, and prompts alone are read, too"
 )
 
 
@@ -134,10 +135,10 @@ def parse_conversation(
 
 
 def _parse_with_json(line: bytes, number: int, *, where: str, do: str) -> ConversationLine:
-    """Parse a line that pydantic's own, faster parser refuses, for the words of the error.
+    """Parse a line that pydantic's own, faster parser refuses.
 
-    A byte order mark, with which Windows editors begin a file, is the only thing that this accepts
-    and pydantic does not.
+    It may begin with a byte order mark, as Windows editors write one, or be a row of another form
+    (`chat_rows.py`). Otherwise this finds the words of the error.
     """
     try:
         text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -157,7 +158,15 @@ def _parse_with_json(line: bytes, number: int, *, where: str, do: str) -> Conver
     try:
         return ConversationLine.model_validate_json(text)
     except ValidationError as error:
-        raise UserError(describe_errors(error, "the line"), where=where, do=do) from None
+        wrong = describe_errors(error, "the line")
+    try:
+        return ConversationLine.model_validate(as_line(value))
+    except Dropped as reason:
+        if isinstance(value, dict):
+            wrong = f"expected messages, or a row of another form, found {reason}"
+    except ValidationError:
+        pass
+    raise UserError(wrong, where=where, do=do)
 
 
 def iterate_conversations(path: Path, *, do: str = LINE_HELP) -> Iterator[Conversation]:
@@ -176,7 +185,7 @@ def iterate_conversations(path: Path, *, do: str = LINE_HELP) -> Iterator[Conver
             for number, line in enumerate(file, 1):
                 where = f"{path}:{number}"
                 conversation, keys = parse_conversation(line, path, number, do=do)
-                keys = keys - {"tools"}
+                keys = keys - {"tools", "category"}
                 expected_keys = keys if expected_keys is None else expected_keys
                 if keys != expected_keys:
                     raise UserError(

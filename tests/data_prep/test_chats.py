@@ -16,6 +16,7 @@ import pytest
 from huggingface_hub import get_session
 
 from draftlab.errors import UserError
+from draftlab.text import chat_rows
 from draftlab.text.conversations import read_conversations
 from tests.helpers.messages import user
 
@@ -23,7 +24,6 @@ FOLDER = Path(__file__).resolve().parents[2] / "data_prep"
 if str(FOLDER) not in sys.path:
     sys.path.append(str(FOLDER))
 chats = importlib.import_module("chats")
-chat_rows = importlib.import_module("chat_rows")
 
 ADD = {"name": "add", "description": "adds", "parameters": {"a": {"type": "int"}}}
 CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]

@@ -53,9 +53,11 @@ def test_a_tokenizer_of_another_size_is_reported(tmp_path: Path, vocab_size, war
         True
     ] * warned
     larger = toy_tokenizer()
-    larger.add_tokens(["<more>"])
+    larger.add_tokens(["<image>"])  # as Gemma 3 has one beyond its embeddings
+    assert check_tokenizer(larger, tmp_path, 289, ()) == []
+    larger.add_tokens([f"<more {i}>" for i in range(9)])
     (line,) = check_tokenizer(larger, tmp_path, 289, ())
-    assert "290 tokens and its vocabulary 289" in line
+    assert "299 tokens and its vocabulary 289" in line
 
 
 def test_stop_tokens_outside_the_vocabulary_and_none_are_errors(tmp_path: Path):

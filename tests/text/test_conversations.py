@@ -90,7 +90,6 @@ def turn(role: str = "user", content: object = "q", **fields) -> dict:
             for content in (["x"], [{"text": "a"}], [{"type": "text"}], [], 5, [{"type": ""}])
         ),
         (turn(reasoning_content="hm"), "only an assistant has"),
-        (turn("assistant", tool_calls=[]), "tool_calls"),
         (turn("assistant", "", tool_calls=[{"function": {"name": "f"}}]), "function.arguments"),
         (line(id="b", messages=[]), "messages"),
         (line(id="b", messages=None, conversations=[]), "messages"),
@@ -254,19 +253,64 @@ def test_conversations_that_differ_in_given_answers_ask_the_same(tmp_path: Path)
     assert len(load_prompts(settings, Monitor(), reads_answers=True)) == len(chats)
 
 
+CALL = {"function": {"name": "add", "arguments": {"a": 2}}, "type": "function", "id": "c"}
+
+
 @pytest.mark.parametrize(
-    ("row", "do"),
+    ("row", "expected"),
     [
-        ({"conversations": [{"from": "human", "value": "hi"}]}, "ShareGPT"),
-        ({"messages": [{"role": "developer", "content": "hi"}]}, "OpenAI"),
-        ({"prompt": "hi"}, "prompts alone"),
+        ({"conversations": [{"from": "human", "value": "hi"}], "id": "Q_0"}, [user("hi")]),
+        ({"prompt": "hi", "category": "greeting"}, [user("hi")]),
+        ({"instruction": "Add.", "input": "1 and 2", "output": ""}, [user("Add.\n\n1 and 2")]),
+        (
+            {"messages": [{"role": "developer", "content": "be short"}, user("hi")]},
+            [{"role": "system", "content": "be short"}, user("hi")],
+        ),
+        (
+            {
+                "messages": [
+                    user("2 + 2?"),
+                    {
+                        "role": "assistant",
+                        "content": None,
+                        "refusal": None,
+                        "reasoning": "add",
+                        "tool_calls": [
+                            {"id": "c", "function": {"name": "add", "arguments": '{"a": 2}'}}
+                        ],
+                    },
+                    {"role": "tool", "content": "4", "tool_call_id": "c"},
+                    {"role": "assistant", "content": "4", "tool_calls": []},
+                ]
+            },
+            [
+                user("2 + 2?"),
+                {
+                    "role": "assistant",
+                    "content": "",
+                    "reasoning_content": "add",
+                    "tool_calls": [CALL],
+                },
+                {"role": "tool", "content": "4", "tool_call_id": "c"},
+                {"role": "assistant", "content": "4"},
+            ],
+        ),
     ],
 )
-def test_other_forms_are_refused_with_the_program_that_converts_them(
-    row: dict[str, Any], do: str, tmp_path: Path
+def test_rows_of_other_forms_are_read(
+    row: dict[str, Any], expected: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    (tmp_path / "p.jsonl").write_text(json.dumps(row) + "\n")
-    with pytest.raises(UserError) as caught:
-        read_conversations(tmp_path / "p.jsonl")
-    assert "data_prep/chats.py" in caught.value.do
-    assert do in caught.value.do
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
+    first, second = read_conversations(path)
+    assert first.messages == second.messages == expected
+    assert (first.id, second.id) == ("p:1", "p:2")
+    assert first.category == row.get("category")
+
+
+def test_a_row_that_is_no_conversation_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text(json.dumps({"image": "x.png"}) + "\n")
+    with pytest.raises(UserError, match="found no column of turns") as caught:
+        read_conversations(path)
+    assert "ShareGPT" in caught.value.do

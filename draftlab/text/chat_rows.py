@@ -61,7 +61,7 @@ class Dropped(Exception):
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages and tools in the schema of `draftlab/text/conversation_schema.py`."""
+    """Messages and tools in the schema of `conversation_schema.py`."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -86,6 +86,48 @@ def read_row(row: Any) -> Chat:
     ]
     _check(messages, tools, answered=answered)
     return Chat(messages, tools)
+
+
+def as_line(row: Any) -> dict[str, Any]:
+    """Convert a row of another form to the fields of a line of conversations.
+
+    A line with `messages` stays as strict as it is: only what the chat APIs write otherwise is
+    converted. Of other rows the id is left, since those of ShareGPT repeat.
+
+    Raises:
+        Dropped: the row is no conversation.
+    """
+    if isinstance(row, Mapping) and isinstance(messages := row.get("messages"), list):
+        return {**row, "messages": [_of_chat_api(message) for message in messages]}
+    chat = read_row(row)
+    fields: dict[str, Any] = {"messages": chat.messages}
+    if isinstance(row.get("category"), str):
+        fields["category"] = row["category"]
+    return fields | ({"tools": chat.tools} if chat.tools else {})
+
+
+def _of_chat_api(message: Any) -> Any:
+    """Return a message of a chat API without what is empty, and with draftlab's names."""
+    if not isinstance(message, Mapping):
+        return message
+    found = {key: value for key, value in message.items() if value not in (None, [])}
+    if found.get("role") == "developer":
+        found["role"] = "system"
+    if isinstance(thoughts := found.pop("reasoning", None), str):
+        found.setdefault("reasoning_content", thoughts)
+    if isinstance(calls := found.get("tool_calls"), list):
+        found["tool_calls"] = [_with_read_arguments(call) for call in calls]
+        found.setdefault("content", "")
+    return found
+
+
+def _with_read_arguments(call: Any) -> Any:
+    """Return a call whose arguments, which chat APIs write as text, are read."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    arguments = _json(function["arguments"], "arguments of a call")
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _listed(value: Any, what: str) -> Sequence[Any]:
