@@ -25,6 +25,10 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _ALWAYS = {"peft_type": "LORA", "use_dora": False, "fan_in_fan_out": False, "lora_bias": False}
 """Fields whose other values change what an adapter computes."""
+_PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights that leave the base model's weights as they are."""
+_PLAIN_PATTERN = re.compile(r"[\w.^\\-]*")
+"""Patterns of module names that no name can make slow."""
 
 
 def merged_folder(base: Path, adapter: Path) -> Path:
@@ -74,14 +78,25 @@ def _read(adapter: Path) -> tuple[dict[str, Any], Path]:
             do="name the folder that peft's save_pretrained wrote",
         )
     config = read_json(adapter / CONFIG, kind=CONFIG)
-    for key, expected in _ALWAYS.items():
-        if (config.get(key) or expected) != expected:
-            raise UserError(
-                f"expected {key} {expected}, found {config[key]}: draftlab merges plain LoRA only",
-                where=adapter / CONFIG,
-                do="merge it with peft (merge_and_unload), save the model, and name that folder as "
-                "target.path",
-            )
+    wrong = [
+        f"{key} {expected}, found {config[key]}"
+        for key, expected in _ALWAYS.items()
+        if (config.get(key) or expected) != expected
+    ]
+    if (start := config.get("init_lora_weights")) not in _PLAIN_STARTS:
+        wrong.append(f"init_lora_weights true, found {start}")  # it changes the base's weights
+    if config.get("alora_invocation_tokens"):
+        wrong.append("no alora_invocation_tokens, found some")
+    for pattern in config.get("alpha_pattern") or {}:
+        if not _PLAIN_PATTERN.fullmatch(pattern):
+            wrong.append(f"names of modules in alpha_pattern, found {pattern}")
+    if wrong:
+        raise UserError(
+            f"expected {wrong[0]}: draftlab merges plain LoRA only",
+            where=adapter / CONFIG,
+            do="merge it with peft (merge_and_unload), save the model, and name that folder as "
+            "target.path",
+        )
     return config, adapter / WEIGHTS
 
 

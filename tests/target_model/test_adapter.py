@@ -90,6 +90,15 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path, base: Path) -> None:
     for change in ({"use_dora": True}, {"peft_type": "IA3"}, {"lora_bias": True}):
         (adapter / "adapter_config.json").write_text(json.dumps(config | change))
         refused(f"expected {next(iter(change))} ")
+    slow = "((a|[a-z_.0-9])*)*!"  # takes time exponential in the length of a module's name
+    for change, message in (
+        ({"init_lora_weights": "pissa"}, "expected init_lora_weights true, found pissa"),
+        ({"init_lora_weights": "pissa_niter_4"}, "found pissa_niter_4"),
+        ({"alora_invocation_tokens": [1, 2]}, "expected no alora_invocation_tokens"),
+        ({"alpha_pattern": {slow: 3}}, "expected names of modules in alpha_pattern"),
+    ):
+        (adapter / "adapter_config.json").write_text(json.dumps(config | change))
+        refused(message)
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     weights = adapter / "adapter_model.safetensors"
     tensors = load_file(weights)
