@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from draftlab.errors import UserError
 from draftlab.evaluate.vllm_compare import check_settings
@@ -34,7 +35,7 @@ from draftlab.store.shard_cache import machine_cache
 from draftlab.store.shard_files import open_shard_files
 from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.boundaries import default_boundaries
-from draftlab.target_model.loading import load_tokenizer
+from draftlab.target_model.loading import load_tokenizer, quiet_transformers
 from draftlab.target_model.locate import (
     explain_loading,
     local_target,
@@ -226,6 +227,33 @@ def _check_target(planned: Planned) -> None:
         text_decoder(meta_model(planned.config, trust_remote_code=settings.trust_remote_code))
 
 
+def _check_quantisation(planned: Planned) -> Iterable[str]:
+    """Check that this machine has what quantised weights need; warn in a plan for another one."""
+    recipe, settings = planned.recipe, getattr(planned.config, "quantization_config", None)
+    decodes = planned.runs("answers") and recipe.regenerate.backend == "paged"
+    records = planned.runs("store") and recipe.record.backend != "vllm"
+    if not settings or not (decodes or records or planned.runs("eval")):
+        return
+    fields = settings if isinstance(settings, dict) else settings.to_dict()
+    try:
+        with quiet_transformers():
+            quantizer = AutoHfQuantizer.from_config(dict(fields), pre_quantized=True)
+            quantizer.validate_environment(device_map=None, weights_only=False)
+    except Exception as error:  # each library has its own
+        reason = (
+            f"the target's weights are quantised ({fields.get('quant_method')}), and transformers "
+            f"cannot load them here: {str(error).splitlines()[0]}"
+        )
+        if not planned.here:
+            yield f"warning: {reason}"
+            return
+        raise UserError(
+            reason,
+            where=recipe.target.path,
+            do="install what it names, or use the checkpoint that was quantised",
+        ) from None
+
+
 def _check_head(planned: Planned) -> Iterable[str]:
     """Check that the head can be trained, and served by the programs of its exports."""
     tokenizer = planned.tokenizer
@@ -283,6 +311,7 @@ CHECKS: tuple[Callable[[Planned], Iterable[str] | None], ...] = (
     _check_url,
     _check_machine,
     _check_target,
+    _check_quantisation,
     _check_tokenizer,
     _check_head,
 )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from transformers import (
     AutoTokenizer,
     PreTrainedModel,
@@ -128,11 +129,16 @@ def load_model(
             where=folder,
             do="fetch it again; without them the target would run on random weights",
         )
+    wanted = model.dtype if dtype == "auto" else getattr(torch, dtype)
+    stored = getattr(config, "quantization_config", None) is not None
+    if dequantised := stored and not getattr(model, "is_quantized", False):
+        _check_blocks(folder, config)
+        torch.nn.Module.to(model, wanted)  # transformers leaves what it dequantises in bfloat16
     unused = Counter(drop_other_modules(model, text_decoder(model)[0]))
     unused.update(name.split(".")[0] for name in info["unexpected_keys"])
     notes = [
         *_unused_tensors(model, unused),
-        *_quantisation(model),
+        *_quantisation(model, dequantised),
         *_made_of(settings, folder),
     ]
     if "device_map" not in options:
@@ -158,9 +164,42 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _quantisation(model: PreTrainedModel) -> Iterator[str]:
+def _check_blocks(folder: Path, config: Any) -> None:
+    """Check that blocks with a factor each divide the matrices whose weights were dequantised.
+
+    transformers (5.23) takes equal blocks, and with a smaller last block gives wrong weights.
+
+    Raises:
+        UserError: they do not divide a matrix.
+    """
+    quantisation = config.quantization_config
+    if not isinstance(quantisation, dict):
+        quantisation = quantisation.to_dict()
+    if not (block := quantisation.get("weight_block_size")):
+        return
+    for file in shard_files(folder):
+        with safe_open(file, "pt") as tensors:
+            names = list(tensors.keys())
+            for name in (name for name in names if name.endswith("_scale_inv")):
+                weight = name.removesuffix("_scale_inv")
+                shape = tensors.get_slice(weight).get_shape()
+                if any(size % side for size, side in zip(shape[-2:], block, strict=True)):
+                    raise UserError(
+                        f"expected matrices of whole blocks of {block[0]} × {block[1]}, found "
+                        f"{weight} of {list(shape)}: transformers dequantises those wrongly",
+                        where=folder,
+                        do="use a GPU with a kernel for them, or the checkpoint in 16 bits",
+                    )
+
+
+def _quantisation(model: PreTrainedModel, dequantised: bool) -> Iterator[str]:
     """Yield a line that says how the weights are quantised, if they are."""
-    if getattr(model, "is_quantized", False):
+    if dequantised:
+        yield (
+            "target: its weights were dequantised, since transformers has no kernel for them on "
+            f"this machine; products are in {str(model.dtype).removeprefix('torch.')}"
+        )
+    elif getattr(model, "is_quantized", False):
         method = str(getattr(model, "quantization_method", None) or "").rpartition(".")[2].lower()
         dtype = str(model.dtype).removeprefix("torch.")
         yield (

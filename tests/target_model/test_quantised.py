@@ -6,12 +6,14 @@ The quantisation libraries are not dependencies; tests that need one are skipped
 from __future__ import annotations
 
 import json
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from draftlab.engine.engine import Engine
@@ -19,6 +21,7 @@ from draftlab.errors import UserError
 from draftlab.target_model.fused_decoder import has_known_layers
 from draftlab.target_model.parts import load_parts
 from tests.helpers.greedy_answers import STOPS, requests, run
+from tests.helpers.small_run import draftlab, new_workshop, refused
 from tests.helpers.toys import toy_target_folder
 from tests.helpers.zoo import load_on_cpu
 
@@ -106,3 +109,68 @@ def test_without_its_library_a_quantised_target_is_refused(plain: Path, tmp_path
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="pip install compressed-tensors"):
         load_on_cpu(tmp_path)
+
+
+def eight_bit_blocks(folder: Path, out: Path) -> dict[str, torch.Tensor]:
+    """Save a checkpoint as DeepSeek-V3's are, float8 with a factor for each block of 128 × 128.
+
+    Returns:
+        The weights that it stands for.
+    """
+    shutil.copytree(folder, out)
+    stored, meant = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        stored[name] = meant[name] = weight.bfloat16()
+        if weight.ndim == 2 and ".layers." in name:
+            rows, columns = (-(-size // 128) for size in weight.shape)
+            scale = torch.empty(rows, columns)
+            blocks = torch.empty_like(weight, dtype=torch.float8_e4m3fn)
+            meant[name] = torch.empty_like(weight)
+            for i in range(rows):
+                for j in range(columns):
+                    block = slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128)
+                    scale[i, j] = weight[block].abs().max() / 448
+                    blocks[block] = (weight[block] / scale[i, j]).to(blocks.dtype)
+                    meant[name][block] = blocks[block].float() * scale[i, j]
+            stored[name], stored[f"{name}_scale_inv"] = blocks, scale
+    save_file(stored, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((out / "config.json").read_text()) | {"dtype": "bfloat16"}
+    config["quantization_config"] = {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
+    }  # fmt: skip
+    (out / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_of_8_bits_are_dequantised_on_a_cpu(dtype: str, tmp_path: Path) -> None:
+    folder = toy_target_folder(tmp_path / "plain", layers=2, hidden=256)
+    meant = eight_bit_blocks(folder, tmp_path / "fp8")
+    target = load_on_cpu(tmp_path / "fp8", dtype=dtype)
+    assert {str(p.dtype) for p in target.model.parameters()} == {f"torch.{dtype}"}
+    (note,) = target.notes
+    assert "its weights were dequantised, since transformers has no kernel for them" in note
+    own = dict(target.model.named_parameters())
+    for name, weight in meant.items():
+        torch.testing.assert_close(own[name].float(), weight.float(), rtol=2**-8, atol=1e-6)
+
+
+def test_blocks_that_do_not_divide_a_matrix_are_not_dequantised(tmp_path: Path) -> None:
+    folder = toy_target_folder(tmp_path / "plain", layers=2, hidden=192)
+    eight_bit_blocks(folder, tmp_path / "fp8")
+    with pytest.raises(UserError, match=r"whole blocks of 128 × 128, found .* of \[192, 384\]"):
+        load_on_cpu(tmp_path / "fp8")
+
+
+@pytest.mark.skipif(find_spec("gptqmodel") is not None, reason="the library is there")
+def test_a_plan_names_the_library_that_quantised_weights_need(tmp_path: Path) -> None:
+    folder = new_workshop(tmp_path)
+    config = json.loads((folder / "toy/config.json").read_text())
+    for method, words in (("awq", "gptqmodel"), ("modelopt", "Unknown quantization type")):
+        config["quantization_config"] = {"quant_method": method, "bits": 4}
+        (folder / "toy/config.json").write_text(json.dumps(config))
+        plan = " ".join(draftlab(folder, "run", "small.yaml", "--plan").output.split())
+        said = " ".join(refused(folder, "run", "small.yaml").split())
+        for text in (plan, said):
+            assert f"the target's weights are quantised ({method})" in text
+            assert words in text
