@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import re
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,13 @@ from transformers import (
     GenerationConfig,
     PreTrainedTokenizerBase,
 )
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftlab.errors import UserError
 from draftlab.files import cache_folder, moved_into
 from draftlab.formatting import pip_install
 
-_MAKER = "1"
+_MAKER = "2"
 """Changes with what is made of a file."""
 _HEADER_BYTES, _PAGES, _PAGE = 32 << 20, 1024, 4096
 """What is hashed of a file: its start, which holds the metadata, and pages at equal distances."""
@@ -46,6 +48,18 @@ _SPECIAL = {
 """Fields of the metadata (without tokenizer.ggml.), and attributes of a tokenizer."""
 _CONTROL, _USER_DEFINED = 3, 4
 """Types of tokens (gguf.TokenType) that a tokenizer finds before it splits a text."""
+_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a number, by its type (gguf.GGUFValueType)."""
+_STRING, _ARRAY = 8, 9
+_MOST_ELEMENTS = 1 << 24
+"""Elements of all arrays of the metadata; the reader makes an object of each."""
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+"""What all checkpoints of Llama 3.1 to 3.3 share; their factors differ."""
 _CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -96,6 +110,7 @@ def gguf_folder(file: Path) -> Path:
     _check(file)
     folder = cache_folder() / "gguf" / f"{file.stem}-{_hash(file)}"
     if not (folder / "config.json").is_file():
+        _check_arrays(file)
         with moved_into(folder) as work:
             metadata = _read_metadata(file)
             _tokenizer(file, metadata).save_pretrained(work)
@@ -143,6 +158,43 @@ def _check(file: Path) -> None:
         )
 
 
+def _check_arrays(file: Path) -> None:
+    """Check the lengths of a file's arrays: the reader goes on behind the end of the file.
+
+    Raises:
+        ValueError, KeyError, struct.error: the metadata end beyond the file, have too many
+            elements, or a type that is not known.
+    """
+    size, elements = file.stat().st_size, 0
+    with open(file, "rb") as opened:
+
+        def number(form: str) -> int:
+            return int(struct.unpack(form, opened.read(struct.calcsize(form)))[0])
+
+        def skip_value(kind: int) -> None:
+            count = number("<Q") if kind == _STRING else _BYTES[kind]
+            if opened.tell() + count > size:
+                raise ValueError("the metadata end beyond the file")
+            opened.seek(count, 1)
+
+        opened.seek(4)
+        version, _, fields = number("<I"), number("<Q"), number("<Q")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} of the format is not known")
+        for _ in range(fields):
+            skip_value(_STRING)
+            kind = number("<I")
+            if kind != _ARRAY:
+                skip_value(kind)
+                continue
+            kind, count = number("<I"), number("<Q")
+            elements += count
+            if elements > _MOST_ELEMENTS:
+                raise ValueError(f"its metadata have more than {_MOST_ELEMENTS} elements")
+            for _ in range(count):
+                skip_value(kind)
+
+
 def _hash(file: Path) -> str:
     """Return 16 hexadecimal digits of a file's metadata and of a sample of its weights."""
     size = file.stat().st_size
@@ -159,11 +211,16 @@ def _read_metadata(file: Path) -> dict[str, Any]:
     """Return the metadata of a GGUF file that decide about the tokenizer and stop tokens."""
     from gguf import GGUFReader
 
-    fields = GGUFReader(file).fields
+    reader = GGUFReader(file)
+    fields = reader.fields
     names = ("model", "pre", "tokens", "token_type", "eot_token_id", *_SPECIAL)
     found = {name: fields.get(f"tokenizer.ggml.{name}") for name in names}
     found["chat_template"] = fields.get("tokenizer.chat_template")
-    return {name: field.contents() for name, field in found.items() if field is not None}
+    scaling = (field for name, field in fields.items() if name.endswith(".rope.scaling.type"))
+    found["rope_scaling"] = next(scaling, None)
+    metadata = {name: field.contents() for name, field in found.items() if field is not None}
+    factors = {x.name: x.data for x in reader.tensors if x.name.startswith("rope_f")}
+    return metadata | {"rope_factors": factors}
 
 
 def _tokenizer(file: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
@@ -209,6 +266,7 @@ def _write_config(file: Path, metadata: dict[str, Any], work: Path) -> None:
     config = AutoConfig.from_pretrained(file.parent, gguf_file=file.name)
     for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         vars(config).pop(name, None)
+    _set_rope(config, metadata, file)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     config.architectures = [type(model).__name__]
@@ -216,3 +274,34 @@ def _write_config(file: Path, metadata: dict[str, Any], work: Path) -> None:
     stops = [metadata[name] for name in ("eos_token_id", "eot_token_id") if name in metadata]
     GenerationConfig(eos_token_id=sorted(set(stops)) or None).save_pretrained(work)
     config.save_pretrained(work)
+
+
+def _set_rope(config: Any, metadata: dict[str, Any], file: Path) -> None:
+    """Write the scaling of a file's RoPE, which transformers leaves out, into its config.
+
+    llama.cpp stores that of Llama 3 as the divisors of the frequencies, in rope_freqs.weight.
+
+    Raises:
+        UserError: the scaling is another one.
+    """
+    factors = metadata["rope_factors"]
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = [kind for kind in (rope, *rope.values()) if isinstance(kind, dict)]
+    if any(kind.get("rope_type", "default") != "default" for kind in kinds):
+        return  # transformers reads it of this architecture
+    if not factors and metadata.get("rope_scaling", "none") == "none":
+        return
+    if list(factors) == ["rope_freqs.weight"] and "rope_theta" in rope:
+        divisors = torch.tensor(factors["rope_freqs.weight"], dtype=torch.float32)
+        text.rope_parameters = rope | _LLAMA3_ROPE | {"factor": float(divisors.max())}
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](text, torch.device("cpu"))
+        exponents = torch.arange(len(scaled), dtype=torch.float32) / len(scaled)
+        expected = rope["rope_theta"] ** -exponents / scaled
+        if divisors.shape == expected.shape and torch.allclose(divisors, expected, rtol=1e-3):
+            return
+    raise UserError(
+        "this file scales its RoPE, and transformers leaves the scaling out",
+        where=file,
+        do="use the checkpoint that the file was made of",
+    )

@@ -25,8 +25,16 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
     return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
-def write_gguf(folder: Path, file: Path, *, pre: str = "llama-bpe") -> LlamaForCausalLM:
-    """Write a checkpoint of `toy_target_folder` as Q8_0; return the model with those weights."""
+def write_gguf(
+    folder: Path, file: Path, *, pre: str = "llama-bpe", scaling: str | None = None
+) -> LlamaForCausalLM:
+    """Write a checkpoint of `toy_target_folder` as Q8_0; return the model with those weights.
+
+    A RoPE of Llama 3 is stored as the divisors of the frequencies.
+
+    Args:
+        scaling: type of the RoPE's scaling that the metadata name.
+    """
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config, tokenizer = model.config, toy_tokenizer()
     writer = GGUFWriter(file, "llama")
@@ -39,6 +47,13 @@ def write_gguf(folder: Path, file: Path, *, pre: str = "llama-bpe") -> LlamaForC
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.head_dim)
+    if scaling is not None:
+        writer.add_string("llama.rope.scaling.type", scaling)
+    if config.rope_parameters["rope_type"] == "llama3":
+        scaled = model.model.rotary_emb.inv_freq
+        exponents = torch.arange(len(scaled)) / len(scaled)
+        divisors = config.rope_parameters["rope_theta"] ** -exponents / scaled
+        writer.add_tensor("rope_freqs.weight", divisors.numpy())
     writer.add_vocab_size(config.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -115,12 +116,42 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, file: Path) -> No
     refused(file, "expected a GGUF file, found one that begins with b'vers'")
     write_gguf(toy_target_folder(tmp_path / "hf", layers=2), file, pre="of-tomorrow")
     refused(file, "does not know the pre-tokenizer 'of-tomorrow'")
+    write_gguf(toy_target_folder(tmp_path / "hf", layers=2), file, scaling="yarn")
+    refused(file, "this file scales its RoPE")
     part = tmp_path / "toy-00001-of-00003.gguf"
     part.write_bytes(file.read_bytes())
     refused(part, "found a part of one")
     file.write_bytes(file.read_bytes()[:400])
     refused(file, "does not load")
     refused(tmp_path / "none.gguf", "expected a checkpoint folder with config.json or a GGUF file")
+
+
+@pytest.mark.parametrize("high", [4.0, 8.0])
+def test_a_scaled_rope_is_kept_or_refused(tmp_path: Path, file: Path, high: float) -> None:
+    folder = toy_target_folder(tmp_path / "hf", layers=2)
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "llama3", "rope_theta": 500_000.0, "factor": 32.0}
+    rope |= {"low_freq_factor": 1.0, "high_freq_factor": high}
+    config["rope_parameters"] = rope | {"original_max_position_embeddings": 8192}
+    (folder / "config.json").write_text(json.dumps(config))
+    model = write_gguf(folder, file)
+    settings = TargetSettings(path=str(file), device="cpu")
+    if high != 4:
+        with pytest.raises(UserError, match="this file scales its RoPE"):
+            local_target(settings)
+        return
+    found = load_target(settings).model.get_decoder().rotary_emb.inv_freq
+    torch.testing.assert_close(found, model.model.rotary_emb.inv_freq)
+
+
+def test_arrays_beyond_the_file_are_refused(file: Path) -> None:
+    for count in (1 << 40, 200):
+        key = b"general.name"
+        array = struct.pack("<IIQ", 9, 0, count)
+        head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, len(key)) + key
+        file.write_bytes(head + array + bytes(64))
+        with pytest.raises(UserError, match=r"metadata (have more than|end beyond)"):
+            local_target(TargetSettings(path=str(file)))
 
 
 @pytest.mark.parametrize("name", sorted(PRE_TOKENIZERS))
