@@ -141,6 +141,13 @@ def _changed(
     weight: Tensor, change: Tensor | tuple[Tensor, Tensor, float], name: str, adapter: Path
 ) -> Tensor:
     """Return a changed tensor of the target, in its dtype."""
+    if weight.dtype.itemsize < 2 or not weight.is_floating_point():
+        raise UserError(
+            f"expected {name} in 16 or 32 bits, found {weight.dtype}: an adapter is merged with "
+            "weights that are not quantised",
+            where=adapter,
+            do="name the target in 16 bits as target.path",
+        )
     if isinstance(change, Tensor):
         new = change
     else:

@@ -115,6 +115,18 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path, base: Path) -> None:
         refused(message)
 
 
+def test_quantised_weights_are_not_merged(tmp_path: Path, base: Path) -> None:
+    adapter = write_adapter(base, tmp_path / "style")
+    file = base / "model.safetensors"
+    tensors = load_file(file)
+    for name in tensors:
+        if name.endswith("v_proj.weight"):
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, file)
+    with pytest.raises(UserError, match="an adapter is merged with weights that are not quantised"):
+        resolve_target(TargetSettings(path=str(base), adapter=str(adapter)))
+
+
 def test_adapter_files_beside_a_checkpoint_are_never_ignored(tmp_path: Path, base: Path) -> None:
     adapter = write_adapter(base, tmp_path / "style")
     with pytest.raises(UserError, match=r"found a LoRA adapter\nat"):
