@@ -29,14 +29,7 @@ def local_target(settings: TargetSettings) -> Path | None:
     if settings.path == EMBEDDED:
         return Path(str(resources.files("draftlab") / "embedded" / "target"))
     path = Path(settings.path).expanduser()
-    if (path / "adapter_config.json").is_file():  # transformers would load it, or not, by itself
-        raise UserError(
-            "expected a checkpoint, found a LoRA adapter"
-            + (" beside one" if (path / "config.json").is_file() else ""),
-            where=path,
-            do="name the adapter's folder as target.adapter, and as target.path its base model, in "
-            "a folder without the adapter's files",
-        )
+    _check_no_adapter(path)
     if (path / "config.json").is_file():
         return path
     if path.suffix == ".gguf" and path.is_file():
@@ -51,6 +44,17 @@ def local_target(settings: TargetSettings) -> Path | None:
             do='give a folder, a GGUF file, a Hub id such as "org/name", or "embedded"',
         )
     return None
+
+
+def _check_no_adapter(path: Path) -> None:
+    if (path / "adapter_config.json").is_file():  # transformers would load it, or not, by itself
+        raise UserError(
+            "expected a checkpoint, found a LoRA adapter"
+            + (" beside one" if (path / "config.json").is_file() else ""),
+            where=path,
+            do="name the adapter's folder as target.adapter, and as target.path its base model, in "
+            "a folder without the adapter's files",
+        )
 
 
 def config_folder(settings: TargetSettings) -> Path | None:
@@ -183,6 +187,7 @@ def resolve_target(settings: TargetSettings, files: Sequence[str] = TARGET_FILES
         files: patterns of the files that are needed. Without weights an adapter is not merged.
     """
     path = local_target(settings) or _download(settings, files)
+    _check_no_adapter(path)  # of the Hub
     if "*.safetensors" not in files:
         return path
     if settings.path.endswith(".gguf"):

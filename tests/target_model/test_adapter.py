@@ -135,3 +135,13 @@ def test_adapter_files_beside_a_checkpoint_are_never_ignored(tmp_path: Path, bas
         (base / name).write_bytes((adapter / name).read_bytes())
     with pytest.raises(UserError, match="found a LoRA adapter beside one"):
         local_target(TargetSettings(path=str(base)))
+
+
+def test_an_adapter_of_the_hub_is_no_target(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapter = write_adapter(base, tmp_path / "style")
+    monkeypatch.setattr("draftlab.target_model.locate.hub_answers", lambda: True)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(adapter))
+    with pytest.raises(UserError, match="expected a checkpoint, found a LoRA adapter"):
+        resolve_target(TargetSettings(path="org/style"))
