@@ -54,9 +54,7 @@ def find_head(name: str | Path, *, any_layout: bool = False) -> Path:
             where=path,
             do=f"`draftlab train {quote(str(recipe))}` trains it",
         )
-    if not any_layout:
-        load_config(path)
-    elif not any(path.glob("*.safetensors")) and not any(
+    if not any(path.glob("*.safetensors")) and not any(
         (path / file).is_file() for file in (CONFIG, NATIVE)
     ):
         raise UserError(
@@ -64,6 +62,8 @@ def find_head(name: str | Path, *, any_layout: bool = False) -> Path:
             where=name,
             do=HOW_TO_NAME_A_HEAD,
         )
+    if not any_layout:
+        load_config(path)
     return path
 
 

@@ -103,6 +103,11 @@ def test_a_head_folder_is_evaluated_with_its_target(tmp_path: Path) -> None:
     alone = shutil.copytree(head, tmp_path / "alone")  # it belongs to no run, which has a target
     assert "expected --target with the head" in refused(finished(), "eval", "--head", str(alone))
     assert "found both" in refused(finished(), "eval", "--head", head, "--run", "small")
+    (tmp_path / "empty").mkdir()
+    for verb in (("eval",), ("export", "--to", "vllm"), ("doctor",)):
+        named = ("--head",) if verb != ("doctor",) else ()
+        said = refused(finished(), *verb, *named, str(tmp_path / "empty"))
+        assert "found one with neither a config nor safetensors" in said
     options = ("--head", head, "--target", "toy", "--prompts", "prompts.jsonl", "--temps", "0")
     short = ("--max-prompts", "1", "--max-new-tokens", "4", "--out", str(tmp_path))
     result = draftlab(finished(), "eval", *options, *short, "--json")
@@ -182,7 +187,7 @@ def test_a_broken_suite_leaves_the_run_unchanged(folder: Path) -> None:
     (folder / "bad.jsonl").write_text('{"text": "no messages"}\n')
     before = snapshot(folder / "runs")
     output = refused(folder, "eval", "--suite", "bad.jsonl")
-    assert "messages: expected a value, found nothing" in output
+    assert "expected messages, or a row of another form, found no column of turns" in output
     assert "bad.jsonl:1" in output
     assert snapshot(folder / "runs") == before
 
