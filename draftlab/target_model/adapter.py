@@ -18,6 +18,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import cache_folder, moved_into, read_json, sha256_file, sha256_text
+from draftlab.formatting import is_positive
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.parts import shard_files, without_wrappers
 
@@ -87,9 +88,16 @@ def _read(adapter: Path) -> tuple[dict[str, Any], Path]:
         wrong.append(f"init_lora_weights true, found {start}")  # it changes the base's weights
     if config.get("alora_invocation_tokens"):
         wrong.append("no alora_invocation_tokens, found some")
-    for pattern in config.get("alpha_pattern") or {}:
+    patterns = config.get("alpha_pattern") or {}
+    if not isinstance(patterns, dict):
+        wrong.append(f"alpha_pattern by module, found {patterns!r}")
+        patterns = {}
+    for pattern in patterns:
         if not _PLAIN_PATTERN.fullmatch(pattern):
             wrong.append(f"names of modules in alpha_pattern, found {pattern}")
+    for alpha in (config.get("lora_alpha", 8), *patterns.values()):
+        if not is_positive(alpha):
+            wrong.append(f"a positive number as alpha, found {alpha!r}")
     if wrong:
         raise UserError(
             f"expected {wrong[0]}: draftlab merges plain LoRA only",

@@ -99,6 +99,11 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path, base: Path) -> None:
     ):
         (adapter / "adapter_config.json").write_text(json.dumps(config | change))
         refused(message)
+    for change in ({"lora_alpha": "x"}, {"lora_alpha": -1}, {"alpha_pattern": {"q_proj": None}}):
+        (adapter / "adapter_config.json").write_text(json.dumps(config | change))
+        refused("expected a positive number as alpha, found")
+    (adapter / "adapter_config.json").write_text(json.dumps(config | {"alpha_pattern": [1]}))
+    refused("expected alpha_pattern by module")
     (adapter / "adapter_config.json").write_text(json.dumps(config))
     weights = adapter / "adapter_model.safetensors"
     tensors = load_file(weights)

@@ -12,6 +12,7 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.files import CACHE
+from draftlab.target_model import gguf
 from draftlab.target_model.gguf import PRE_TOKENIZERS, add_weights
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.locate import local_target, resolve_target
@@ -68,7 +69,10 @@ def test_weights_tokenizer_and_stops_are_those_of_the_checkpoint(
     assert "quantization_config" not in json.loads((planned / "config.json").read_text())
 
 
-def test_a_file_is_converted_once_and_anew_when_it_changes(tmp_path: Path, file: Path) -> None:
+def test_a_file_is_converted_once_and_anew_when_it_changes(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf, "_HEADER_BYTES", 4096)  # pages of the weights are hashed, too
     folder = toy_target_folder(tmp_path / "hf", layers=2)
     write_gguf(folder, file)
     settings = TargetSettings(path=str(file))
