@@ -145,7 +145,7 @@ def regenerate(
                 chunk.clear()  # the answers are on disk, and there may be millions
         if counts.answers:
             answers.complete(counts, num_dropped)
-    for line in counts.dropped.lines("answers: dropped {} prompts"):
+    for line in counts.dropped.lines("answers: dropped", "prompt"):
         monitor.say(line)
     if not counts.answers:
         reasons = "; ".join(counts.dropped.counts)
@@ -157,7 +157,7 @@ def regenerate(
         )
     if earlier := num_turns - counts.answers - counts.dropped_turns - left_out.counts.total():
         monitor.say(f"answers: left out {earlier:,} later turns before this command resumed")
-    for line in left_out.lines("answers: left out {} later turns"):
+    for line in left_out.lines("answers: left out", "later turn"):
         monitor.say(line)
     cut = f"{counts.unfinished:,} ({counts.unfinished / counts.answers:.0%})"
     _warn_of_cut_answers(counts, settings, monitor)
@@ -252,9 +252,9 @@ def _start_drafts(
                 omitted.add(f"their text has {found[0]!r}, read as a control token", prompt.id)
         for role in omitted_roles(encoded.text, draft.rounds[0]):
             omitted.add(f"the chat template leaves out the {role} message", prompt.id)
-    for line in dropped.lines("answers: dropped {} prompts"):
+    for line in dropped.lines("answers: dropped", "prompt"):
         monitor.say(line)
-    for line in omitted.lines("warning: answers: {} prompts"):
+    for line in omitted.lines("warning: answers:", "prompt"):
         monitor.say(line)
     if repeated:
         monitor.say(

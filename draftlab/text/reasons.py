@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from draftlab.formatting import count_text
+
 MOST = 5
 """Number of reasons that are reported. Reasons quote texts, so there may be many of them."""
 
@@ -21,9 +23,9 @@ class Reasons:
         self.counts[reason] += count
         self.first.setdefault(reason, id_)
 
-    def lines(self, text: str) -> Iterator[str]:
-        """Yield a line for each of the most frequent reasons; "{}" in `text` is its count."""
+    def lines(self, text: str, noun: str) -> Iterator[str]:
+        """Yield a line for each of the most frequent reasons: `text`, their count of `noun`s."""
         for reason, count in self.counts.most_common(MOST):
-            yield f"{text.format(f'{count:,}')} (first: {self.first[reason]}): {reason}"
+            yield f"{text} {count_text(count, noun)} (first: {self.first[reason]}): {reason}"
         if len(self.counts) > MOST:
-            yield text.format(f"{self.counts.total():,}") + " in all"
+            yield f"{text} {count_text(self.counts.total(), noun)} in all"

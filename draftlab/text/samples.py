@@ -159,9 +159,9 @@ def build_samples(
             yield sample
         if not answers:
             dropped.add("no assistant turn", conversation.id)
-    for line in dropped.lines("samples: dropped {}"):
+    for line in dropped.lines("samples: dropped", "conversation"):
         monitor.say(line)
-    for line in omitted.lines("warning: samples: {} conversations"):
+    for line in omitted.lines("warning: samples:", "conversation"):
         monitor.say(line)
     if not num_samples:
         reason = next(iter(dropped.counts), "there are no conversations")

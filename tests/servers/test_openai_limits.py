@@ -114,7 +114,7 @@ def test_later_turns_that_the_server_refuses_as_too_long_are_left_out(workshop: 
         prepare(workshop, server, "name=all")
         server.room, server.refusal = lengths_of_requests(server)[1], VLLM
         output = prepare(workshop, server, "name=some")
-        assert "left out 1 later turns (first: prompts:1): no room for the prompt" in output
+        assert "left out 1 later turn (first: prompts:1): no room for the prompt" in output
         assert "dropped" not in output
     assert [len(tokens) > 0 for tokens in answer_tokens(workshop, "some")] == [True, True]
 

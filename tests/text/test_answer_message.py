@@ -149,7 +149,7 @@ def test_no_turn_follows_an_answer_that_was_cut_in_its_reasoning(tmp_path: Path)
         monitor=monitor,
     )
     assert len(conversation.answers) == 1
-    assert "left out 1 later turns" in monitor.text
+    assert "left out 1 later turn" in monitor.text
     assert "cut in its reasoning" in monitor.text
 
 
@@ -203,4 +203,4 @@ def test_later_turns_of_gpt_oss_follow_the_final_channel_alone(tmp_path: Path) -
     assert first.messages == [user("two and two"), THINK, user("sure"), THINK]
     assert [answer.token_ids for answer in second.answers] == [answers["b"]]
     assert second.messages == [ASK, assistant(calls)]
-    assert "left out 1 later turns (first: b): expected an answer of text and" in monitor.text
+    assert "left out 1 later turn (first: b): expected an answer of text and" in monitor.text

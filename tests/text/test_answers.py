@@ -107,8 +107,8 @@ def test_prompts_without_room_are_dropped_and_counted(tmp_path: Path):
     assert [c.temperature for c in conversations] == [0.8, 0.0]
     assert [len(c.messages) for c in conversations] == [2, 2]
     assert all(1 <= len(c.answers[0].token_ids) <= 3 for c in conversations)
-    assert "dropped 1 prompts (first: 0): no room" in monitor.lines[0]
-    assert "left out 1 later turns (first: 2): no room" in monitor.text
+    assert "dropped 1 prompt (first: 0): no room" in monitor.lines[0]
+    assert "left out 1 later turn (first: 2): no room" in monitor.text
     with pytest.raises(UserError, match="no room"):
         generate(tmp_path / "b.jsonl", prompts=short_and_long[:1], **arguments)
 
@@ -159,7 +159,7 @@ def test_a_later_turn_that_the_template_drops_is_not_answered(tmp_path: Path):
     asked = [Conversation("c", chat, "s")]
     (conversation,) = generate(tmp_path / "a.jsonl", prompts=asked, **arguments)
     assert len(conversation.answers) == 1
-    assert "left out 1 later turns (first: c): the chat template leaves out" in monitor.text
+    assert "left out 1 later turn (first: c): the chat template leaves out" in monitor.text
 
 
 def test_given_answers_need_no_target(tmp_path: Path):
@@ -254,7 +254,7 @@ def test_control_tokens_in_a_users_text_are_named(tmp_path: Path) -> None:
     monitor = RecordingMonitor()
     generate(tmp_path / "a.jsonl", prompts=asked, monitor=monitor)
     (line,) = [line for line in monitor.lines if "control token" in line]
-    assert line.startswith("warning: answers: 1 prompts (first: a)")
+    assert line.startswith("warning: answers: 1 prompt (first: a)")
     assert "'<|eot_id|>'" in line
 
 

@@ -39,7 +39,7 @@ def test_own_answers_keep_their_tokens_and_given_ones_are_rendered():
     assert (given_sample.id, given_sample.token_ids) == ("given", turn.prompt_ids + turn.token_ids)
     assert given_sample.spans.tolist() == [0] * len(turn.prompt_ids) + [1] * len(turn.token_ids)
     assert (own_sample.temperature, given_sample.temperature) == (0.8, None)
-    assert "dropped 1 (first: silent)" in monitor.lines[0]
+    assert "dropped 1 conversation (first: silent)" in monitor.lines[0]
     with pytest.raises(UserError, match="no assistant turn"):
         list(build_samples([unanswered], tokenizer, monitor))
 
@@ -94,7 +94,9 @@ def test_the_index_holds_the_samples_and_is_made_again_when_anything_changed(
         patch.setattr("draftlab.text.samples.iterate_conversations", None)
         samples, monitor = opened()
         assert samples == expected
-        assert monitor.lines == ["samples: dropped 1 (first: silent): no assistant turn"]
+        assert monitor.lines == [
+            "samples: dropped 1 conversation (first: silent): no assistant turn"
+        ]
     part = tmp_path / "answers.index" / "00000.safetensors"
     data = bytearray(part.read_bytes())
     data[-1] ^= 1
@@ -152,7 +154,7 @@ def test_a_template_without_a_message_is_counted(tmp_path: Path):
     conversations = [Conversation(str(i), chat[i:], "s") for i in (0, 1)]
     assert len(list(build_samples(conversations, tokenizer, monitor))) == 2
     assert monitor.lines == [
-        "warning: samples: 1 conversations (first: 0): the chat template leaves out the system "
+        "warning: samples: 1 conversation (first: 0): the chat template leaves out the system "
         "message"
     ]
 
