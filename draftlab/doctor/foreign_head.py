@@ -74,7 +74,7 @@ def _config_findings(foreign: ForeignHead, session: TargetSession) -> Iterator[F
     """Yield findings on keys that are missing or too small."""
     config = foreign.config
     positions = getattr(session.text_config, "max_position_embeddings", None)
-    if config.max_position_embeddings != positions:
+    if positions is not None and config.max_position_embeddings != positions:
         yield fault(
             "max_position_embeddings",
             f"max_position_embeddings {config.max_position_embeddings}, where the target "

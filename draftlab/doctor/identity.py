@@ -13,9 +13,10 @@ from draftlab.doctor.findings import Finding, fault, note
 from draftlab.doctor.head_files import vocabulary_mask
 from draftlab.errors import UserError
 from draftlab.files import same_fingerprint
-from draftlab.heads.config import HeadConfig, used_rope
+from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD
+from draftlab.heads.rope import used_rope
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256
 
 MIN_COSINE = 0.1  # of weights of related models; those of unrelated ones have 0

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from draftlab.doctor.head_variant import HeadVariant
 from draftlab.doctor.hypothesis import Hypothesis, HypothesisContext
-from draftlab.heads.config import HeadConfig, used_rope
+from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS
+from draftlab.heads.rope import used_rope
 from draftlab.heads.validate import ascending_ids
 
 ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0)

@@ -6,36 +6,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from draftlab.formatting import count_text
 from draftlab.heads.family import get_family
+from draftlab.heads.rope import rope_frequencies, used_rope
 
 HEAD_SCHEMA = 1
 USUAL_K = 4
 """Drafts a step that an evaluation takes at most by itself."""
-
-ROPE_KEYS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
-"""Types of RoPE that heads have, with their `rope_parameters` beside rope_theta."""
-
-
-def used_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of a config's `rope_parameters` that a head uses; all of an unknown type."""
-    kind = str(rope.get("rope_type", "default"))
-    used = {"rope_type", "rope_theta", *ROPE_KEYS.get(kind, rope)}
-    return {name: value for name, value in rope.items() if name in used}
 
 
 class TargetIdentity(BaseModel):
@@ -163,7 +144,6 @@ class HeadConfig(BaseModel):
                 f"{self.num_attention_heads} attention heads are not a multiple of "
                 f"{self.num_key_value_heads} key-value heads"
             )
-        from draftlab.heads.layers import rope_frequencies  # imports torch
 
         try:
             rope_frequencies(self.head_dim, self.rope_parameters)

@@ -5,7 +5,6 @@ Leading dimensions are free.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftlab.formatting import is_positive
-from draftlab.heads.config import ROPE_KEYS
+from draftlab.heads.rope import rope_frequencies
 
 
 class RMSNorm(nn.RMSNorm):
@@ -38,41 +36,6 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-def rope_frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
-    """Return the inverse frequencies [head_dim / 2], float32, of transformers' `rope_parameters`.
-
-    Raises:
-        KeyError: one of the type's parameters is missing.
-        ValueError: the RoPE type is not supported, or a parameter is no positive finite number.
-    """
-    for name in ("rope_theta", *ROPE_KEYS.get(str(parameters.get("rope_type", "default")), ())):
-        if not is_positive(parameters[name]):
-            raise ValueError(
-                f"rope_parameters.{name}: expected a positive finite number, found "
-                f"{parameters[name]!r}"
-            )
-    theta = float(parameters["rope_theta"])
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / (theta**exponents)
-    kind = parameters.get("rope_type", "default")
-    if kind == "default":
-        return frequencies
-    if kind == "linear":
-        return frequencies / float(parameters["factor"])
-    if kind == "llama3":
-        factor, old = float(parameters["factor"]), parameters["original_max_position_embeddings"]
-        low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
-        if low >= high:
-            raise ValueError(
-                f"expected low_freq_factor below high_freq_factor, found {low:g}, {high:g}"
-            )
-        wavelength = 2 * math.pi / frequencies
-        # Between the two wavelengths the scaled and unscaled frequencies are mixed linearly.
-        smooth = ((old / wavelength - low) / (high - low)).clamp(0, 1)
-        return (1 - smooth) * frequencies / factor + smooth * frequencies
-    raise ValueError(f"rope_type {kind!r} is not supported in a head; use {', '.join(ROPE_KEYS)}")
 
 
 Angles = tuple[Tensor, ...]

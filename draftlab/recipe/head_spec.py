@@ -9,10 +9,11 @@ from pydantic import ValidationError
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
-from draftlab.heads.config import ROPE_KEYS, HeadConfig, TargetIdentity, make_head_config
+from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.family import Family, get_family
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
+from draftlab.heads.rope import ROPE_KEYS
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe
 from draftlab.settings import describe_errors

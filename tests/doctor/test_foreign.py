@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from safetensors.torch import load_file
 
 from draftlab.doctor.diagnose import diagnose
-from draftlab.doctor.foreign_head import read_foreign_head
+from draftlab.doctor.foreign_head import _config_findings, read_foreign_head
 from draftlab.doctor.target_session import TargetSession
+from draftlab.export.foreign_config import read_foreign_config
 from draftlab.export.write import write_export
 from draftlab.run.resolve import reference_head
 from tests.helpers.diagnosis import fault_kinds
@@ -68,6 +72,17 @@ def test_missing_and_small_values_of_a_config_are_named(
     (exported / "config.json").write_text(json.dumps(config))
     _, findings = read_foreign_head(exported, session)
     assert [f.kind for f in findings] == ["max_position_embeddings", "norm flags", "rope"]
+
+    # A target whose config does not say how long it is has nothing to compare with.
+    fields = {k: v for k, v in vars(session.text_config).items() if k != "max_position_embeddings"}
+    unknown = SimpleNamespace(
+        text_config=SimpleNamespace(**fields),
+        target_settings=session.target_settings,
+        folder=session.folder,
+    )
+    foreign = read_foreign_config(exported, load_file(exported / "model.safetensors"))
+    kinds = [f.kind for f in _config_findings(foreign, cast(TargetSession, unknown))]
+    assert kinds == ["norm flags", "rope"]
 
     change(exported, vocab_size=32000)
     files, findings = read_foreign_head(exported, session)

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.head import initialise_head
-from draftlab.heads.layers import rope_frequencies
+from draftlab.heads.rope import rope_frequencies
 from tests.helpers.head_toys import LLAMA3, make_config, make_head
 
 
