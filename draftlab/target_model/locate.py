@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from draftlab.errors import UserError
+from draftlab.files import read_json
 from draftlab.target_model.config_fields import check_rope
 from draftlab.target_model.settings import EMBEDDED, TargetSettings
 
+MOST_LAYERS = 1024
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 TARGET_FILES = (*TOKENIZER_FILES, "*.safetensors")
 
@@ -159,8 +161,18 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     """Return a checkpoint's config.json as transformers reads it.
 
     Raises:
-        UserError: it does not load, or its RoPE has a base that is no positive number.
+        UserError: it does not load, it has more layers than any model, or its RoPE has a base that
+            is no positive number.
     """
+    fields = read_json(folder / "config.json", kind="target's config.json")
+    for part in (fields, *fields.values()) if isinstance(fields, dict) else ():
+        layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
+        if isinstance(layers, int) and layers > MOST_LAYERS:  # a plan makes a module of each
+            raise UserError(
+                f"expected at most {MOST_LAYERS:,} layers, found {layers:,}",
+                where=folder / "config.json",
+                do="fetch it again from a source that you trust",
+            )
     advice = "check that the folder is complete and that transformers knows the architecture"
     with explain_loading("the target's config", folder, advice):
         config = read_config(folder, trust_remote_code=trust_remote_code)

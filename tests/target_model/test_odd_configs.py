@@ -69,6 +69,14 @@ def test_other_values_of_a_heads_rope(rope: dict[str, Any]) -> None:
         make_head_config(**fields | {"rope_parameters": {"rope_theta": 1e4} | rope})
 
 
+def test_a_target_of_a_billion_layers_is_refused_before_any_is_made(tmp_path: Path) -> None:
+    folder = edited(toy_target_folder(tmp_path / "toy", layers=2), num_hidden_layers=10**9)
+    settings = TargetSettings(path=str(folder), device="cpu")
+    for read in (target_config, load_target):
+        with pytest.raises(UserError, match="at most 1,024 layers, found 1,000,000,000"):
+            read(settings)
+
+
 def test_a_target_of_few_positions(tmp_path: Path) -> None:
     edited(toy_target_folder(tmp_path / "toy", layers=4), max_position_embeddings=16)
     (tmp_path / "p.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n')
