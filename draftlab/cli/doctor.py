@@ -47,7 +47,7 @@ def doctor(
         # Mistakes are reported before torch is imported.
         OPTIONS.apply(DoctorSettings(), chosen)
         from draftlab.doctor.diagnose import diagnose
-        from draftlab.doctor.print_diagnosis import print_diagnosis
+        from draftlab.doctor.diagnosis import print_diagnosis
         from draftlab.doctor.target_session import TargetSession
         from draftlab.run.resolve import find_head, find_target, recipe_of, run_of
 

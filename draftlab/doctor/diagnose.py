@@ -5,22 +5,24 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
-from draftlab.doctor.findings import Diagnosis, fault, note
-from draftlab.doctor.foreign_head import read_foreign_head
-from draftlab.doctor.head_files import HeadFiles, complete_tensors, read_draftlab_head
-from draftlab.doctor.head_variant import HeadVariant
-from draftlab.doctor.hypothesis import HypothesisContext
+from draftlab.doctor.diagnosis import Diagnosis, fault, note
+from draftlab.doctor.head_files import (
+    HeadFiles,
+    changed_file_findings,
+    complete_tensors,
+    read_draftlab_head,
+    read_foreign_head,
+)
+from draftlab.doctor.hypotheses import HeadVariant, HypothesisContext, hypotheses
 from draftlab.doctor.identity import (
     config_findings,
     identity_findings,
     resemblance_findings,
     shape_findings,
 )
-from draftlab.doctor.run_files import changed_file_findings
 from draftlab.doctor.score import Scorer
-from draftlab.doctor.scoring_set import input_norm
-from draftlab.doctor.search import VariantSearch, hypotheses, search_variants
-from draftlab.doctor.target_session import TargetSession
+from draftlab.doctor.search import VariantSearch, search_variants
+from draftlab.doctor.target_session import TargetSession, input_norm
 from draftlab.doctor.verdict import make_diagnosis
 from draftlab.errors import UserError
 from draftlab.export.foreign_config import layout_name

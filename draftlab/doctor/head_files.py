@@ -5,24 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftlab.doctor.findings import Finding, fault, note
-from draftlab.doctor.weight_hypotheses import can_unproject_mask, unproject_mask
-from draftlab.export.weight_files import read_weights
-from draftlab.files import read_json
+from draftlab.doctor.diagnosis import Finding, fault, note
+from draftlab.doctor.hypotheses import can_unproject_mask, unproject_mask
+from draftlab.doctor.identity import size_findings, vocabulary_mask
+from draftlab.doctor.target_session import TargetSession
+from draftlab.errors import UserError
+from draftlab.export.foreign_config import ForeignHead, boundary_readings, read_foreign_config
+from draftlab.export.importing import foreign_head_config
+from draftlab.export.renaming import rename_tensors
+from draftlab.export.weight_files import read_weights, weight_files
+from draftlab.files import read_json, sha256_file
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import NATIVE, load_config, meta_head
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM
 from draftlab.heads.validate import D2T, T2D, TensorFault, tensor_faults
 from draftlab.heads.vllm_config import native_config
+from draftlab.run.resolve import run_of
+from draftlab.run.stages import STAGES, read_record, record_path
 
 MASK_HIDDEN, NORM = "mask_hidden", "norm.weight"
 RESTORE = "copy the head again, or export it again from its training run"
-DO = {
+FAULT_ADVICE = {
     "unknown tensor": "remove it, or name the family and options that have it in the config",
     "not finite": "take an earlier checkpoint: training diverged, or the file is damaged",
     "zeros": RESTORE,
@@ -174,14 +183,6 @@ def _substitute(
     return None
 
 
-def vocabulary_mask(d2t: Tensor, size: int) -> Tensor:
-    """Return t2d [V] for offsets; ids outside the vocabulary are left out."""
-    ids = torch.arange(len(d2t)) + d2t.long()
-    members = torch.zeros(size, dtype=torch.bool)
-    members[ids[(ids >= 0) & (ids < size)]] = True
-    return members
-
-
 def _fitting_tensors(
     tensors: Mapping[str, Tensor],
     expected: Mapping[str, torch.Size],
@@ -216,7 +217,7 @@ def _fitting_tensors(
 
 def _fault_findings(faults: list[TensorFault]) -> Iterator[Finding]:
     """Yield the validator's faults, each with what to do; shapes and maps' dtypes come later."""
-    for kind, do in DO.items():
+    for kind, do in FAULT_ADVICE.items():
         found = [f for f in faults if f.kind == kind]
         if kind == "dtype":  # a quantised head has many
             found = [f for f in found if f.tensor not in (D2T, T2D)]
@@ -249,3 +250,121 @@ def _dtype_findings(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
             f"weights of several dtypes: {', '.join(sorted(floats))}",
             "servers cast them to the target's dtype; store them in one",
         )
+
+
+def read_foreign_head(
+    folder: Path, session: TargetSession
+) -> tuple[HeadFiles | None, list[Finding]]:
+    """Read a head in the speculators layout or the native one.
+
+    Returns:
+        The head (None: the target cannot be its own), and what is wrong with its config.
+
+    Raises:
+        UserError: a config or weights that draftlab cannot read or compute.
+    """
+    weights, text_config = read_weights(folder, "head's weights"), session.text_config
+    foreign = read_foreign_config(folder, weights)
+    tensors = rename_tensors(weights, weight_files(folder)[0], _ignore)
+    config = foreign.config
+    sizes = {
+        "{:,} tokens": (config.vocab_size, text_config.vocab_size),
+        "hidden size {:,}": (
+            config.target_hidden_size or config.hidden_size,
+            text_config.hidden_size,
+        ),
+    }
+    if shape_faults := size_findings(sizes):
+        return None, shape_faults
+    findings = list(_config_findings(foreign, session))
+    readings = boundary_readings(foreign, text_config.num_hidden_layers)
+    first, *others = dict.fromkeys(readings.values())
+    if others:
+        listed = "; ".join(f"{list(ids)} ({program})" for program, ids in readings.items())
+        findings.append(
+            note(
+                "boundaries",
+                f"programs read the boundaries in this config differently: {listed}",
+                "the scores below show which fit; import with --boundaries, as inputs of layers",
+            )
+        )
+    head_config = foreign_head_config(
+        foreign,
+        folder,
+        session.target_settings,
+        first,
+        bool(config.norm_before_residual),
+        None,
+        _ignore,
+    )
+    has_own = EMBEDDINGS in tensors or foreign.family.trains_mask
+    head_config = head_config.model_copy(update={"embeddings": "own" if has_own else "target"})
+    return HeadFiles(head_config, tensors, tuple(others)), findings
+
+
+def _ignore(line: str) -> None:
+    """Ignore what an import would print: findings and scores say it here."""
+
+
+def _config_findings(foreign: ForeignHead, session: TargetSession) -> Iterator[Finding]:
+    """Yield findings on keys that are missing or too small."""
+    config = foreign.config
+    positions = getattr(session.text_config, "max_position_embeddings", None)
+    if positions is not None and config.max_position_embeddings != positions:
+        yield fault(
+            "max_position_embeddings",
+            f"max_position_embeddings {config.max_position_embeddings}, where the target "
+            f"has {positions}: servers stop drafting there, or shorten the target to it",
+            f"write {positions}, the target's",
+        )
+    if config.norm_before_residual is None and "norm_before_residual" in foreign.family.options:
+        yield note(
+            "norm flags",
+            "norm_before_residual is not in the config, and programs have different "
+            "defaults; read as false here",
+            "write it: the scores below show which fits",
+        )
+    if not (config.rope_theta or config.rope_parameters or config.rope_scaling):
+        yield fault(
+            "rope",
+            "no RoPE base in the config: every program takes 10,000 then, without a warning",
+            "write rope_theta and rope_parameters",
+        )
+    path, name = session.target_settings.path, foreign.verifier
+    if name and name != path and Path(name).resolve() != session.folder.resolve():
+        yield note(
+            "target",
+            f"the config names the target {name}, but the diagnosis uses {path}",
+            "nothing, if the two are the same model",
+        )
+
+
+def changed_file_findings(folder: Path) -> list[Finding]:
+    """Return a finding for each file that is missing or has changed since its run wrote it.
+
+    Args:
+        folder: a head folder or an export; outside of a run it has no recorded hashes.
+    """
+    run = run_of(folder)
+    if run is None:
+        return []
+    try:
+        return list(_changed_files(folder.resolve(), run))
+    except UserError as error:
+        return [fault("unreadable", f"{error.where}: {error.what}", error.do)]
+
+
+def _changed_files(folder: Path, run: Path) -> Iterator[Finding]:
+    do = f"restore the file, or let `draftlab run {quote(str(run / 'recipe.yaml'))}` make it again"
+    for stage in ("head", "export"):
+        path = record_path(run, STAGES[stage])
+        recorded = read_record(path).get("sha256", {}) if path.is_file() else {}
+        for name, expected in recorded.items():
+            file = run / name
+            if file.parent != folder:
+                continue
+            if not file.is_file():
+                yield fault("changed file", f"{file.name} is missing; the run wrote one", do)
+            elif (actual := sha256_file(file)) != expected:
+                what = f"{file.name} has SHA-256 {actual[:12]}, and {expected[:12]} when the run"
+                yield fault("changed file", f"{what} wrote it", do)

@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.doctor.findings import Finding, fault, note
-from draftlab.doctor.head_files import vocabulary_mask
+from draftlab.doctor.diagnosis import Finding, fault, note
 from draftlab.errors import UserError
 from draftlab.files import same_fingerprint
 from draftlab.heads.config import HeadConfig
@@ -150,3 +149,11 @@ def mean_cosine(a: Tensor, b: Tensor) -> float:
     """Return the mean cosine of rows, in large tables of every n-th row."""
     step = max(1, len(a) // 4096)
     return float(F.cosine_similarity(a[::step].float(), b[::step].float()).mean())
+
+
+def vocabulary_mask(d2t: Tensor, size: int) -> Tensor:
+    """Return t2d [V] for offsets; ids outside the vocabulary are left out."""
+    ids = torch.arange(len(d2t)) + d2t.long()
+    members = torch.zeros(size, dtype=torch.bool)
+    members[ids[(ids >= 0) & (ids < size)]] = True
+    return members

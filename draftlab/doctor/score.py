@@ -14,8 +14,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from draftlab.doctor.head_variant import HeadVariant
-from draftlab.doctor.scoring_set import ScoringSet
+from draftlab.doctor.hypotheses import HeadVariant
+from draftlab.doctor.target_session import ScoringSet
 from draftlab.engine.counters import Counters
 from draftlab.evaluate.statistics import acceptance_interval
 from draftlab.heads.folder import new_head

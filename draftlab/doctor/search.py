@@ -10,32 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from draftlab.doctor import input_hypotheses as inputs
-from draftlab.doctor import weight_hypotheses as weights
-from draftlab.doctor.findings import ScoredVariant
-from draftlab.doctor.head_variant import HeadVariant
-from draftlab.doctor.hypothesis import Hypothesis, HypothesisContext, Propose
+from draftlab.doctor.diagnosis import ScoredVariant
+from draftlab.doctor.hypotheses import HeadVariant, Hypothesis, HypothesisContext, hypotheses
 from draftlab.doctor.score import Comparison, Score
 from draftlab.progress import Monitor
 
 POOR_ACCEPTANCE_LENGTH = 1.5  # below it a variant may hide a second mistake
-
-PROPOSALS: tuple[Propose, ...] = (
-    inputs.boundaries,
-    inputs.features,
-    inputs.prompts,
-    weights.norms,
-    weights.slots,
-    weights.rope,
-    weights.layouts,
-    weights.vocabularies,
-    weights.masks,
-)
-
-
-def hypotheses(variant: HeadVariant, context: HypothesisContext) -> list[Hypothesis]:
-    """Return every hypothesis that the head's shapes allow."""
-    return [hypothesis for propose in PROPOSALS for hypothesis in propose(variant, context)]
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,24 @@
-"""Load the target on first use and cache its greedy answers."""
+"""The target, loaded on first use: its greedy answers, and its states over them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from draftlab.doctor.scoring_set import ScoringSet, generate_answers, make_scoring_set
+from draftlab.doctor.hypotheses import HeadVariant
 from draftlab.doctor.settings import DoctorSettings
+from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.statistics import repetition_rate
 from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import target_config
+from draftlab.store.store import Record
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.locate import resolve_target
@@ -22,6 +27,103 @@ from draftlab.target_model.parts import load_parts
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids
 from draftlab.text.suites import load_suite
+from draftlab.train.batch.loss_rows import loss_reach
+from draftlab.train.batch.packing import Batch, pack
+
+MAX_BATCH = 16  # answers that are decoded at once
+
+
+@dataclass
+class ScoringSet:
+    """Greedy answers of the target, and its states over them.
+
+    Attributes:
+        prompts: their names.
+        batch: one conversation per row, without features. spans: int64 [T] of each conversation.
+        states: [B, S, Ht] by boundary; `compute_states` adds to them.
+    """
+
+    target: Target
+    prompts: tuple[str, ...]
+    batch: Batch
+    spans: tuple[Tensor, ...]
+    states: dict[int, Tensor]
+
+    @property
+    def answer_tokens(self) -> int:
+        """Number of tokens of all answers."""
+        return sum(int((spans > 0).sum()) for spans in self.spans)
+
+    def num_positions(self, k: int) -> int:
+        """Return the number of positions where k drafts lie inside the answer."""
+        return sum(int((loss_reach(spans) >= k).sum()) for spans in self.spans)
+
+    def compute_states(self, boundaries: Iterable[int]) -> None:
+        """Compute the states of the boundaries that are not there yet, in one pass."""
+        missing = tuple(sorted({*boundaries} - self.states.keys()))
+        if missing:
+            features = self.target.states(self.batch.tokens, missing).features
+            self.states |= zip(missing, features.chunk(len(missing), -1), strict=True)
+
+    @torch.inference_mode()
+    def batch_for(self, variant: HeadVariant) -> Batch:
+        """Return the batch with the features of a variant."""
+        self.compute_states(variant.config.boundaries)
+        states = []
+        for boundary in variant.config.boundaries:
+            state, last = self.states[boundary], boundary == self.target.num_layers
+            if variant.norm == "input" or (variant.norm == "final" and last):
+                norm = input_norm(self.target, boundary)
+                state = state if norm is None else norm(state)
+            states.append(state)
+        features = torch.cat(states, -1)
+        if variant.lag:
+            features = features.roll(variant.lag, dims=1)
+        last_states = features if variant.config.reads_last else self.batch.last
+        return replace(self.batch, features=features, last=last_states)
+
+
+def input_norm(target: Target, boundary: int) -> torch.nn.Module | None:
+    """Return the norm that a boundary's state enters first; None: the layer's is not known."""
+    if boundary == target.num_layers:
+        return target.norm
+    return getattr(target.layers[boundary], "input_layernorm", None)
+
+
+def generate_answers(
+    target: Target, requests: Sequence[Request], monitor: Monitor
+) -> list[Generation]:
+    """Return the target's answers in the order of the requests."""
+    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + 1
+    engine = Engine(
+        target,
+        batch=min(MAX_BATCH, len(requests)),
+        max_length=min(longest, target.max_length),
+        monitor=monitor,
+    )
+    answers: dict[str, Generation] = {}
+    for generation in engine.generate(requests):
+        answers[generation.id] = generation
+        monitor.progress("doctor: the target answers", len(answers), len(requests))
+    return [answers[request.id] for request in requests]
+
+
+def make_scoring_set(
+    target: Target, requests: Sequence[Request], answers: Sequence[Generation], k: int
+) -> ScoringSet:
+    """Return the scoring set for k drafts per step, without states."""
+    records = []
+    for request, generation in zip(requests, answers, strict=True):
+        tokens = torch.tensor([*request.prompt_ids, *generation.token_ids])
+        spans = (torch.arange(len(tokens)) >= len(request.prompt_ids)).long()
+        empty, zeros = torch.zeros(len(tokens), 0), torch.zeros(len(tokens))
+        records.append(
+            Record(request.id, tokens, spans, empty, empty, zeros, zeros.long(), temperature=0.0)
+        )
+    width = max(len(record.tokens) for record in records)
+    batch = pack([[record] for record in records], width, k).to(target.device)
+    names = tuple(request.id for request in requests)
+    return ScoringSet(target, names, batch, tuple(record.spans for record in records), {})
 
 
 class TargetSession:

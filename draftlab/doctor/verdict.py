@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from draftlab.doctor.findings import Diagnosis, Finding, State, fault, note
-from draftlab.doctor.hypothesis import MARGIN
+from draftlab.doctor.diagnosis import Diagnosis, Finding, State, fault, note
+from draftlab.doctor.hypotheses import MARGIN
 from draftlab.doctor.score import student_interval
 from draftlab.doctor.search import VariantResult, VariantSearch
 from draftlab.engine.counters import Counters

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from draftlab.doctor.diagnose import diagnose
-from draftlab.doctor.findings import Diagnosis
+from draftlab.doctor.diagnosis import Diagnosis
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.doctor.target_session import TargetSession
 from draftlab.heads.config import make_head_config

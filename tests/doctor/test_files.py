@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftlab.doctor.diagnose import diagnose
-from draftlab.doctor.findings import Finding
+from draftlab.doctor.diagnosis import Finding
 from draftlab.doctor.head_files import (
     complete_tensors,
     read_draftlab_head,

@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from draftlab.doctor.diagnose import diagnose
-from draftlab.doctor.foreign_head import _config_findings, read_foreign_head
+from draftlab.doctor.head_files import _config_findings, read_foreign_head
 from draftlab.doctor.target_session import TargetSession
 from draftlab.export.foreign_config import read_foreign_config
 from draftlab.export.write import write_export

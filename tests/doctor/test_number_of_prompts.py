@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftlab.doctor.hypothesis import MARGIN, Hypothesis
+from draftlab.doctor.hypotheses import MARGIN, Hypothesis
 from draftlab.doctor.score import Score
 from draftlab.doctor.search import VariantResult, VariantSearch
 from draftlab.doctor.settings import DoctorSettings

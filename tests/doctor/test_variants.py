@@ -13,14 +13,20 @@ import torch
 from safetensors.torch import load_file
 
 from draftlab.doctor.diagnose import diagnose
-from draftlab.doctor.findings import Diagnosis
-from draftlab.doctor.head_variant import HeadVariant
-from draftlab.doctor.hypothesis import HypothesisContext
-from draftlab.doctor.input_hypotheses import boundaries, features
+from draftlab.doctor.diagnosis import Diagnosis
+from draftlab.doctor.hypotheses import (
+    HeadVariant,
+    HypothesisContext,
+    boundaries,
+    features,
+    layouts,
+    masks,
+    sorted_blocks,
+    unproject_mask,
+)
 from draftlab.doctor.score import Score, Scorer
 from draftlab.doctor.search import VariantResult
 from draftlab.doctor.target_session import TargetSession
-from draftlab.doctor.weight_hypotheses import layouts, masks, sorted_blocks, unproject_mask
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import WEIGHTS, load_config
 from draftlab.run.resolve import reference_head

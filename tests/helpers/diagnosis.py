@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.doctor.findings import Diagnosis
+from draftlab.doctor.diagnosis import Diagnosis
 from draftlab.heads.config import HeadConfig, make_head_config
 from draftlab.heads.folder import load_config, new_head
 from draftlab.heads.head import initialise_head

@@ -1,23 +1,194 @@
-"""Hypotheses about a head itself: flags, RoPE, the order of its weights, its vocabularies."""
+"""Hypotheses: mistakes between training and serving, each with the variant that corrects it."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from draftlab.doctor.head_variant import HeadVariant
-from draftlab.doctor.hypothesis import Hypothesis, HypothesisContext
-from draftlab.heads.config import HeadConfig
+from draftlab.heads.config import HeadConfig, make_head_config
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS
 from draftlab.heads.rope import used_rope
 from draftlab.heads.validate import ascending_ids
+from draftlab.target_model.boundaries import default_boundaries
+
+Norm = Literal["default", "final", "input", "unnormed"]
+
+
+@dataclass(frozen=True)
+class HeadVariant:
+    """A head, and the inputs that it gets.
+
+    Attributes:
+        config: shapes, boundaries and conventions.
+        tensors: every tensor by its name in files, including those that a file lacks.
+        norm: what is applied to the features. "default": what the family applies; "final": the
+            target's final norm, to the state after the last layer; "input": to each state the
+            input norm of the layer that it enters; "unnormed": nothing, where an EAGLE head's
+            feature is normed.
+        lag: positions by which the features are late: 1 pairs x_{t+1} with g_{t−1}.
+        template: whether prompts are chats; else they are plain text.
+    """
+
+    config: HeadConfig
+    tensors: dict[str, Tensor]
+    norm: Norm = "default"
+    lag: int = 0
+    template: bool = True
+
+    def with_config(self, **changes: Any) -> HeadVariant:
+        """Return a variant with a changed config.
+
+        Raises:
+            ValidationError: the config contradicts itself.
+        """
+        fields = self.config.model_dump(by_alias=True) | changes
+        return replace(self, config=make_head_config(**fields))
+
+
+@dataclass(frozen=True)
+class HypothesisContext:
+    """The facts about the target and the files that hypotheses need.
+
+    Attributes:
+        num_layers: of the target. rope: its rope_parameters; None: it has none.
+        target_tensors: the target's embeddings and lm_head, which a head may share.
+        boundaries_with_norm: boundaries whose input norm is known.
+        templates: which prompts there are: chats (True), plain text (False).
+        boundaries: further lists of ids that the files hold.
+        own_embeddings: embeddings in a file whose config says that the target's are used.
+    """
+
+    num_layers: int
+    rope: Mapping[str, Any] | None
+    target_tensors: Mapping[str, Tensor]
+    boundaries_with_norm: frozenset[int]
+    templates: frozenset[bool]
+    boundaries: tuple[tuple[int, ...], ...] = ()
+    own_embeddings: Tensor | None = None
+
+
+MARGIN = 0.05  # the least gain in accepted drafts per step that is reported
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A mistake that may have been made, and the variant of the head that corrects it.
+
+    Attributes:
+        kind: kind of the finding; two hypotheses of one kind exclude each other.
+        name: row of the table.
+        mistake: a sentence for the verdict.
+        correction: how the variant corrects it ("AL 2.8 {correction}").
+        do: what the user can do.
+        margin: accepted drafts per step that the variant must gain.
+    """
+
+    kind: str
+    name: str
+    mistake: str
+    correction: str
+    do: str
+    variant: HeadVariant
+    margin: float = MARGIN
+
+
+NEXT_POSITION_MARGIN = 0.5
+"""Accepted drafts per step that features of the next position must gain. They determine the first
+draft nearly, so that a head trained on them is nearly always right, and any other gains a little.
+"""
+
+
+def boundaries(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
+    """Yield boundaries that count outputs of layers or from one, other lists, the defaults."""
+    stored = variant.config.boundaries
+    up, down = (tuple(b + shift for b in stored) for shift in (1, -1))
+    default = default_boundaries(context.num_layers)
+    candidates = [
+        (up, "boundaries + 1", "the boundary ids look like outputs of layers", "shifted by one"),
+        (down, "boundaries − 1", "the boundary ids look one too high", "shifted back by one"),
+    ]
+    for listed in context.boundaries:
+        mistake = f"the head was trained with boundaries {list(listed)}, which its files also name"
+        candidates.append((listed, f"boundaries {list(listed)}", mistake, "with those"))
+    mistake = "the head has the default boundaries"
+    candidates.append((default, "default boundaries", mistake, f"with {list(default)}"))
+    proposed = {stored}
+    for ids, name, mistake, correction in candidates:
+        if ids in proposed or len(ids) != len(stored):
+            continue
+        try:
+            changed = variant.with_config(boundaries=ids)
+        except ValidationError:  # outside the target, or not this family's
+            continue
+        proposed.add(ids)
+        do = f"the head's boundaries are {list(ids)}: write those (boundary i enters layer i)"
+        yield Hypothesis("boundaries", name, mistake, correction, do, changed)
+
+
+def features(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
+    """Yield features before and after norms, and features of the neighbouring positions."""
+    ids = variant.config.boundaries
+    last_state = get_family(variant.config.family).reads_last_state
+    if last_state:
+        yield Hypothesis(
+            "features",
+            "features before the final norm",
+            "the head was trained on states before the target's final norm",
+            "with those",
+            "every server gives an EAGLE head the normed state: record and train again",
+            replace(variant, norm="unnormed"),
+        )
+    elif context.num_layers in ids:
+        yield Hypothesis(
+            "features",
+            f"boundary {context.num_layers} through the final norm",
+            "the head was trained on the last boundary's states after the final norm",
+            "with the norm applied",
+            f"servers take boundary {context.num_layers} before the norm: record and train "
+            "again, without it",
+            replace(variant, norm="final"),
+        )
+    if not last_state and context.boundaries_with_norm.issuperset(ids):
+        yield Hypothesis(
+            "features",
+            "features through the norms they enter",
+            "the head was trained on states after the input norms of the layers they enter",
+            "with these norms applied",
+            "servers take states before any norm: record and train again, without it",
+            replace(variant, norm="input"),
+        )
+    for lag, word, margin in ((1, "previous", MARGIN), (-1, "next", NEXT_POSITION_MARGIN)):
+        yield Hypothesis(
+            "alignment",
+            f"features of the {word} position",
+            f"training paired x_(t+1) with the features of position t {'−' if lag > 0 else '+'} 1, "
+            "not t",
+            f"with the {word} position's",
+            "no server can pair them so: train again on pairs (x_(t+1), g_t)",
+            replace(variant, lag=variant.lag + lag),
+            margin,
+        )
+
+
+def prompts(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
+    """Yield plain text instead of chats."""
+    if variant.template and False in context.templates:
+        yield Hypothesis(
+            "template",
+            "without the chat template",
+            "the head was trained on plain text, not on chats",
+            "without the chat template",
+            "serve it without the template, or train it on the target's chats",
+            replace(variant, template=False),
+        )
+
 
 ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 """The default base of programs, and those of well-known targets."""
@@ -242,3 +413,21 @@ def unproject_mask(projected: Tensor, fc: Tensor) -> Tensor:
     fc, output = fc.double(), projected.double().flatten()[:, None]
     solution = fc.T @ torch.linalg.lstsq(fc @ fc.T, output).solution
     return solution.T.to(projected.dtype)
+
+
+PROPOSALS: tuple[Callable[[HeadVariant, HypothesisContext], Iterator[Hypothesis]], ...] = (
+    boundaries,
+    features,
+    prompts,
+    norms,
+    slots,
+    rope,
+    layouts,
+    vocabularies,
+    masks,
+)
+
+
+def hypotheses(variant: HeadVariant, context: HypothesisContext) -> list[Hypothesis]:
+    """Return every hypothesis that the head's shapes allow."""
+    return [hypothesis for propose in PROPOSALS for hypothesis in propose(variant, context)]
