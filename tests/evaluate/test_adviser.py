@@ -96,6 +96,38 @@ def test_one_k_needs_a_probe_for_the_slope() -> None:
     )
 
 
+def test_steps_of_another_head_play_no_part() -> None:
+    """Neither under the same conditions nor where that head was measured at more K's."""
+    own = [timed(k, linear(k)) for k in (1, 4)]
+    warm = [with_timing(sample.row(k=k, keep=0.6, temperature=0.8), linear(k)) for k in (1, 4)]
+    other = [
+        timed(k, 3 * linear(k) + k * k).model_copy(update={"head": "other"}) for k in (1, 2, 3, 4)
+    ]
+    for one in advise([*own, *warm, *other])["advice"]:
+        if one["head"] != "other":
+            steps = [p["step_ms"] for p in one["predictions"]]
+            assert steps == pytest.approx([linear(k) for k in (1, 2, 3, 4)])
+
+
+@pytest.mark.parametrize(("above", "best"), [(1.4, 5), (1.02, 4)])
+def test_a_clearly_faster_k_is_above_the_interval_of_the_measured_one(
+    above: float, best: int
+) -> None:
+    """Not only above its speed-up."""
+    rows = [
+        with_timing(
+            sample.row(k=k, keep=0.6, acceptance_length_ci=(2.0, 2.001)), 10.0 + 0.1 * k,
+            speedup=slower * s, speedup_ci=(0.95 * slower * s, above * slower * s),
+            step_ratio_ci=(1.0, 1.001),
+        )
+        for k, slower, s in ((2, 1.0, 1.5), (5, 0.85, 2.0))
+    ]  # fmt: skip
+    advice = only_advice(rows)
+    at = {p["k"]: p for p in advice["predictions"]}
+    assert at[5]["speedup"] < at[4]["speedup_ci"][0] < 1.4 * at[5]["speedup"]
+    assert advice["best_k"] == best
+
+
 def test_a_step_is_never_cheaper_than_plain_decoding() -> None:
     advice = only_advice([timed(5, 11.0), timed(1, 9.8)])  # within its interval
     assert min(p["step_ms"] for p in advice["predictions"]) == PLAIN_MS
@@ -238,15 +270,23 @@ def test_untimed_rows_get_no_advice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("factor", "width", "met", "close"),
-    [(1.04, 0.01, False, True), (1.06, 0.2, True, False), (1.06, 0.01, False, False)],
+    ("factor", "ends", "met", "close"),
+    [
+        (1.04, (0.99, 1.01), False, True),
+        (1.06, (0.8, 1.2), True, False),
+        (1.06, (0.99, 1.01), False, False),
+        (1.06, (0.98, 1.07), True, True),  # half the width is below 5 %
+        (1.06, (0.96, 1.07), True, False),
+    ],
 )
-def test_close_is_five_percent(factor: float, width: float, met: bool, close: bool) -> None:
+def test_close_is_five_percent(
+    factor: float, ends: tuple[float, float], met: bool, close: bool
+) -> None:
     measured = {(1, k): Measured(5.0 + k, Acceptance((0.5,) * k)) for k in (1, 2, 3)}
     measured[1, 0] = Measured(5.0)
     steps = {shape: one.step_ms for shape, one in measured.items()}
     speedup = SpeedupTable(False, measured, steps).left_out(1, 2) / factor
-    interval = speedup * (1 - width), speedup * (1 + width)
+    interval = speedup * ends[0], speedup * ends[1]
     measured[1, 2] = replace(measured[1, 2], speedup=speedup, speedup_ci=interval)
     check = check_left_out(SpeedupTable(False, measured, steps), 1, 2)
     assert check.error == pytest.approx(factor - 1)

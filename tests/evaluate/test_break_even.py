@@ -78,6 +78,31 @@ def test_a_chain_that_is_always_faster() -> None:
     assert "the chain is faster at the same K, up to K = 6" in pair["text"]
 
 
+def test_heads_are_compared_at_one_batch() -> None:
+    both = [
+        with_timing(row, 2 * row.timings[0].step_ms, batch=8, plain_ms=2 * sample.PLAIN_MS)
+        if row.k
+        else row
+        for row in rows()
+    ]
+    found = comparisons(both)
+    assert [pair["batch"] for pair in found] == [1, 8]
+    points = [[(p["needed"], p["share"]) for p in pair["points"]] for pair in found]
+    for one, eight in zip(*points, strict=True):
+        assert eight == pytest.approx(one)
+
+
+def test_equal_heads_have_no_break_even() -> None:
+    """A parallel head has to be faster, not as fast."""
+    pairs = [
+        with_timing(sample.row(k=k, keep=0.8, head=drafter, drafter=drafter), chain_step(k))
+        for k in (1, 6)
+        for drafter in ("chain", "parallel")
+    ]
+    (pair,) = comparisons(pairs)
+    assert pair["k"] is None
+
+
 def test_one_drafter_or_different_conditions_are_not_compared() -> None:
     warm = [r.model_copy(update={"temperature": 0.8}) if r.head == "at once" else r for r in rows()]
     chains = [row for row in rows() if row.drafter != "parallel"]

@@ -6,12 +6,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.decoding_config import NamedHead
-from draftlab.evaluate.metrics import Decoded, acceptance_fields, timing
+from draftlab.evaluate.metrics import (
+    Decoded,
+    acceptance_fields,
+    equality_fields,
+    speed_fields,
+    timing,
+    without_disturbed,
+)
 from draftlab.evaluate.results import Timing
 from draftlab.evaluate.rows import new_rows
 from draftlab.evaluate.settings import EvalSettings
@@ -66,6 +74,8 @@ def test_the_speed_up_is_that_of_the_suite() -> None:
     assert found.baseline_tpot_ms == pytest.approx(PLAIN_MS)
     assert found.speedup == pytest.approx(PLAIN_MS * 2.5 / STEP_MS)
     assert found.timed_speedup == pytest.approx(PLAIN_MS * 2.0 / STEP_MS)
+    assert found.speedup_ci == pytest.approx((found.speedup, found.speedup))
+    assert found.timed_speedup_ci == pytest.approx((found.timed_speedup, found.timed_speedup))
     assert found.step_ms == pytest.approx(STEP_MS)
 
 
@@ -84,6 +94,42 @@ def test_where_all_prompts_are_timed_it_is_the_ratio_of_their_times() -> None:
     apart = times(drafted, base, drafted * 2)  # other prompts, drawn by themselves
     assert apart.speedup == pytest.approx(found.speedup)
     assert apart.speedup_ci != pytest.approx(found.speedup_ci, rel=1e-3)
+
+
+def test_other_prompts_are_drawn_apart_even_if_they_are_as_many() -> None:
+    """Steps that take as much longer as they emit more tokens: drawn together, nothing varies."""
+    tokens = np.linspace(1.0, 3.0, 20)
+    steps = np.full(20, 10.0)
+    suite, base = Decoded(steps, 10 * tokens, steps), Decoded(10 * steps, steps, steps)
+    timed = Decoded(200 * tokens, 10 * tokens, steps)
+    widths = {}
+    for paired in (True, False):
+        low, high = speed_fields(timed, suite, base, paired=paired)["speedup_ci"]
+        widths[paired] = high / low
+    assert widths[True] == pytest.approx(1)
+    assert widths[False] > 1.3
+
+
+def test_a_step_within_its_interval_of_plain_decoding_is_no_disturbance() -> None:
+    def disturbed(low: float, high: float) -> bool:
+        drafted = [generation(10, 1.0, PLAIN_MS) for _ in range(8)]
+        found = times(drafted, [plain(21)] * 8, None)
+        found = found.model_copy(update={"step_ratio_ci": (low, high)})
+        (after,) = without_disturbed({"a": found}).values()
+        assert (after.speedup is None) == bool(after.disturbance)
+        return bool(after.disturbance)
+
+    assert disturbed(0.9, 0.98)
+    assert not disturbed(0.9, 1.0)
+    assert not disturbed(0.98, 0.995)  # answers of other lengths
+
+
+@pytest.mark.parametrize(("dtype", "level"), [(torch.float32, "L2"), (torch.bfloat16, "L3")])
+def test_equal_tokens_prove_equality_in_float32_alone(dtype: torch.dtype, level: str) -> None:
+    same, other = plain(8), plain(9)
+    assert equality_fields([same], [same], dtype)["lossless"].level == level
+    fields = equality_fields([same, same], [same, other], dtype)
+    assert (fields["prompts_equal"], fields["lossless"].level) == (0.5, "L3")
 
 
 def test_the_interval_holds_the_variation_of_both_parts() -> None:
@@ -163,7 +209,8 @@ def test_within_its_interval_a_faster_step_gains_no_more_than_its_tokens() -> No
     assert found.speedup == found.timed_speedup == found.tokens_per_step == 2.0
     assert found.speedup_ci[1] == found.timed_speedup_ci[1] == 2.0
     assert found.speedup == pytest.approx(found.baseline_tpot_ms / found.tpot_ms)  # as in a row
-    assert found.tpot_ms_ci[0] <= found.tpot_ms <= found.tpot_ms_ci[1]
+    assert found.tpot_ms_ci[0] == found.tpot_ms == pytest.approx(PLAIN_MS / 2.0)
+    assert found.tpot_ms_ci[1] > found.tpot_ms
 
 
 @pytest.mark.parametrize("prompts", [1, MIN_INTERVAL_PROMPTS - 1, MIN_INTERVAL_PROMPTS])

@@ -77,6 +77,9 @@ OVER_SUITES = [("one", 2, 1.69), ("one", 4, 1.4), ("other", 2, 1.0), ("other", 4
             [timed(k, s, suite=name) for name, k, s in OVER_SUITES],
             4,
         ),
+        # of argmax and sampled drafts with one K the faster counts
+        ([timed(2, 1.5), timed(4, 1.6), timed(4, 1.2, draft_probs=True)], 4),
+        ([timed(2, 1.5), timed(4, 1.2), timed(4, 1.6, draft_probs=True)], 4),
         # K = 5 was measured on one suite alone
         ([timed(2, 1.2), timed(5, 2.0), timed(2, 1.2, suite="other")], 2),
     ],

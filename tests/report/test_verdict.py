@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from draftlab.evaluate.headline import drafting_pays
 from draftlab.evaluate.results import Report, Row
 from draftlab.evaluate.warnings import row_warnings
 from draftlab.report.verdict import title, verdicts
@@ -120,6 +121,34 @@ def test_the_verdict_says_of_which_prompts_it_is() -> None:
     some, every = timed_report(), timed_report(prompts=64)
     assert "] (tokens a step of 64 prompts, step times of 10 of them); no" in verdicts(some)[0]
     assert f"] {PROMPTS}; no other K up to 4 is clearly faster." in verdicts(every)[0]
+    repeated = timed_report(prompts=256)  # a batch of 256 decodes each of 64 prompts 4 times
+    assert verdicts(repeated) == verdicts(every)
+
+
+def test_the_advice_is_that_of_the_batch() -> None:
+    other = advice(3, k3=1.7, k4=1.6)["advice"][0] | {"batch": 8}
+    own = advice(4, k3=1.5, k4=1.6)["advice"][0]
+    (sentence,) = verdicts(report(1.6, {"advice": [other, own]}))
+    assert sentence.endswith("; no other K up to 4 is clearly faster.")
+    (sentence,) = verdicts(report(1.6, {"advice": [other]}))
+    assert sentence.endswith(f"{PROMPTS}.")
+
+
+@pytest.mark.parametrize(
+    ("interval", "pays"),
+    [
+        ((1.01, 1.2), True),
+        ((1.004, 1.2), None),  # "1.00" in print
+        ((0.8, 0.99), False),
+        ((0.8, 0.996), None),
+        ((0.9, 1.1), None),
+        (None, None),
+    ],
+)
+def test_drafting_pays_as_the_printed_interval_says(
+    interval: tuple[float, float] | None, pays: bool | None
+) -> None:
+    assert drafting_pays(interval) is pays
 
 
 def test_verdict_and_adviser_have_one_speed_up() -> None:

@@ -48,6 +48,23 @@ def test_a_calibrated_confidence_errs_like_a_perfect_one() -> None:
     assert one.common_temperature is None
 
 
+def test_a_perfect_predictor_is_one_with_the_calibrated_chances() -> None:
+    """Raw confidence of a draft that is always sure would err by nothing."""
+    generator = np.random.default_rng(0)
+    size = 20_000
+    blocks = DraftBlocks(
+        np.full((size, 1), 8.0),
+        np.ones(size, dtype=np.int64),
+        generator.integers(0, 2, size),
+        generator.integers(0, 200, size),
+    )
+    one = of(blocks)
+    (position,) = one.positions
+    mean_error = math.sqrt(2 * 0.25 / (math.pi * one.blocks))  # of a normal distribution
+    assert position.error_perfect == pytest.approx(mean_error, rel=0.25)
+    assert position.error_before == pytest.approx(0.5, abs=0.02)
+
+
 def test_a_heads_own_confidence_also_gets_temperatures() -> None:
     one = of(simulate([0.5] * 3, [0.0] * 3, blocks=80_000), "confidence head")
     assert one.common_temperature == pytest.approx(2.0, rel=0.07)

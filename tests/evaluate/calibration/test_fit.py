@@ -174,3 +174,11 @@ def test_equal_outcomes_have_a_finite_fit(accepted: int) -> None:
     assert abs(predicted - accepted / 2) < 0.02
     assert all(np.isfinite([*slopes, *intercepts]))
     assert all(slope >= 0 for slope in slopes)
+
+
+def test_a_position_without_drafts_is_not_corrected() -> None:
+    """What outcomes do not decide, the ridge does."""
+    blocks = DraftBlocks(np.zeros((4, 2)), *[np.ones(4, dtype=np.int64)] * 3)
+    assert fit_betas(blocks, np.full((4, 2), 0.5))[1] == (1.0, 1.0, 0.0)
+    slopes, intercepts = fit_logistic(blocks)
+    assert (slopes[1], intercepts[1]) == (1.0, 0.0)
