@@ -184,6 +184,12 @@ CHUNKED = LLAMA4_HEAD | {"llama4": LLAMA4_ATTENTION | {"attention_chunk_size": 6
             PEAGLE | {"intermediate_size": 40},
             "intermediate_size: the new head has 36, this one 40",
         ),
+        (PEAGLE, PEAGLE | {"target_num_layers": 6}, "target_num_layers: the new head has"),
+        (
+            PEAGLE,
+            PEAGLE | {"rope_parameters": {"rope_type": "default", "rope_theta": 77.0}},
+            "rope_parameters: the new head has",
+        ),
         (PEAGLE, PEAGLE | {"num_layers": 3}, "num_layers: the new head has 2, this one 3"),
         (
             PEAGLE,

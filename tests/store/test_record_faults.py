@@ -115,6 +115,10 @@ def test_states_that_are_not_finite_are_skipped_and_counted(
             assert int(loss_reach(record.spans).sum()) == 0
             assert not record.features.any()
             assert not record.last.any()
+            store.samples = samples  # as while one process records and trains
+            tokens, spans = store.tokens_and_spans(store.ids.index(record.id))
+            assert torch.equal(tokens, record.tokens)
+            assert not spans.any()
         else:
             assert torch.equal(expected.spans, record.spans)
             assert torch.equal(expected.features, record.features)

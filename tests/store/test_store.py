@@ -102,6 +102,12 @@ def test_prediction_mask_holds_the_labels_of_all_unroll_steps(spans: list[int]) 
     assert set(prediction_mask(torch.tensor(spans)).nonzero().flatten().tolist()) == labels
 
 
+def test_the_teacher_of_a_label_is_the_position_before_it() -> None:
+    spans = torch.tensor([0, 1, 1, 1, 0, 2, 2, 0, 3])
+    assert prediction_mask(spans).nonzero().flatten().tolist() == [2, 3, 6]
+    assert teacher_mask(spans).nonzero().flatten().tolist() == [1, 2, 5]
+
+
 def test_indexing_like_a_sequence(tmp_path: Path) -> None:
     store = record_table(tmp_path, samples_of_lengths([5, 6, 7]))
     assert len(store) == 3

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -113,6 +114,33 @@ def test_prompts_without_room_are_dropped_and_counted(tmp_path: Path):
         generate(tmp_path / "b.jsonl", prompts=short_and_long[:1], **arguments)
 
 
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_an_answer_has_the_room_behind_its_prompt(tmp_path: Path, room: int):
+    length = len(prompt_ids(toy_tokenizer(), [user("short")]))
+    generator = AnswerGenerator(toy_tokenizer(), SETTINGS, 1, frozenset({STOP}), length + room)
+    asked = Conversation("a", [user("short")], "s")
+    draft, decoder = Draft(asked, 0.0, [[user("short")]]), FakeDecoder()
+    generator.answer([draft], decoder, lambda _: None)
+    assert [request.max_new_tokens for request in decoder.requests] == [room] * (room > 0)
+    assert ("no room" in draft.end) == (room == 0)
+    arguments = {"prompts": [asked], "target": fake_target(length + room)}
+    if room:
+        (answered,) = generate(tmp_path / "a.jsonl", **arguments)
+        assert 1 <= len(answered.answers[0].token_ids) <= room
+    else:
+        with pytest.raises(UserError, match="the target can answer, found none: no room"):
+            generate(tmp_path / "a.jsonl", **arguments)
+
+
+def test_answers_that_end_at_other_tokens_are_others(tmp_path: Path):
+    target = fake_target()
+    generate(tmp_path / "a.jsonl", target=target)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": 256}))
+    target.folder = tmp_path
+    with pytest.raises(UserError, match="stop_ids"):
+        generate(tmp_path / "a.jsonl", target=target)
+
+
 def test_several_answers_to_a_prompt_have_their_own_ids_and_temperatures(tmp_path: Path):
     settings = SETTINGS.model_copy(update={"samples": 3, "temperatures": (0.0, 0.8)})
     arguments = {"prompts": prompts(2), "monitor": (monitor := RecordingMonitor())}
@@ -160,6 +188,18 @@ def test_a_later_turn_that_the_template_drops_is_not_answered(tmp_path: Path):
     (conversation,) = generate(tmp_path / "a.jsonl", prompts=asked, **arguments)
     assert len(conversation.answers) == 1
     assert "left out 1 later turn (first: c): the chat template leaves out" in monitor.text
+
+
+def test_a_turn_is_not_answered_without_the_answer_before_it(tmp_path: Path):
+    monitor = RecordingMonitor()
+    others = "messages if message.role != 'assistant' %}"
+    tokenizer = toy_tokenizer(CHATML_TEMPLATE.replace("messages %}", others))
+    asked = [Conversation(str(i), [user("q"), assistant("?"), user("r")], "s") for i in range(8)]
+    answered = generate(tmp_path / "a.jsonl", prompts=asked, tokenizer=tokenizer, monitor=monitor)
+    for conversation in answered:
+        first = conversation.messages[1]["content"].strip()
+        assert len(conversation.answers) == (1 if first else 2)
+    assert "the chat template leaves out the assistant message" in monitor.text
 
 
 def test_given_answers_need_no_target(tmp_path: Path):
@@ -244,6 +284,18 @@ def test_the_share_of_cut_answers_is_said(tmp_path: Path) -> None:
     cut = generate(tmp_path / "a.jsonl", monitor=monitor)
     count = sum(a.finish == "length" for c in cut for a in c.answers)
     assert f"; {count} ({count / 13:.0%}) reached their length limit unfinished" in monitor.text
+
+
+def test_a_quarter_of_cut_answers_is_warned_of(tmp_path: Path) -> None:
+    shares = []
+    for most in range(1, 10):
+        monitor = RecordingMonitor()
+        settings = SETTINGS.model_copy(update={"max_new_tokens": most})
+        found = generate(tmp_path / f"{most}.jsonl", settings=settings, monitor=monitor)
+        shares.append(np.mean([a.finish == "length" for c in found for a in c.answers]))
+        assert ("were cut at regenerate.max_new_tokens" in monitor.text) == (shares[-1] >= 0.25)
+    assert any(0.25 <= share < 0.5 for share in shares)
+    assert any(0 < share < 0.25 for share in shares)
 
 
 def test_control_tokens_in_a_users_text_are_named(tmp_path: Path) -> None:

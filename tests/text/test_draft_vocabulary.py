@@ -81,6 +81,7 @@ def test_the_mask_token_is_never_chosen() -> None:
     for size in (1, 2, 19, 20, 100, None):
         assert 6 not in build(store, size, required=[6], excluded=[6]).target_ids
     assert build(store, 1, excluded=[6]).coverage == 1 / 4
+    assert build(store, 1, required=[5, 6], excluded=[6]).target_ids.tolist() == [5]
 
 
 @pytest.mark.parametrize("size", [None, V, V + 1])
@@ -120,6 +121,23 @@ def test_tokens_of_prompts_then_the_tokenizers_first_tokens_fill_the_vocabulary(
     ids = [set(vocabulary.target_ids.tolist()) for vocabulary in chosen]
     added = [min(more - less) for less, more in pairwise([set(), *ids])]
     assert added == [6, 15, 12, 17, 18, 2, 11, 0]
+
+
+def test_of_equally_frequent_tokens_of_prompts_the_lowest_ids_are_chosen() -> None:
+    """Where a token occurs, its place in the tokenizer's order plays no part."""
+    order = np.full(V, V)
+    order[15] = 0
+    store = TokenStore(([15, 12, 0, 6, 6], [0, 0, 1, 1, 1]))
+    vocabulary = build_draft_vocabulary(store, 3, [], [], V, order=order)
+    assert vocabulary.target_ids.tolist() == [0, 6, 12]
+
+
+def test_a_token_that_two_merges_make_has_the_place_of_the_first() -> None:
+    vocabulary = {token: i for i, token in enumerate(("a", "b", "c", "ab", "bc", "abc"))}
+    merges = [("a", "b"), ("ab", "c"), ("b", "c"), ("a", "bc")]
+    backend = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert merge_order(tokenizer, 6).tolist() == [6, 6, 6, 0, 2, 1]
 
 
 def test_the_order_of_a_bpe_tokenizer_is_that_of_its_merges() -> None:
