@@ -184,6 +184,7 @@ CHUNKED = LLAMA4_HEAD | {"llama4": LLAMA4_ATTENTION | {"attention_chunk_size": 6
             PEAGLE | {"intermediate_size": 40},
             "intermediate_size: the new head has 36, this one 40",
         ),
+        (PEAGLE, PEAGLE | {"head_dim": 16}, "head_dim: the new head has"),
         (PEAGLE, PEAGLE | {"target_num_layers": 6}, "target_num_layers: the new head has"),
         (
             PEAGLE,

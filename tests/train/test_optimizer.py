@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,7 @@ def test_experts_of_a_family_have_muon_and_its_embeddings_have_adamw() -> None:
     assert not of[id(head.depths.weight)].get("muon")
     assert of[id(head.gate)]["weight_decay"] == 0
     assert of[id(head.depths.weight)]["weight_decay"] == 0.1
+    assert of[id(head.experts)]["weight_decay"] == 0.1
 
 
 @pytest.mark.parametrize("number", range(3))
@@ -210,6 +212,21 @@ def test_every_training_has_a_step_at_the_peak(steps: int, schedule: str) -> Non
     assert max(rates) == 0.5
     if steps > 1:
         assert rates[-1] == pytest.approx(0.5 * settings.final_learning_rate)
+
+
+def test_the_schedules_rise_and_fall_as_they_say() -> None:
+    shared = {"steps": 101, "warmup": 0.046, "learning_rate": 2.0, "final_learning_rate": 0.1}
+    cosine = TrainSettings(schedule="cosine", **shared)
+    wsd = TrainSettings(schedule="wsd", decay=0.2, **shared)
+    for settings in (cosine, wsd):  # 5 steps of warm-up, the last of which has the peak
+        rates = [learning_rate(step, settings) for step in range(5)]
+        assert rates == pytest.approx([0.4, 0.8, 1.2, 1.6, 2.0])
+    for step in range(5, 101):
+        fallen = (step - 4) / 96
+        expected = 0.2 + 1.8 * (1 + math.cos(math.pi * fallen)) / 2
+        assert learning_rate(step, cosine) == pytest.approx(expected)
+        expected = 0.2 + 1.8 * min(1.0, (100 - step) / 20)  # over the last 20 steps
+        assert learning_rate(step, wsd) == pytest.approx(expected)
 
 
 def test_settings_of_validations_decide_the_head_of_early_stopping_alone() -> None:
