@@ -96,6 +96,20 @@ def test_states_that_are_not_finite_are_refused_by_sample_and_layer(
         Store.open(tmp_path)
 
 
+def test_logits_that_are_not_finite_are_refused(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The states before them are finite."""
+    own = Target.logits
+
+    def overflowing(self: Target, states: torch.Tensor) -> torch.Tensor:
+        return own(self, states) * float("inf")
+
+    monkeypatch.setattr(Target, "logits", overflowing)
+    with pytest.raises(UserError, match="NaN or infinity at the logits, position"):
+        record_store(target, tmp_path)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
 def test_states_that_are_not_finite_are_skipped_and_counted(
     target: Target, tmp_path: Path, dtype: str
