@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
@@ -61,7 +60,7 @@ def doctor(
         settings = OPTIONS.apply(defaults, chosen)
         diagnosis = diagnose(folder, TargetSession(target_settings, settings, monitor))
         if as_json:
-            echo_json(json.dumps(diagnosis.dump(), indent=2, ensure_ascii=False))
+            echo_json(diagnosis.model_dump_json(by_alias=True, indent=2))
         else:
             print_diagnosis(diagnosis, output)
         raise typer.Exit(0 if diagnosis.healthy else 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 from rich.text import Text
 
@@ -75,7 +75,7 @@ class Diagnosis(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    schema_version: int = SCHEMA
+    schema_version: int = Field(default=SCHEMA, serialization_alias="schema")
     healthy: bool
     state: State
     verdict: str
@@ -85,11 +85,6 @@ class Diagnosis(BaseModel):
     conditions: dict[str, Any]
     findings: list[Finding]
     readings: list[ScoredVariant]
-
-    def dump(self) -> dict[str, Any]:
-        """Return the JSON object, with the key `schema` first."""
-        fields = self.model_dump(mode="json")
-        return {"schema": fields.pop("schema_version"), **fields}
 
 
 MAX_PAIRS = 3  # variants with two changes that the table shows

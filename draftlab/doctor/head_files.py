@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftlab.doctor.diagnosis import Finding, fault, note
 from draftlab.doctor.hypotheses import can_unproject_mask, unproject_mask
-from draftlab.doctor.identity import size_findings, vocabulary_mask
+from draftlab.doctor.identity import position_findings, size_findings, vocabulary_mask
 from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
 from draftlab.export.foreign_config import ForeignHead, boundary_readings, read_foreign_config
@@ -309,14 +309,7 @@ def _ignore(line: str) -> None:
 def _config_findings(foreign: ForeignHead, session: TargetSession) -> Iterator[Finding]:
     """Yield findings on keys that are missing or too small."""
     config = foreign.config
-    positions = getattr(session.text_config, "max_position_embeddings", None)
-    if positions is not None and config.max_position_embeddings != positions:
-        yield fault(
-            "max_position_embeddings",
-            f"max_position_embeddings {config.max_position_embeddings}, where the target "
-            f"has {positions}: servers stop drafting there, or shorten the target to it",
-            f"write {positions}, the target's",
-        )
+    yield from position_findings(config.max_position_embeddings, session.text_config)
     if config.norm_before_residual is None and "norm_before_residual" in foreign.family.options:
         yield note(
             "norm flags",

@@ -42,14 +42,13 @@ class HeadVariant:
     lag: int = 0
     template: bool = True
 
-    def with_config(self, **changes: Any) -> HeadVariant:
-        """Return a variant with a changed config.
-
-        Raises:
-            ValidationError: the config contradicts itself.
-        """
+    def with_config(self, **changes: Any) -> HeadVariant | None:
+        """Return a variant with a changed config; None: no head of the family has such a one."""
         fields = self.config.model_dump(by_alias=True) | changes
-        return replace(self, config=make_head_config(**fields))
+        try:
+            return replace(self, config=make_head_config(**fields))
+        except ValidationError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -123,9 +122,8 @@ def boundaries(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hyp
     for ids, name, mistake, correction in candidates:
         if ids in proposed or len(ids) != len(stored):
             continue
-        try:
-            changed = variant.with_config(boundaries=ids)
-        except ValidationError:  # outside the target, or not this family's
+        changed = variant.with_config(boundaries=ids)
+        if changed is None:  # outside the target, or not this family's
             continue
         proposed.add(ids)
         do = f"the head's boundaries are {list(ids)}: write those (boundary i enters layer i)"
@@ -217,9 +215,8 @@ def flags(
         if flag not in variant.config.options():
             continue
         other = not getattr(variant.config, flag)
-        try:
-            changed = variant.with_config(**{flag: other}, **others)
-        except ValidationError:  # parallel heads have no norm_output
+        changed = variant.with_config(**{flag: other}, **others)
+        if changed is None:  # parallel heads have no norm_output
             continue
         value = str(other).lower()
         yield Hypothesis(
@@ -248,9 +245,8 @@ def rope(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesi
         parameters = {"rope_type": "default", **used_rope(fields)}
         if parameters in proposed:
             continue
-        try:
-            changed = variant.with_config(rope_parameters=parameters)
-        except ValidationError:  # a type that heads do not compute
+        changed = variant.with_config(rope_parameters=parameters)
+        if changed is None:  # a type that heads do not compute
             continue
         proposed.append(parameters)
         yield Hypothesis(

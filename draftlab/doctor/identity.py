@@ -69,17 +69,22 @@ def config_findings(head: HeadConfig, text: Any) -> Iterator[Finding]:
                 f"RoPE parameters {head_rope}, where the target has {target_rope}",
                 "a head may use a scaled RoPE's base alone; the scores show which fits",
             )
+    yield from position_findings(head.max_position_embeddings, text)
+
+
+def position_findings(number: int | None, text: Any) -> Iterator[Finding]:
+    """Yield a finding if a head's number of positions is not the target's, if that states one."""
     positions = getattr(text, "max_position_embeddings", None)
-    if positions is not None and positions != head.max_position_embeddings:
+    if positions is not None and number != positions:
         effect = (
             "servers stop drafting there, or shorten the target to it"
-            if head.max_position_embeddings < positions
+            if number is None or number < positions
             else "the target has no such positions"
         )
+        shown = "none" if number is None else f"{number:,}"
         yield fault(
             "max_position_embeddings",
-            f"max_position_embeddings {head.max_position_embeddings:,}, where the target "
-            f"has {positions:,}: {effect}",
+            f"max_position_embeddings {shown}, where the target has {positions:,}: {effect}",
             f"write {positions}, the target's",
         )
 

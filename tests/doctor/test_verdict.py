@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from draftlab.doctor.score import Score
+from draftlab.doctor.hypotheses import Hypothesis
+from draftlab.doctor.score import Comparison, Score
 from draftlab.doctor.search import VariantResult, VariantSearch
-from draftlab.doctor.verdict import score_finding
+from draftlab.doctor.verdict import make_diagnosis, score_finding
 from draftlab.engine.counters import Counters
 from draftlab.intervals import share_interval
 
@@ -77,6 +79,26 @@ def test_training_explains_a_weak_head(accuracy: float | None, words: str, do: s
     assert finding is not None
     assert words in finding.what
     assert do in finding.do
+
+
+@pytest.mark.parametrize(("ends", "gain"), [((0.2, 0.03), "0.20"), ((0.01, 0.03), "0.05")])
+def test_a_healthy_head_is_told_which_gain_would_have_shown(
+    ends: tuple[float, float], gain: str
+) -> None:
+    """The largest end of an interval, or the margin; a variant of few prompts counts apart."""
+    search = searched([0.7] * 16, 60)
+    stored = replace(search.stored, score=replace(search.stored.score, positions=np.ones(16)))
+    change = (Hypothesis("rope", "name", "", "", "", None),)  # type: ignore[arg-type]
+    gains = [Comparison(0.0, (-0.1, end), 16, 12) for end in ends]
+    gains.append(Comparison(0.0, (-2.0, 2.0), 5, 12))
+    others = [VariantResult(None, change, stored.score, one) for one in gains]  # type: ignore[arg-type]
+    search = VariantSearch(stored, others, None)
+    diagnosis = make_diagnosis("head", "target", [], layout="draftlab", search=search)
+    assert (diagnosis.healthy, diagnosis.state, diagnosis.findings) == (True, "healthy", [])
+    assert diagnosis.verdict == (
+        "AL 1.70 [1.70, 1.70] as stored, and none of 2 other variants accepts "
+        f"{gain} drafts a step more (1 more variant had answers of too few prompts)"
+    )
 
 
 @pytest.mark.parametrize("shares", [[0.7, 0.7], [0.3]])
