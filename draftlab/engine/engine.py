@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from itertools import repeat
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -154,7 +155,8 @@ class Engine:
         device = use_device(self.target.device)
         with out_of_memory_error("capturing prefills", _LESS_MEMORY), device:
             lengths = {len(request.prompt_ids) for request in requests}
-            for limited in {Sequence(request, self.k).limited for request in requests}:
+            sequences = [Sequence(request, self.k, self.max_length) for request in requests]
+            for limited in {sequence.limited for sequence in sequences}:
                 self.small_prefill.capture(lengths, limited=limited)
 
     def _generate(self, requests: Collection[Request]) -> Iterator[Generation]:
@@ -205,7 +207,7 @@ class Engine:
 
     def _decode(self, running: list[Sequence]) -> InFlight:
         """Launch a step of the running sequences."""
-        sequences = sorted(running, key=lambda sequence: sequence.slot)
+        sequences = sorted(running, key=attrgetter("slot"))
         limited = any(sequence.limited for sequence in sequences)
         slots = tuple(sequence.slot for sequence in sequences)
         if self.graphs is not None:
@@ -221,20 +223,14 @@ class Engine:
             launch.wait()
             stated = self.input_batch.confidence is not None
             *unpacked, confidences = unpack_results(launch.result, confidence=stated)
-            results = [x.tolist() for x in unpacked]
-            results.append(confidences.tolist() if stated else repeat(None))
+            # numpy makes lists ten times as fast as torch.
+            results = [x.numpy().tolist() for x in unpacked]
+            results.append(confidences.numpy().tolist() if stated else repeat(None))
             rows = zip(launch.sequences, *results, strict=False)  # a graph's batch may be padded
             for (sequence, epoch), tokens, accepted, num_drafts, probability, confidence in rows:
                 if sequence.epoch != epoch:
                     continue  # it has left the batch since
-                sequence.add_result(
-                    tokens[: accepted + 1],
-                    accepted,
-                    num_drafts,
-                    probability,
-                    self.max_length,
-                    confidence,
-                )
+                sequence.add_result(tokens, accepted, num_drafts, probability, confidence)
                 if sequence.finish:
                     scheduler.remove(sequence)
                     yield sequence.result()

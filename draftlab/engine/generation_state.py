@@ -27,14 +27,16 @@ class GenerationState:
 
     Attributes:
         tokens: prompt and answer; the last one has no cached key yet.
+        most_tokens: their number at which a limit ends the answer.
         counters, expected, steps, confidence: see `Generation`.
         started: time at which its prefill began; None before.
         finish: "stop" or "length" once it has ended.
     """
 
-    def __init__(self, request: Request, k: int) -> None:
+    def __init__(self, request: Request, k: int, max_length: int) -> None:
         self.request = request
         self.tokens = list(request.prompt_ids)
+        self.most_tokens = min(len(self.tokens) + request.max_new_tokens, max_length)
         self.counters = Counters(k)
         self.expected = [0.0] * k
         self.steps: list[tuple[int, int]] = []
@@ -68,18 +70,21 @@ class GenerationState:
         for i in range(min(accepted + 1, num_drafts)):
             self.expected[i] += probability[i]
 
-    def append_tokens(self, tokens: list[int], max_length: int) -> None:
+    def append_tokens(self, tokens: list[int]) -> None:
         """Append tokens up to a stop token or a limit; count the truncated ones."""
         for i, token in enumerate(tokens):
-            self.tokens.append(token)
-            num_generated = len(self.tokens) - len(self.request.prompt_ids)
-            if token in self.request.stop_ids:
-                self.finish = "stop"
-            elif num_generated >= self.request.max_new_tokens or len(self.tokens) >= max_length:
-                self.finish = "length"
+            self.append_token(token)
             if self.finish:
                 self.counters.truncated_tokens += len(tokens) - i - 1
                 return
+
+    def append_token(self, token: int) -> None:
+        """Append a token."""
+        self.tokens.append(token)
+        if token in self.request.stop_ids:
+            self.finish = "stop"
+        elif len(self.tokens) >= self.most_tokens:
+            self.finish = "length"
 
     def result(self) -> Generation:
         """Return the finished request's generation."""
@@ -102,20 +107,19 @@ class Sequence(GenerationState):
 
     Attributes:
         blocks: numbers of its blocks.
+        room: positions that they hold; without a bound once they hold the longest sequence.
+        limited: whether it samples with top-k or top-p.
         slot: its slot in the input batch; −1 while it waits.
         epoch: how often it has entered or left the batch; results of an earlier epoch are stale.
     """
 
-    def __init__(self, request: Request, k: int) -> None:
-        super().__init__(request, k)
+    def __init__(self, request: Request, k: int, max_length: int) -> None:
+        super().__init__(request, k, max_length)
         self.blocks: list[int] = []
+        self.room: float = 0
         self.slot, self.epoch = -1, 0
-
-    @property
-    def limited(self) -> bool:
-        """True if it samples with top-k or top-p."""
-        sampling = self.request.sampling
-        return sampling.temperature > 0 and (
+        sampling = request.sampling
+        self.limited = sampling.temperature > 0 and (
             sampling.top_k is not None or (sampling.top_p or 1.0) < 1
         )
 
@@ -142,14 +146,18 @@ class Sequence(GenerationState):
         accepted: int,
         num_drafts: int,
         probability: list[float],
-        max_length: int,
         confidence: list[float] | None = None,
     ) -> None:
         """Count and append the result of a verify step, or of a prefill (`num_drafts` = −1)."""
+        if num_drafts == 0 and confidence is None:  # the same with less work, for large batches
+            self.counters.undrafted_steps += 1
+            self.steps.append((0, 0))
+            self.append_token(tokens[0])
+            return
         if num_drafts >= 0:
             self.count_step(num_drafts, accepted, probability, confidence)
         elif self.resumed:
             return  # the prefill after a preemption emits nothing new
         else:
             self.first_token_s = self.elapsed
-        self.append_tokens(tokens, max_length)
+        self.append_tokens(tokens[: accepted + 1])

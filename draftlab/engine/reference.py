@@ -28,8 +28,8 @@ from draftlab.target_model.model import HiddenStates, Target
 class _Row(GenerationState):
     """A request's state, its row of the caches, and its next drafts."""
 
-    def __init__(self, request: Request, k: int, row: int) -> None:
-        super().__init__(request, k)
+    def __init__(self, request: Request, k: int, max_length: int, row: int) -> None:
+        super().__init__(request, k, max_length)
         self.row, self.started = row, time.perf_counter()
         self.drafts: list[int] = []
         self.distribution: DraftDistribution | None = None  # of this row; None: argmax drafts
@@ -66,7 +66,10 @@ class ReferenceEngine:
         active: list[_Row] = []
         while waiting or active:
             count = min(len(free), len(waiting))
-            admitted = [_Row(waiting.popleft(), self.k, free.popleft()) for _ in range(count)]
+            admitted = [
+                _Row(waiting.popleft(), self.k, self.max_length, free.popleft())
+                for _ in range(count)
+            ]
             for rows, run in ((admitted, self._prefill), (active, self._step)):
                 if rows:
                     run(rows)
@@ -103,7 +106,7 @@ class ReferenceEngine:
         metadata = sampling_metadata([row.request for row in rows], self.target.device)
         tokens = sample_token(logits, lengths, metadata).tolist()
         for row, token in zip(rows, tokens, strict=True):
-            row.append_tokens([token], self.max_length)
+            row.append_tokens([token])
             row.first_token_s = row.elapsed
         verified = [row.tokens[1:] for row in rows]
         self._propose(rows, states.features, verified, [0] * len(rows))
@@ -131,7 +134,7 @@ class ReferenceEngine:
         for row, accepted, token, probability in zip(rows, *results, strict=True):
             row.count_step(len(row.drafts), accepted, probability)
             verified.append([*row.drafts[:accepted], token])
-            row.append_tokens(verified[-1], self.max_length)
+            row.append_tokens(verified[-1])
         self._propose(rows, states.features, verified, starts)
 
     def _propose(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -48,6 +49,11 @@ class BlockPool:
         blocks.clear()
 
 
+_ADMITTED_TOGETHER = 1 / 32
+"""Share of the slots that must be free before waiting sequences take them. Large batches thus
+prefill several prompts at once, which takes little longer than one."""
+
+
 class Scheduler:
     """First come, first served; if blocks run out, the sequence admitted last is preempted.
 
@@ -67,13 +73,21 @@ class Scheduler:
         self, requests: Iterable[Request], pool: BlockPool, num_slots: int, k: int, max_length: int
     ) -> None:
         self.pool, self.k, self.max_length = pool, k, max_length
-        self.waiting = deque(Sequence(request, k) for request in requests)
+        self.waiting = deque(Sequence(request, k, max_length) for request in requests)
         self.running: list[Sequence] = []
         self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._admitted_together = max(int(num_slots * _ADMITTED_TOGETHER), 1)
 
     def admit(self) -> list[Sequence]:
-        """Admit waiting sequences as long as there are slots and blocks; return them."""
+        """Admit waiting sequences as long as there are slots and blocks; return them.
+
+        None is admitted before several can be, while others run.
+        """
         admitted: list[Sequence] = []
+        if self.running and len(self._free_slots) < min(
+            self._admitted_together, len(self.waiting)
+        ):
+            return admitted
         while self.waiting and self._free_slots and self.allocate(self.waiting[0], 0):
             sequence = self.waiting.popleft()
             sequence.enter(self._free_slots.pop())
@@ -86,8 +100,16 @@ class Scheduler:
 
         They hold the tokens known by then and the drafts of two steps.
         """
-        known = len(sequence.tokens) + steps_in_flight * (self.k + 1)
-        return self.pool.allocate(sequence.blocks, min(known + 1 + 2 * self.k, self.max_length))
+        positions = len(sequence.tokens) + self._ahead(steps_in_flight)
+        if not self.pool.allocate(sequence.blocks, min(positions, self.max_length)):
+            return False
+        held = len(sequence.blocks) * self.pool.block_size
+        sequence.room = held if held < self.max_length else math.inf
+        return True
+
+    def _ahead(self, steps_in_flight: int) -> int:
+        """Return how many positions behind its known tokens a sequence needs for its next step."""
+        return steps_in_flight * (self.k + 1) + 1 + 2 * self.k
 
     def reserve(self, steps_in_flight: int) -> tuple[list[Sequence], bool]:
         """Allocate blocks for the next step of every running sequence.
@@ -95,13 +117,13 @@ class Scheduler:
         Returns:
             The sequences that got blocks, and whether there are enough.
         """
-        extended = []
+        ahead, extended = self._ahead(steps_in_flight), []
         for sequence in self.running:
-            num_blocks = len(sequence.blocks)
+            if len(sequence.tokens) + ahead <= sequence.room:
+                continue
             if not self.allocate(sequence, steps_in_flight):
                 return extended, False
-            if len(sequence.blocks) > num_blocks:
-                extended.append(sequence)
+            extended.append(sequence)
         return extended, True
 
     def preempt(self) -> None:

@@ -5,6 +5,9 @@ to launch the kernels of such a prefill than the GPU to run them, and running re
 prompts are padded to one of a few shapes, and on CUDA each shape is captured on first use: one
 graph runs the target and samples the first tokens, and another one proposes the first drafts. More
 prompts than a shape holds are split into several batches, since `prefill` takes much longer.
+
+An engine of hundreds of slots admits dozens of prompts at once, which fill larger shapes; it has no
+smaller ones, so that it captures few.
 """
 
 from __future__ import annotations
@@ -43,10 +46,13 @@ class SmallPrefill:
     """
 
     ROWS = 1, 2, 4, 8, 16  # many short answers end in the same step
+    MANY_SLOTS, MANY_ROWS = 256, (8, 32)
     COLUMNS = 32, 64, 96, 128, 192, 256, 384, 512
 
     def __init__(self, step: Step, graphs: GraphedStep | None, max_tokens: int) -> None:
         self.step, self.graphs, self.max_tokens = step, graphs, max_tokens
+        self.many = step.input_batch.num_slots >= self.MANY_SLOTS
+        self.rows = self.MANY_ROWS if self.many else self.ROWS
         self._prefills: dict[PrefillShape, _Call] = {}
         self._drafts: dict[int, _Call] = {}  # by rows
         self._verified: dict[int, VerifiedFeatures] = {}  # by rows: what first drafts begin from
@@ -57,16 +63,15 @@ class SmallPrefill:
         """Split newly admitted sequences into batches, each with its shape; None: use `prefill`.
 
         Prompts of similar lengths share a batch, and all too long ones do. `prefill` gets all
-        sequences if two prompts are equal, since it computes them once, if one of them was
-        preempted, or if they are many, as at the start of a suite alone.
+        sequences if one of them was preempted; unless the slots are many, also if two prompts are
+        equal, since it computes them once, or if they are more than are admitted while others run.
         """
-        prompts = [tuple(sequence.tokens) for sequence in sequences]
-        if (
-            len(sequences) > 2 * self.ROWS[-1]
-            or len(set(prompts)) < len(prompts)
-            or any(sequence.resumed for sequence in sequences)
-        ):
+        if any(sequence.resumed for sequence in sequences):
             return [(sequences, None)]
+        if not self.many:
+            prompts = {tuple(sequence.tokens) for sequence in sequences}
+            if len(sequences) > 2 * self.rows[-1] or len(prompts) < len(sequences):
+                return [(sequences, None)]
         batches: list[tuple[list[Sequence], PrefillShape | None]] = []
         rest = sorted(sequences, key=lambda sequence: len(sequence.tokens))
         while rest:
@@ -74,7 +79,7 @@ class SmallPrefill:
             if columns is None:  # the longest prompt is too long, and so may be others
                 count = sum(self._fitting([one])[1] is None for one in rest)
             batch, rest = rest[-count:], rest[:-count]
-            rows, limited = _smallest(self.ROWS, count), any(one.limited for one in batch)
+            rows, limited = _smallest(self.rows, count), any(one.limited for one in batch)
             fits = columns is not None and rows is not None
             batches.append((batch, PrefillShape(rows, columns, limited) if fits else None))
         return batches
@@ -86,7 +91,7 @@ class SmallPrefill:
             sequences: in the order of their lengths.
         """
         columns = _smallest(self.COLUMNS, len(sequences[-1].tokens))
-        fitting = [rows for rows in self.ROWS if rows * (columns or 0) <= self.max_tokens]
+        fitting = [rows for rows in self.rows if rows * (columns or 0) <= self.max_tokens]
         if columns is None or not fitting:
             return 0, None
         return min(fitting[-1], len(sequences)), columns
@@ -119,7 +124,7 @@ class SmallPrefill:
         """Capture whatever prompts of these lengths and their first drafts need."""
         columns = {_smallest(self.COLUMNS, length) for length in lengths} - {None}
         slots = self.step.input_batch.num_slots
-        for rows in (size for size in self.ROWS if size < 2 * slots):
+        for rows in (size for size in self.rows if size < 2 * slots):
             fitting = [each for each in sorted(columns) if rows * each <= self.max_tokens]
             for each in fitting:
                 self._prefill(PrefillShape(rows, each, limited))

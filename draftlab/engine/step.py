@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftlab.engine.base_drafter import Drafter, VerifiedFeatures
 from draftlab.engine.input_batch import InputBatch
+from draftlab.kernels.launch_sizes import cdiv, next_power_of_2
 from draftlab.kernels.sampling.types import DraftDistribution, VerifyResult
 from draftlab.kernels.step_layout import commit, gather_batch, store_drafts
 from draftlab.kernels.step_layout.types import StepLayout
@@ -146,13 +147,16 @@ class GraphedStep:
     """
 
     SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
-    LARGE_MULTIPLE = 32
 
     @classmethod
     def padded_size(cls, count: int) -> int:
-        """Return the batch size of the graph that decodes `count` requests."""
-        multiple = -(-count // cls.LARGE_MULTIPLE) * cls.LARGE_MULTIPLE
-        return next((size for size in cls.SIZES if size >= count), multiple)
+        """Return the batch size of the graph that decodes `count` requests.
+
+        Above 64 there are at most four sizes between two powers of two: a graph takes as long to
+        capture as a hundred steps, and a large batch shrinks through all of them.
+        """
+        multiple = max(32, next_power_of_2(count) // 8)
+        return next((size for size in cls.SIZES if size >= count), cdiv(count, multiple) * multiple)
 
     def __init__(self, step: Step) -> None:
         self.step = step

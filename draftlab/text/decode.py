@@ -43,7 +43,12 @@ def engine_decode(
     def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
         size = min(batch, len(requests))
         engine = Engine(
-            target, batch=size, max_length=max_length, cpu_prepacked=True, monitor=first_line
+            target,
+            batch=size,
+            max_length=max_length,
+            prefill_tokens=min(max(8 * size, 2048), 16384),
+            cpu_prepacked=True,
+            monitor=first_line,
         )
         with decoding_threads(target):
             yield from engine.generate(requests)
