@@ -84,9 +84,7 @@ class Scheduler:
         None is admitted before several can be, while others run.
         """
         admitted: list[Sequence] = []
-        if self.running and len(self._free_slots) < min(
-            self._admitted_together, len(self.waiting)
-        ):
+        if self.running and len(self._free_slots) < min(self._admitted_together, len(self.waiting)):
             return admitted
         while self.waiting and self._free_slots and self.allocate(self.waiting[0], 0):
             sequence = self.waiting.popleft()

@@ -114,3 +114,21 @@ def test_prompts_with_and_without_top_k_are_both_captured() -> None:
     assert {shape.limited for shape in engine.small_prefill._prefills} == {False, True}
     expected = outcomes(run(Engine(target, batch=2, max_length=400), requests))
     assert outcomes(run(engine, requests)) == expected
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_engines_of_many_slots_prefill_all_prompts_in_shapes(
+    temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Equal prompts and whole suites too; the small shapes stand for those of hundreds of slots."""
+    monkeypatch.setattr(SmallPrefill, "MANY_SLOTS", 16)
+    monkeypatch.setattr(SmallPrefill, "MANY_ROWS", (2, 4))
+    target, heads, prompts = embedded("cpu")
+    several = [*prompts[:20], *((f"{i} again", ids) for i, ids in prompts[:4])]
+    requests = [Request(i, ids, 8, Sampling(temperature)) for i, ids in several]
+    drafter = drafter_of(heads["chain"], temperature)
+    expected = outcomes(run(ReferenceEngine(target, drafter, batch=8, max_length=400), requests))
+    engine = small_engine(target, drafter, batch=16, max_length=400)
+    assert outcomes(run(engine, requests)) == expected
+    assert {shape.rows for shape in engine.small_prefill.shapes} == {2, 4}
+    assert engine.small_prefill.left == []

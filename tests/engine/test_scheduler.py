@@ -1,0 +1,66 @@
+"""Which sequences the scheduler admits, and when their blocks are extended."""
+
+from __future__ import annotations
+
+from draftlab.engine.sampling import Request
+from draftlab.engine.scheduler import BlockPool, Scheduler
+from draftlab.engine.step import GraphedStep
+
+
+def new_scheduler(count: int, slots: int, *, max_length: int = 40) -> Scheduler:
+    requests = [Request(str(n), (1, 2, 3), 30) for n in range(count)]
+    return Scheduler(requests, BlockPool(10_000, 4), slots, 0, max_length)
+
+
+def test_a_large_batch_admits_several_at_once() -> None:
+    scheduler = new_scheduler(134, 128)
+    assert len(scheduler.admit()) == 128
+    for _ in range(3):
+        scheduler.remove(scheduler.running[0])
+        assert scheduler.admit() == []  # fewer than 128 / 32 slots are free
+    scheduler.remove(scheduler.running[0])
+    assert len(scheduler.admit()) == 4
+    scheduler.remove(scheduler.running[0])
+    assert scheduler.admit() == []
+    scheduler.remove(scheduler.running[0])
+    assert len(scheduler.admit()) == 2  # as many as wait
+    assert not scheduler.waiting
+
+
+def test_a_small_batch_admits_each_at_once_and_an_empty_one_waits_for_none() -> None:
+    small = new_scheduler(40, 32)
+    small.admit()
+    small.remove(small.running[0])
+    assert len(small.admit()) == 1
+    large = new_scheduler(200, 128)
+    large.admit()
+    for sequence in list(large.running):
+        large.remove(sequence)
+    large.waiting = type(large.waiting)([*large.waiting][:1])
+    assert len(large.admit()) == 1
+
+
+def test_blocks_are_extended_when_the_next_token_needs_one_and_never_beyond_the_limit() -> None:
+    scheduler = new_scheduler(1, 1, max_length=10)
+    (sequence,) = scheduler.admit()
+    held = []
+    while not sequence.finish:
+        extended, is_enough = scheduler.reserve(0)
+        assert is_enough
+        held.append(len(sequence.blocks))
+        assert bool(extended) == (len(held) > 1 and held[-1] > held[-2])
+        assert held[-1] * 4 >= min(len(sequence.tokens) + 1, 10)
+        sequence.add_result([7], 0, 0, [])
+    assert held == [1, 2, 2, 2, 2, 3, 3]
+    assert sequence.counters.undrafted_steps == len(sequence.steps) == 7
+    assert sequence.finish == "length"
+
+
+def test_graphs_of_large_batches_waste_little_and_are_few() -> None:
+    sizes = {n: GraphedStep.padded_size(n) for n in range(1, 4097)}
+    assert [sizes[n] for n in (1, 3, 33, 64, 65, 97, 129, 257, 513, 1024)] == [
+        1, 4, 48, 64, 96, 128, 160, 320, 640, 1024
+    ]  # fmt: skip
+    assert all(n <= size for n, size in sizes.items())
+    assert all(size < 1.25 * n + 32 for n, size in sizes.items())
+    assert len({sizes[n] for n in range(65, 1025)}) == 14
