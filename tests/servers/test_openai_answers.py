@@ -38,6 +38,7 @@ def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:
         assert "the-target at http://127.0.0.1" in output
         assert output.count("requests are repeated: ") == 1, "not a line for each of them"
         assert len(server.requests) == len(expected) == 12
+        assert len({body["seed"] for body in server.requests}) == 12
         assert 1 < server.most_at_once <= 3
         assert answer_tokens(workshop, "server") == expected
         server.text_only = True
@@ -104,6 +105,14 @@ def test_the_stop_token_is_the_one_that_the_server_names(workshop: Path) -> None
         for reason in ({"stop_reason": "\n\n"}, {"matched_stop": "\n\n"}, {"stop_reason": 8}):
             with pytest.raises(UserError, match="no stop token"):
                 answer(**reason)
+
+
+def test_a_request_has_the_room_behind_its_prompt(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        server.changes = {"finish_reason": "length", "token_ids": [7]}
+        requests = [Request(str(n), (5, 6), n, Sampling(), frozenset({9})) for n in (4, 40)]
+        list(decoder(server)(requests, 16))
+        assert sorted(body["max_tokens"] for body in server.requests) == [4, 14]
 
 
 def test_the_text_of_a_cut_answer_may_end_within_a_character(workshop: Path) -> None:

@@ -47,6 +47,7 @@ def write_adapter(base: Path, folder: Path, seed: int = 0, **options: Any) -> Pa
     [
         {},
         {"use_rslora": True, "alpha_pattern": {"down_proj": 3}, "rank_pattern": {"v_proj": 2}},
+        {"alpha_pattern": {"proj": 3, "mlp.down_proj": 5}},  # no module is named proj
         {"target_modules": "all-linear", "modules_to_save": ["lm_head"]},
     ],
 )
@@ -75,6 +76,31 @@ def test_each_adapter_and_base_has_a_folder_of_its_own(tmp_path: Path, base: Pat
         for adapter in (one, other, one)
     }
     assert len(folders) == 2
+    settings = TargetSettings(path=str(base), adapter=str(one))
+    path = one / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"lora_alpha": 24}))
+    folders.add(resolve_target(settings))
+    assert len(folders) == 3, "other weights by the adapter's config"
+    tensors = load_file(base / "model.safetensors")
+    tensors["model.norm.weight"] += 1
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    folders.add(resolve_target(settings))
+    assert len(folders) == 4, "other weights of the base"
+
+
+def test_an_adapter_without_alpha_has_the_default_of_peft(tmp_path: Path, base: Path) -> None:
+    tensors = []
+    for alpha in (8, None):
+        adapter = write_adapter(base, tmp_path / f"{alpha}", lora_alpha=8)
+        config = json.loads((adapter / "adapter_config.json").read_text())
+        if alpha is None:
+            del config["lora_alpha"]
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        folder = resolve_target(TargetSettings(path=str(base), adapter=str(adapter)))
+        tensors.append(load_file(folder / "model.safetensors"))
+    assert LoraConfig().lora_alpha == 8
+    for name, tensor in tensors[0].items():
+        assert torch.equal(tensor, tensors[1][name]), name
 
 
 def test_what_cannot_be_merged_is_refused(tmp_path: Path, base: Path) -> None:
