@@ -209,6 +209,13 @@ def test_a_refusal_that_repeats_the_key(
         with pytest.raises(UserError, match=f"HTTP {server.refusal}: no such key") as caught:
             ask(server, tokenizer)
         assert KEY not in str(caught.value)
+    server.refusal = 0
+    server.answers["/v1/completions"] = {"choices": [CHOICE | {"finish_reason": KEY}]}
+    with pytest.raises(UserError, match=r"the answer ended by '\(hidden\)'"):
+        ask(server, tokenizer)
+    server.redirect = f"{server.url}/{KEY}"
+    with pytest.raises(UserError, match=r"redirects to http://127\.0\.0\.1:\d+/\(hidden\)"):
+        ask(server, tokenizer)
 
 
 # Answers

@@ -75,6 +75,12 @@ def test_a_target_of_a_billion_layers_is_refused_before_any_is_made(tmp_path: Pa
     for read in (target_config, load_target):
         with pytest.raises(UserError, match="at most 1,024 layers, found 1,000,000,000"):
             read(settings)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "gemma3_text", "num_hidden_layers": 5_000}
+    nested = {"model_type": "gemma3", "text_config": config}  # of a multimodal model
+    (folder / "config.json").write_text(json.dumps(nested))
+    with pytest.raises(UserError, match="at most 1,024 layers, found 5,000"):
+        target_config(settings)
 
 
 def test_a_target_of_few_positions(tmp_path: Path) -> None:
