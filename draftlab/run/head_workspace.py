@@ -14,7 +14,7 @@ from draftlab.evaluate.results import Report
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.export.serving_tables import report_path
 from draftlab.export.settings import ExportSettings
-from draftlab.files import known_sha256
+from draftlab.files import known_sha256, parse_json
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import RECIPE, flatten
@@ -77,6 +77,8 @@ class HeadWorkspace:
         self, target: TargetSettings, settings: EvalSettings, out: Path | None, *, monitor: Monitor
     ) -> tuple[Report, Path]:
         """Evaluate into `out` (None: eval/ of the workspace); return the report and its folder."""
+        if out is not None:
+            _check_replaced_report(out)
         folder = out or self.folder / "eval"
         inputs = flatten(settings, "eval.") | flatten(target, "target.") | input_files(settings)
         monitor.say(f"eval: {self.head}")
@@ -180,3 +182,23 @@ def open_head(
         RUNS / f"eval-{name}",
         False,
     )
+
+
+def _check_replaced_report(folder: Path) -> None:
+    """Check that report.json and report.html in a folder that the user names are draftlab's.
+
+    Raises:
+        UserError: they are files of something else.
+    """
+    there = [name for name in (REPORT, "report.html") if (folder / name).is_file()]
+    try:
+        fields = parse_json((folder / REPORT).read_bytes())
+    except (OSError, ValueError):
+        fields = None
+    if there and not (isinstance(fields, dict) and {"schema", "rows"} <= fields.keys()):
+        raise UserError(
+            "expected a new folder or one with draftlab's report.json, found another "
+            f"{' and '.join(there)}, which the report would replace",
+            where=folder,
+            do="name another folder with --out, or move these files",
+        )

@@ -98,6 +98,14 @@ def test_eval_with_out_leaves_the_run_unchanged(tmp_path: Path) -> None:
     assert snapshot(finished() / "runs") == before
 
 
+@pytest.mark.parametrize("name", ["report.json", "report.html"])
+def test_a_report_replaces_no_other_file_of_its_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text('{"mine": 1}')
+    options = ("--run", "small", "--temps", "0", "--out", str(tmp_path))
+    assert f"found another {name}" in " ".join(refused(finished(), "eval", *options).split())
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {name: '{"mine": 1}'}
+
+
 def test_a_head_folder_is_evaluated_with_its_target(tmp_path: Path) -> None:
     head = str(finished() / "runs" / "small" / "head")
     alone = shutil.copytree(head, tmp_path / "alone")  # it belongs to no run, which has a target
