@@ -149,9 +149,13 @@ def _parse_with_json(line: bytes, number: int, *, where: str, do: str) -> Conver
             f"expected Unicode text, found half a surrogate pair: {error}", where=where, do=do
         ) from None
     except ValueError as error:
+        # The words of json count lines within this one.
+        why: object = error
+        if isinstance(error, json.JSONDecodeError):
+            why = f"{error.msg} at character {min(error.pos, len(text.rstrip())) + 1}"
         raise UserError(
             "expected a JSON object in UTF-8 on each line, found "
-            f"{line[:60].decode(errors='replace').strip() or 'an empty line'!r}: {error}",
+            f"{line[:60].decode(errors='replace').strip() or 'an empty line'!r}: {why}",
             where=where,
             do=do,
         ) from None

@@ -73,6 +73,7 @@ def turn(role: str = "user", content: object = "q", **fields) -> dict:
     ("bad", "words"),
     [
         ("{not json", "JSON object"),
+        ('{"messages": [', "Expecting value at character 15"),
         ("", "JSON object"),
         (b'{"id": "\xff"}', "UTF-8"),
         ("[1, 2]", "the line: expected a mapping, found [1, 2]"),
