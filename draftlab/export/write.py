@@ -167,8 +167,11 @@ def served_k(
         return found
     imported = (head.provenance.get("imported") or {}).get("k")
     if isinstance(imported, int) and imported > 0:
-        return head.default_k, "as the imported head's files name; not measured"
-    return head.k_trained, "as the head was trained for; not measured"
+        return (
+            head.default_k,
+            "as the imported head's files name; no speed-up with an interval was measured",
+        )
+    return head.k_trained, "as the head was trained for; no speed-up with an interval was measured"
 
 
 def _measured_k(path: Path, folder: Path) -> tuple[int, str] | None:

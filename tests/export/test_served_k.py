@@ -41,7 +41,7 @@ ROWS = [
 def test_an_export_names_the_fastest_measured_k(export_head: ExportHead, tmp_path: Path) -> None:
     exported, monitor = export_head(), RecordingMonitor()
     config, path = load_config(exported.head), tmp_path / "report.json"
-    trained = (7, "as the head was trained for; not measured")
+    trained = (7, "as the head was trained for; no speed-up with an interval was measured")
     assert served_k(config, exported.head, None, path) == trained  # no report yet
     report_of(exported.head, ROWS).write(path)
     measured = (4, "the fastest measured at T = 0 (1.60×)")
