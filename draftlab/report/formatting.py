@@ -24,7 +24,7 @@ HEAD_NOTES = {
 # name: (one line, what the HTML page adds)
 LEGEND: dict[str, tuple[str, str]] = {
     "AL": (
-        "acceptance length = 1 + accepted / drafts; [95 % interval over prompts]",
+        "acceptance length = 1 + accepted / drafts; in brackets a 95 % interval over prompts",
         "The number of tokens that one verify step of the target emits: the accepted draft tokens "
         "and one token of the target. The interval is a bootstrap over prompts. The "
         "predicted AL of a training is another figure: it is of stored answers to held-out prompts "
@@ -51,7 +51,7 @@ LEGEND: dict[str, tuple[str, str]] = {
         "all drafts are the argmax.",
     ),
     "TPOT": (
-        "milliseconds per output token after the first; [95 % interval over prompts]",
+        "milliseconds per output token after the first",
         "The time of a step over the tokens that it emits. The time is measured on the timed "
         "prompts, Σ (latency − time to first token) / Σ steps, and counts as no shorter than that "
         "of a step without drafts; the tokens are counted on all prompts of the suite, "

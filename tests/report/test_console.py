@@ -234,5 +234,6 @@ def test_the_columns_are_explained() -> None:
     for width, hidden in ((160, ()), (80, ("acceptance",))):
         _, _, below = printed(sample.report(NARROW["heads"]), width).partition("─── \n")
         words = " ".join(below.split())
+        assert "first; [" not in words  # no column of TPOT has intervals
         for name in ("AL", "TPOT", "TTFT", "speed-up", "acceptance"):
             assert (f"{name} {fmt.LEGEND[name][0]}" in words) == (name not in hidden)
