@@ -49,9 +49,11 @@ class BlockPool:
         blocks.clear()
 
 
+MANY_SLOTS = 256
+"""Number of slots from which on waiting sequences are admitted several at a time: a prefill of
+several prompts takes little longer than one of one."""
 _ADMITTED_TOGETHER = 1 / 32
-"""Share of the slots that must be free before waiting sequences take them. Large batches thus
-prefill several prompts at once, which takes little longer than one."""
+"""Share of many slots that must be free before waiting sequences take them."""
 
 
 class Scheduler:
@@ -76,12 +78,13 @@ class Scheduler:
         self.waiting = deque(Sequence(request, k, max_length) for request in requests)
         self.running: list[Sequence] = []
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._admitted_together = max(int(num_slots * _ADMITTED_TOGETHER), 1)
+        many = num_slots >= MANY_SLOTS
+        self._admitted_together = int(num_slots * _ADMITTED_TOGETHER) if many else 1
 
     def admit(self) -> list[Sequence]:
         """Admit waiting sequences as long as there are slots and blocks; return them.
 
-        None is admitted before several can be, while others run.
+        With many slots none is admitted before several can be, while others run.
         """
         admitted: list[Sequence] = []
         if self.running and len(self._free_slots) < min(self._admitted_together, len(self.waiting)):

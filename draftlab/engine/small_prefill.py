@@ -23,6 +23,7 @@ from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.generation_state import Sequence
 from draftlab.engine.in_flight import InFlight, copy_to_host
 from draftlab.engine.prefill import emit_first_tokens
+from draftlab.engine.scheduler import MANY_SLOTS
 from draftlab.engine.step import GraphedStep, Step
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.model import HiddenStates
@@ -46,12 +47,12 @@ class SmallPrefill:
     """
 
     ROWS = 1, 2, 4, 8, 16  # many short answers end in the same step
-    MANY_SLOTS, MANY_ROWS = 256, (8, 32)
+    MANY_ROWS = 8, 32  # of an engine with many slots
     COLUMNS = 32, 64, 96, 128, 192, 256, 384, 512
 
     def __init__(self, step: Step, graphs: GraphedStep | None, max_tokens: int) -> None:
         self.step, self.graphs, self.max_tokens = step, graphs, max_tokens
-        self.many = step.input_batch.num_slots >= self.MANY_SLOTS
+        self.many = step.input_batch.num_slots >= MANY_SLOTS
         self.rows = self.MANY_ROWS if self.many else self.ROWS
         self._prefills: dict[PrefillShape, _Call] = {}
         self._drafts: dict[int, _Call] = {}  # by rows

@@ -165,13 +165,11 @@ def served_k(
         return calibrated_k(calibration, folder), "as the head was calibrated for"
     if report is not None and report.is_file() and (found := _measured_k(report, folder)):
         return found
+    unmeasured = "no speed-up with an interval was measured"
     imported = (head.provenance.get("imported") or {}).get("k")
     if isinstance(imported, int) and imported > 0:
-        return (
-            head.default_k,
-            "as the imported head's files name; no speed-up with an interval was measured",
-        )
-    return head.k_trained, "as the head was trained for; no speed-up with an interval was measured"
+        return head.default_k, f"as the imported head's files name; {unmeasured}"
+    return head.k_trained, f"as the head was trained for; {unmeasured}"
 
 
 def _measured_k(path: Path, folder: Path) -> tuple[int, str] | None:

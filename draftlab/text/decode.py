@@ -28,6 +28,22 @@ class _FirstLine(Monitor):
             pass_on(line)
 
 
+def answer_engine(target: Target, batch: int, max_length: int, monitor: Monitor) -> Engine:
+    """Return an engine for answers, which runs `batch` requests at once.
+
+    The larger the batch, the smaller the target: its prefills then take more tokens a pass, since
+    the host otherwise takes longer to launch them than the GPU to run them.
+    """
+    return Engine(
+        target,
+        batch=batch,
+        max_length=max_length,
+        prefill_tokens=min(max(8 * batch, 2048), 16384),
+        cpu_prepacked=True,
+        monitor=monitor,
+    )
+
+
 def engine_decode(
     target: Target | TargetMetadata, batch: int, monitor: Monitor | None = None
 ) -> Decode:
@@ -42,14 +58,7 @@ def engine_decode(
 
     def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
         size = min(batch, len(requests))
-        engine = Engine(
-            target,
-            batch=size,
-            max_length=max_length,
-            prefill_tokens=min(max(8 * size, 2048), 16384),
-            cpu_prepacked=True,
-            monitor=first_line,
-        )
+        engine = answer_engine(target, size, max_length, first_line)
         with decoding_threads(target):
             yield from engine.generate(requests)
 

@@ -13,13 +13,13 @@ def new_scheduler(count: int, slots: int, *, max_length: int = 40) -> Scheduler:
 
 
 def test_a_large_batch_admits_several_at_once() -> None:
-    scheduler = new_scheduler(134, 128)
-    assert len(scheduler.admit()) == 128
-    for _ in range(3):
+    scheduler = new_scheduler(266, 256)
+    assert len(scheduler.admit()) == 256
+    for _ in range(7):
         scheduler.remove(scheduler.running[0])
-        assert scheduler.admit() == []  # fewer than 128 / 32 slots are free
+        assert scheduler.admit() == []  # fewer than 256 / 32 slots are free
     scheduler.remove(scheduler.running[0])
-    assert len(scheduler.admit()) == 4
+    assert len(scheduler.admit()) == 8
     scheduler.remove(scheduler.running[0])
     assert scheduler.admit() == []
     scheduler.remove(scheduler.running[0])
@@ -28,11 +28,11 @@ def test_a_large_batch_admits_several_at_once() -> None:
 
 
 def test_a_small_batch_admits_each_at_once_and_an_empty_one_waits_for_none() -> None:
-    small = new_scheduler(40, 32)
+    small = new_scheduler(260, 255)
     small.admit()
     small.remove(small.running[0])
     assert len(small.admit()) == 1
-    large = new_scheduler(200, 128)
+    large = new_scheduler(400, 256)
     large.admit()
     for sequence in list(large.running):
         large.remove(sequence)

@@ -121,7 +121,7 @@ def test_engines_of_many_slots_prefill_all_prompts_in_shapes(
     temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal prompts and whole suites too; the small shapes stand for those of hundreds of slots."""
-    monkeypatch.setattr(SmallPrefill, "MANY_SLOTS", 16)
+    monkeypatch.setattr("draftlab.engine.small_prefill.MANY_SLOTS", 16)
     monkeypatch.setattr(SmallPrefill, "MANY_ROWS", (2, 4))
     target, heads, prompts = embedded("cpu")
     several = [*prompts[:20], *((f"{i} again", ids) for i, ids in prompts[:1])]

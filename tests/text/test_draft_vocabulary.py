@@ -124,7 +124,7 @@ def test_tokens_of_prompts_then_the_tokenizers_first_tokens_fill_the_vocabulary(
 
 
 def test_of_equally_frequent_tokens_of_prompts_the_lowest_ids_are_chosen() -> None:
-    """Where a token occurs, its place in the tokenizer's order plays no part."""
+    """The tokenizer's order ranks only tokens that do not occur."""
     order = np.full(V, V)
     order[15] = 0
     store = TokenStore(([15, 12, 0, 6, 6], [0, 0, 1, 1, 1]))

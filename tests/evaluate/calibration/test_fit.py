@@ -177,7 +177,7 @@ def test_equal_outcomes_have_a_finite_fit(accepted: int) -> None:
 
 
 def test_a_position_without_drafts_is_not_corrected() -> None:
-    """What outcomes do not decide, the ridge does."""
+    """Without outcomes the ridge keeps the logits as they are."""
     blocks = DraftBlocks(np.zeros((4, 2)), *[np.ones(4, dtype=np.int64)] * 3)
     assert fit_betas(blocks, np.full((4, 2), 0.5))[1] == (1.0, 1.0, 0.0)
     slopes, intercepts = fit_logistic(blocks)
