@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -15,6 +16,7 @@ ENDING_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 PARENT = "DRAFTLAB_PARENT"
 """Environment variable with the id of the process that starts a worker."""
 _POLL_S = 1.0
+_AGAIN_S = 0.01
 
 
 def worker_environment() -> dict[str, str]:
@@ -65,6 +67,8 @@ def on_ending_signal(
 
     A signal that the process ignores stays ignored, as under nohup. Only the main thread of a
     process receives signals; a block in another thread gets those of `deliver_ending_signal`.
+    Python prints and drops an exception in `__del__`. Where a signal's arrival drops the one of
+    `handle`, the signal is sent again a moment later.
     """
     if threading.current_thread() is not threading.main_thread():
         _handlers_of_threads.append(handle)
@@ -75,10 +79,29 @@ def on_ending_signal(
         return
     handlers = {number: signal.getsignal(number) for number in signals}
     former = {number: old for number, old in handlers.items() if old != signal.SIG_IGN}
+    received: list[int] = []
+
+    def receive(number: int, _: object) -> None:
+        received.append(number)
+        handle(number)
+
+    def send_again() -> None:
+        if received:
+            os.kill(os.getpid(), received[-1])
+
+    def dropped(exception: sys.UnraisableHookArgs) -> None:
+        if received and isinstance(exception.exc_value, SystemExit | KeyboardInterrupt):
+            threading.Timer(_AGAIN_S, send_again).start()
+        else:
+            former_hook(exception)
+
+    former_hook, sys.unraisablehook = sys.unraisablehook, dropped
     for number in former:
-        signal.signal(number, lambda number, _: handle(number))
+        signal.signal(number, receive)
     try:
         yield
     finally:
+        received.clear()
+        sys.unraisablehook = former_hook
         for number, old in former.items():
             signal.signal(number, old)

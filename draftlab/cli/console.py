@@ -228,8 +228,9 @@ def _ended_by_signals(monitor: ConsoleMonitor, interrupted: str) -> Iterator[Non
         if number == signal.SIGINT and not importing:
             raise KeyboardInterrupt
         monitor.close()
-        name = "interrupted" if number == signal.SIGINT else signal.Signals(number).name
-        monitor.console.print(f"{name}; {interrupted}")
+        if len(codes) == 1:
+            name = "interrupted" if number == signal.SIGINT else signal.Signals(number).name
+            monitor.console.print(f"{name}; {interrupted}")
         if importing:
             sys.stdout.flush()
             sys.stderr.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import signal
 import threading
+import time
 
 import pytest
 from rich.console import Console
@@ -45,6 +46,21 @@ def test_a_signal_whose_exception_a_library_replaces_ends_the_process(
     assert ended.value.code == 128 + signal.SIGTERM
     assert console.file.getvalue().startswith("SIGTERM; the same")
     assert "error" not in console.file.getvalue()
+
+
+def test_a_signal_during_a_deletion_ends_the_process() -> None:
+    """Python prints and drops an exception that is raised in `__del__`."""
+
+    class Deleted:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGTERM)
+
+    console = Console(file=io.StringIO(), width=100)
+    with pytest.raises(SystemExit) as ended, guard(False, monitor=ConsoleMonitor(console)):
+        Deleted()
+        time.sleep(60)
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert console.file.getvalue().count("SIGTERM; the same") == 1
 
 
 def test_a_signal_that_is_ignored_stays_ignored() -> None:
