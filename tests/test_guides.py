@@ -10,8 +10,6 @@ import contextlib
 import json
 import re
 import shlex
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,24 +51,6 @@ def blocks(page: Path, kind: str) -> list[str]:
     return [text for mark, text in BLOCK.findall(page.read_text()) if mark == kind]
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with my.yaml and its finished run."""
-    folder = tmp_path_factory.mktemp("guides")
-    (folder / "my.yaml").write_text(RECIPE)
-    result = draftlab(folder, "run", "my.yaml")
-    assert result.exit_code == 0, result.output
-    return folder
-
-
-@pytest.fixture
-def workshop(finished: Path, tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "workshop"
-    shutil.copytree(finished, folder, symlinks=True)
-    with contextlib.chdir(folder):
-        yield folder
-
-
 def in_order() -> list[Path]:
     """Return README and the guides in the order in which README names them."""
     names = re.findall(r"docs/guide/(\w+\.md)\)", README.read_text().split("## Read on")[1])
@@ -97,19 +77,6 @@ def run_python(page: Path, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [p for p in GUIDES if blocks(p, "sh")], ids=lambda p: p.stem)
-def test_the_commands_of_a_guide_run(page: Path, workshop: Path) -> None:
-    type_commands(page, workshop)
-
-
-@pytest.mark.slow
-def test_the_python_of_the_api_guide_runs(workshop: Path) -> None:
-    run_python(ROOT / "docs/guide/python_api.md", workshop)
-    assert (workshop / "exported/config.json").is_file()
-    assert (workshop / "report/report.html").is_file()
-
-
-@pytest.mark.slow
 def test_all_guides_run_one_after_the_other(tmp_path: Path) -> None:
     """A reader who types everything, in README's order, starts with a recipe alone."""
     (tmp_path / "my.yaml").write_text(RECIPE)
@@ -117,6 +84,8 @@ def test_all_guides_run_one_after_the_other(tmp_path: Path) -> None:
         type_commands(page, tmp_path)
         if page.stem == "python_api":
             run_python(page, tmp_path)
+            assert (tmp_path / "exported/config.json").is_file()
+            assert (tmp_path / "report/report.html").is_file()
     report = json.loads((tmp_path / "runs/my/eval-parallel/report.json").read_text())
     assert {row["head"] for row in report["rows"]} > {"my", "parallel"}  # not one head twice
 

@@ -305,10 +305,10 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["TMPDIR"] = str(temporary)
     importlib.import_module("draftlab.pipeline.pipeline")  # before the forks
     kills, lives = Kills(options.seed), 0
-    for name in options.cases:
-        kills.measure(name)
     while (left := options.kills - sum(kills.kills.values())) > 0:
         name = options.cases[lives % len(options.cases)]
+        if not kills.undisturbed[name].files:
+            kills.measure(name)
         kills.life(name, left)
         lives += 1
         print(f"{sum(kills.kills.values())} kills, {lives} complete runs: {name}", flush=True)

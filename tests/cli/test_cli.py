@@ -19,42 +19,13 @@ from draftlab.cli import app
 from draftlab.cli.console import ConsoleMonitor, guard
 from draftlab.errors import UserError
 from draftlab.evaluate.evaluator import Evaluator
-from draftlab.evaluate.results import SCHEMA_VERSION
 from draftlab.pipeline import pipeline
-from tests.helpers.small_run import draftlab, finished, refused, snapshot
+from tests.helpers.small_run import draftlab, finished, snapshot
 
 VERBS = (
     "run", "prepare", "record", "train", "eval", "doctor", "export", "import", "push", "inspect",
     "recipe", "store", "version",
 )  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("arguments", "messages"),
-    [
-        (("train", "none.yaml"), ("expected a recipe", "where: none.yaml")),
-        (("train", "small.yaml", "train.stepz=3"), ("did you mean train.steps?", "recipe schema")),
-        (("train", "small.yaml", "target=./nowhere"), ("config.json", "where: nowhere")),
-        (("train", "small.yaml", "prompts.source=no.jsonl"), ("no.jsonl",)),
-        (("eval", "--run", "nothing"), ("expected a run, found none", "none named 'nothing'")),
-        (("eval", "--temps", "0,hot"), ("--temps: expected a number, found 'hot'", "eval --help")),
-        (
-            ("eval", "--k", "0"),
-            ("--k: expected a number greater", "found '0'", "command line", "eval --help"),
-        ),
-        (("eval", "--timing-batches", "8,0"), ("--timing-batches: expected ", "found '0'")),
-        (("eval", "--out", "small.yaml/x"), ("expected a folder to write to, found a file",)),
-        (("eval", "--k", "3,x"), ("--k: expected a whole number, found 'x'",)),
-        (("eval", "--temps", "0,,0.7"), ("--temps", "0,,0.7")),
-        (("eval", "--compare", "nothing"), ("expected a head folder", "nothing")),
-        (("eval", "--draft-probs", "maybe"), ("--draft-probs: expected 'on', ", "'maybe'")),
-        (("eval", "--head", "nothing"), ("expected a head folder", "nothing")),
-        (("recipe", "show", "none.yaml"), ("expected a recipe",)),
-    ],
-)
-def test_mistakes_are_one_message(arguments: tuple[str, ...], messages: tuple[str, ...]) -> None:
-    output = refused(finished(), *arguments)
-    assert [text for text in messages if text not in output] == []
 
 
 def test_debug_prints_the_traceback_of_a_mistake() -> None:
@@ -162,7 +133,8 @@ def test_help_of_every_verb(verb: str, tmp_path: Path) -> None:
 def test_the_list_of_verbs_is_complete(tmp_path: Path) -> None:
     names = {c.name or c.callback.__name__ for c in app.registered_commands}
     assert names | {g.name for g in app.registered_groups} == set(VERBS)
-    assert draftlab(tmp_path, "evla").exit_code == 2
+    for arguments in ("--version", "version"):
+        assert draftlab(tmp_path, arguments).stdout.startswith("0.1.0")
     assert draftlab(tmp_path, "recipe", "schema").stdout.count("\n") > 100
     assert "properties" in json.loads(draftlab(tmp_path, "recipe", "schema", "--json").stdout)
 
@@ -195,18 +167,3 @@ def test_mistakes_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
     assert "Usage: draftlab" in done.stdout
     for output in ("--to: expected a layout", "--k: expected a number", "--dtype: expected 'auto'"):
         assert output in done.stderr
-
-
-def test_stdout_of_a_process_has_only_json() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "draftlab", "run", "small.yaml", "--json"],
-        cwd=finished(),
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == (finished() / "runs/small/eval/report.json").read_text()
-    assert json.loads(done.stdout)["schema"] == SCHEMA_VERSION
-    assert "eval: there (runs/small/eval)" in done.stderr

@@ -7,6 +7,7 @@ internal error.
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,11 @@ READERS = (
 
 
 def heads(*cases: tuple[Damage, str]) -> list[Case]:
-    """Return a case for each damage of a head and each command that reads heads."""
-    return [Case(command, words, damage) for damage, words in cases for command in READERS]
+    """Return a case for each damage of a head; the commands that read heads take turns."""
+    return [
+        Case(command, words, damage)
+        for (damage, words), command in zip(cases, cycle(READERS), strict=False)
+    ]
 
 
 CONFIG = f"{HEAD}/draftlab.json"
@@ -96,16 +100,11 @@ REFUSED = [
         (remove(WEIGHTS), "safetensors"),
     ),
     *[Case(command, "shape", edit(CONFIG, hidden_size=64)) for command in READERS[1:]],
-    Case("eval --head nowhere", "nowhere"),
     Case("eval --head toy", "toy"),
     Case(f"eval --head {HEAD} --target nowhere", "nowhere"),
     Case(f"eval --head {HEAD} --target embedded", "was trained for"),
-    Case("eval --run nowhere", "nowhere"),
     Case(f"eval --run small --head {HEAD}", "expected a run or a head, found both"),
     Case("eval --run small --temps -1", "--temps"),
-    Case("eval --run small --temps hot", "--temps"),
-    Case("eval --run small --k 0", "k"),
-    Case("eval --run small --k many", "k"),
     Case("eval --run small --suite nowhere", "nowhere"),
     Case("eval --run small --max-prompts 0", "--max-prompts"),
     Case("eval --run small --top-p 2", "--top-p"),
@@ -125,15 +124,12 @@ REFUSED = [
     Case(f"import {RUN}/export/speculators --to h --target toy --k 0", "k"),
     Case(f"import {RUN}/export/speculators --to h --target toy --dtype int8", "int8"),
     Case("inspect small", "shard-00000", cut(SHARD, 200)),
-    Case("inspect nowhere", "nowhere"),
     Case("inspect small.yaml", "small.yaml"),
-    Case(f"inspect {STORE} --sample 9999", "expected a sample in"),
     Case(f"store merge {STORE} --out toy", "new folder"),
     Case("store merge nowhere --out o", "nowhere"),
     Case(f"store merge {STORE} --out s3://bucket/o", "found the URL s3://bucket/o"),
     Case("doctor nowhere", "nowhere"),
     Case("push nowhere a/b", "nowhere"),
-    Case("push small a", "repository"),
 ]
 DAMAGED_STORE = [
     Case(command, words, damage)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -163,7 +162,9 @@ def test_inspect_shows_run_store_head_and_report() -> None:
         result = draftlab(finished(), "inspect", *arguments)
         assert result.exit_code == 0, result.output
         assert [text for text in output if text not in result.stdout] == []
-    assert "expected a sample in 0..11" in draftlab(finished(), "inspect", "--sample", "12").stderr
+    for what in ("small", str(run / "store")):  # refused before anything is printed
+        said = refused(finished(), "inspect", what, "--sample", "12")
+        assert "expected a sample in 0..11" in said
     assert "expected a run, found none" in refused(finished(), "inspect", "nothing")
     assert "expected a report" in refused(finished(), "inspect", str(run / "eval"), "nothing")
     other = str(run / "provenance.json")
@@ -174,15 +175,6 @@ def test_inspect_shows_run_store_head_and_report() -> None:
         output = refused(finished(), "inspect", str(export))
         assert f"`draftlab doctor {layout}`" in output
         assert f"`draftlab import {layout} --to" in output
-
-
-def test_inspect_refuses_a_truncated_head(tmp_path: Path) -> None:
-    shutil.copytree(finished() / "runs" / "small" / "head", tmp_path / "head")
-    weights = tmp_path / "head" / "model.safetensors"
-    os.truncate(weights, weights.stat().st_size - 4)
-    assert "weights are unreadable" in refused(tmp_path, "inspect", "head")
-    weights.unlink()
-    assert "expected the head's weights, found nothing" in refused(tmp_path, "inspect", "head")
 
 
 def test_verbs_without_a_run_say_how_to_start_one(tmp_path: Path) -> None:
@@ -216,6 +208,17 @@ def test_a_broken_suite_leaves_the_run_unchanged(folder: Path) -> None:
         (("train", "small.yaml", "eval.k=0"), "\n  eval.k: expected a number greater than or"),
         (("train", "small.yaml", "eval.k=[1,0]"), "\n  eval.k.1: expected a number greater than"),
         (("push", "small", "name"), "write owner and name: OWNER/NAME\n"),
+        (("train", "none.yaml"), "expected a recipe, found no such file\nwhere: none.yaml"),
+        (("train", "small.yaml", "train.stepz=3"), "did you mean train.steps?"),
+        (("train", "small.yaml", "target=./nowhere"), "where: nowhere"),
+        (("eval", "--run", "nothing"), "none named 'nothing'"),
+        (("eval", "--temps", "0,hot"), "--temps: expected a number, found 'hot'"),
+        (("eval", "--k", "0"), "--k: expected a number greater"),
+        (("eval", "--timing-batches", "8,0"), "--timing-batches: expected "),
+        (("eval", "--out", "small.yaml/x"), "expected a folder to write to, found a file"),
+        (("eval", "--k", "3,x"), "--k: expected a whole number, found 'x'"),
+        (("eval", "--compare", "nothing"), "expected a head folder"),
+        (("eval", "--draft-probs", "maybe"), "--draft-probs: expected 'on', "),
     ],
 )
 def test_a_mistake_is_named_in_few_lines(
@@ -234,10 +237,3 @@ def test_layouts_are_checked_before_one_is_written(tmp_path: Path) -> None:
     text = refused(folder, "export", "--run", "small", "--to", "vllm,sglang", "--out", "new")
     assert "where: --to sglang" in text
     assert not (folder / "new").exists()
-
-
-def test_a_sample_that_is_not_there_is_refused_before_anything_is_printed() -> None:
-    for what in ("small", "runs/small/store"):
-        assert "expected a sample in 0..11" in refused(
-            finished(), "inspect", what, "--sample", "99"
-        )

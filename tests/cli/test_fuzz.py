@@ -104,13 +104,13 @@ def overrides(draw: st.DrawFn) -> str:
     return f"{draw(st.sampled_from(SETTINGS))}={json.dumps(draw(VALUES))}"
 
 
-@examples(70)
+@examples(30)
 @given(st.lists(overrides(), min_size=1, max_size=2))
 def test_overrides(folder: Path, chosen: list[str]) -> None:
     check(folder, "run", "small.yaml", "--plan", "name=new", *chosen)
 
 
-@examples(20)
+@examples(10)
 @given(
     st.binary(max_size=40) | st.recursive(VALUES, st.lists).map(lambda v: json.dumps(v).encode())
 )
@@ -143,7 +143,7 @@ COMMANDS = {
 def test_json_files(folder: Path, name: str) -> None:
     path = folder / RUN / name
 
-    @examples(12)
+    @examples(6)
     @given(st.data(), st.sampled_from(COMMANDS[name]))
     def run(data: st.DataObject, command: tuple[str, ...]) -> None:
         changed = mutated_json(data.draw, path)
@@ -177,7 +177,7 @@ def test_damaged_files(folder: Path, name: str, command: tuple[str, ...]) -> Non
     path = folder / RUN / name
     original = path.read_bytes()
 
-    @examples(8)
+    @examples(4)
     @given(st.integers(0, len(original) - 1), st.integers(1, 255), st.booleans())
     def run(place: int, mask: int, cut: bool) -> None:
         flipped = bytes([original[place] ^ mask])
@@ -199,7 +199,7 @@ def lines(draw: st.DrawFn) -> bytes:
     )
 
 
-@examples(40)
+@examples(16)
 @given(lines() | st.binary(max_size=30))
 def test_prompts(folder: Path, data: bytes) -> None:
     (folder / "p.jsonl").write_bytes(data)
@@ -227,7 +227,7 @@ PIECES = st.sampled_from(
 )
 
 
-@examples(25)
+@examples(12)
 @given(st.lists(PIECES, max_size=6))
 def test_chat_templates(folder: Path, pieces: list[str]) -> None:
     config = folder / "toy/tokenizer_config.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 
@@ -29,20 +28,3 @@ def server_rows(spans: Tensor, k: int) -> set[tuple[int, int]]:
             rows |= {(t, step) for step in steps}
             todo += [t + accepted + 1 for accepted in range(len(steps) + 1)]
     return rows
-
-
-def reach_mask_t(spans: Tensor) -> Tensor:
-    """Return the reach under a published bug: w_k(t) = mask[t]."""
-    room = torch.arange(len(spans), 0, -1) - 2
-    return torch.where(spans > 0, room.clamp(min=0), 0)
-
-
-def reach_mask_t_k(spans: Tensor) -> Tensor:
-    """Return the reach under a published bug: w_k(t) = mask[t + k], from inside the answer."""
-    reach = torch.zeros(len(spans), dtype=torch.int64)
-    for t in range(len(spans)):
-        k = 0
-        while t + k + 2 < len(spans) and spans[t] and spans[t + k] == spans[t]:
-            k += 1
-        reach[t] = k
-    return reach

@@ -9,7 +9,7 @@ import torch
 
 from draftlab.heads.family import family_names, get_family
 from draftlab.train.batch.packing import pack
-from draftlab.train.objectives.loss import DraftTeacher, LossTerms, reach_probability, weighted_loss
+from draftlab.train.objectives.loss import DraftTeacher, LossTerms, weighted_loss
 from draftlab.train.settings import TrainSettings
 from tests.helpers.synthetic import head, parts, record, spans_of
 
@@ -19,15 +19,6 @@ def test_the_setting_comes_to_the_loss_of_every_family(family: str) -> None:
     loss_terms = get_family(family).objective().loss_terms
     assert loss_terms(TrainSettings(acceptance_weighting=0.3)).acceptance_weighting == 0.3
     assert loss_terms(TrainSettings()).acceptance_weighting == 0
-
-
-def test_the_product_of_what_an_anchor_was_accepted_at() -> None:
-    """Anchors 4, 0 and 2 have three, one and two steps, in whatever order of rows."""
-    step = torch.tensor([0, 0, 0, 1, 1, 2])
-    anchor = torch.tensor([4, 0, 2, 2, 4, 4])
-    alpha = torch.tensor([0.5, 0.9, 0.25, 0.7, 0.4, 0.1])
-    reached = reach_probability(alpha, step, anchor, 3, 6)
-    torch.testing.assert_close(reached, torch.tensor([1, 1, 1, 0.25, 0.5, 0.5 * 0.4]))
 
 
 @pytest.mark.parametrize(

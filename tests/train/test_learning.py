@@ -22,7 +22,6 @@ from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.token_scores import score
 from draftlab.train.validation import walk
 from tests.helpers.list_store import ListStore
-from tests.helpers.loss_rows import reach_mask_t, reach_mask_t_k
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import InterruptingMonitor, SignallingMonitor
 from tests.helpers.synthetic import spans_of
@@ -53,20 +52,6 @@ def test_first_draft_and_the_rest_are_learnt(tmp_path: Path) -> None:
     first, others = accuracies(trained(tmp_path, store, target, steps=120), target)
     assert first > 0.95
     assert others > 0.95
-
-
-@pytest.mark.parametrize("bug", [reach_mask_t, reach_mask_t_k])
-def test_masks_that_skip_the_first_draft_fail_to_learn_it(
-    bug, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("draftlab.train.batch.loss_rows.loss_reach", bug)
-    target = orthogonal_parts()
-    store = ListStore([toy_answer(target, i) for i in range(300)])
-    trainer = trained(tmp_path, store, target, steps=120)
-    monkeypatch.undo()
-    first, others = accuracies(trainer, target)
-    assert first < 0.5
-    assert others > 0.9
 
 
 def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
@@ -106,14 +91,6 @@ def test_a_kill_while_metrics_are_cut_loses_none(
     assert len(log.path.read_text().splitlines()) == 2
 
 
-def test_accumulation_changes_nothing(tmp_path: Path) -> None:
-    target = orthogonal_parts()
-    store = ListStore([toy_answer(target, i) for i in range(30)])
-    whole = trained(tmp_path / "a", store, target, steps=5)
-    parts = trained(tmp_path / "b", store, target, steps=5, micro_rows=1)
-    assert_same_weights(whole, parts, rtol=1e-3, atol=1e-4)
-
-
 def test_a_training_continues_with_other_passes(tmp_path: Path) -> None:
     """Few GPUs or too little memory must not mean a training from step 0."""
     target, monitor = orthogonal_parts(), RecordingMonitor()
@@ -135,14 +112,6 @@ def test_passes_are_part_of_the_key_where_the_loss_depends_on_them(tmp_path: Pat
     trained(tmp_path, store, target, steps=1, loss="lk", micro_rows=2)
     with pytest.raises(UserError, match="another recipe"):
         trained(tmp_path, store, target, steps=1, loss="lk", micro_rows=1)
-
-
-def test_a_checkpoint_of_another_recipe_is_refused(tmp_path: Path) -> None:
-    target = orthogonal_parts()
-    store = ListStore([toy_answer(target, i) for i in range(10)])
-    trained(tmp_path, store, target, steps=2)
-    with pytest.raises(UserError, match="another recipe"):
-        trained(tmp_path, store, target, steps=3)
 
 
 def test_walk_counts_as_a_server_does() -> None:

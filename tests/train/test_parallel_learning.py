@@ -21,7 +21,6 @@ from draftlab.train.validation import validate
 from tests.helpers import synthetic
 from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.small_run import InterruptingMonitor
 from tests.helpers.toy_training import (
     ANSWER,
     PROMPT,
@@ -43,15 +42,14 @@ def store(count: int) -> ListStore:
     return ListStore([toy_answer(target, i) for i in range(count)])
 
 
-@pytest.mark.parametrize("num_layers", [1, 2])
-def test_every_depth_is_learnt(num_layers: int, tmp_path: Path) -> None:
+def test_every_depth_is_learnt(tmp_path: Path) -> None:
     """Answers count up: from an anchor alone, depth d is d further, which chance hits 1 in 20."""
     target = orthogonal_parts()
     trainer = trained(
         tmp_path,
         store(300),
         target,
-        config=peagle_config(num_layers=num_layers),
+        config=peagle_config(num_layers=2),
         steps=150,
         ttt_steps=DEPTHS,
     )
@@ -80,57 +78,6 @@ def test_only_the_mask_token_s_embedding_changes(tmp_path: Path) -> None:
     everything = torch.arange(synthetic.VOCAB)
     assert torch.equal(loaded.embed(everything), head.embed(everything))
     assert torch.equal(loaded.embed_tokens(everything), head.embed(everything))
-
-
-def test_masked_slots_are_trained(tmp_path: Path) -> None:
-    target = orthogonal_parts()
-    settings = {
-        "config": peagle_config(),
-        "ttt_steps": DEPTHS,
-        "learning_rate": 1e-2,
-        "warmup": 0.0,
-    }
-    one, two = (trained(tmp_path / str(n), store(20), target, steps=n, **settings) for n in (1, 4))
-    for name in ("mask_hidden", "mask_embedding"):
-        moved = one.head.get_parameter(name) - two.head.get_parameter(name)
-        assert moved.abs().min() > 0, name
-
-
-def test_vectors_do_not_decay_even_as_matrices_of_one_row(tmp_path: Path) -> None:
-    target = orthogonal_parts()
-    trainer = trained(
-        tmp_path,
-        store(10),
-        target,
-        config=peagle_config(num_layers=2, qk_norm=True),
-        steps=1,
-        ttt_steps=DEPTHS,
-        weight_decay=0.1,
-    )
-    head = trainer.head
-    groups = trainer.backend.optimizer.param_groups
-    decayed, rest = ({id(p) for p in group["params"]} for group in groups)
-    assert groups[0]["weight_decay"] == 0.1
-    assert groups[1]["weight_decay"] == 0
-    assert {id(head.mask_hidden), id(head.mask_embedding), id(head.norm.weight)} <= rest
-    assert {id(head.fc.weight), id(head.layers[1].mlp.up_proj.weight)} <= decayed
-    assert id(head.embed_tokens.weight) not in decayed | rest
-
-
-def test_resumed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
-    target = orthogonal_parts()
-    fields = {
-        "config": peagle_config(num_layers=2),
-        "ttt_steps": DEPTHS,
-        "steps": 12,
-        "anchor_parts": 2,
-    }
-    whole = trained(tmp_path / "whole", store(40), target, **fields)
-
-    settings = fields | {"checkpoint_every": 4, "log_every": 1}
-    with pytest.raises(KeyboardInterrupt):
-        trained(tmp_path / "cut", store(40), target, InterruptingMonitor("train", 9), **settings)
-    assert_same_weights(whole, trained(tmp_path / "cut", store(40), target, **settings))
 
 
 @pytest.mark.parametrize("cut", [{"micro_rows": 1}, {"anchor_parts": 3}], ids=str)

@@ -27,9 +27,13 @@ def new_head(parts: TargetParts, family: str = "eagle3") -> DraftHead:
     return untrained_head(config, parts, DraftVocabulary(torch.arange(40), 1.0), seed=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
-    "kind", ["llama", "gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3", "olmo2", "olmo3"]
+    ("kind", "family"),
+    zip(
+        ["llama", "gemma", "gemma2", "gemma3_text", "qwen3_next", "qwen3", "olmo2", "olmo3"],
+        FAMILIES * 2,
+        strict=True,
+    ),
 )
 def test_the_norm_is_the_targets(kind: str, family: str, tmp_path: Path) -> None:
     parts = load_parts(zoo_folder(tmp_path, kind))

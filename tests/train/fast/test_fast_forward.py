@@ -13,7 +13,6 @@ from torch import Tensor
 
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.fp8_linear import Fp8Weight
-from draftlab.kernels.ttt_attention import document_starts
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.fast import choose_forward
@@ -24,7 +23,7 @@ from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.fast.shared_gradients import Shared
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.objectives.block import block_outputs
-from draftlab.train.objectives.loss import DraftTeacher, row_starts, weighted_loss
+from draftlab.train.objectives.loss import DraftTeacher, weighted_loss
 from draftlab.train.objectives.parallel import parallel_outputs
 from draftlab.train.objectives.ttt import unroll
 from draftlab.train.settings import TrainSettings
@@ -104,18 +103,6 @@ def test_a_loss_may_read_one_step_alone(step: int, recompute: bool) -> None:
         for forward in (FastUnroll(torch.float64, recompute=recompute), unroll)
     )
     torch.testing.assert_close(actual, expected)
-
-
-def test_padding_rows_see_no_key() -> None:
-    """Their outputs are not read, but keys that they saw would cost time."""
-    batch = ragged_batch()
-    starts = document_starts(batch.documents)
-    assert any(len(rows.valid_rows) < rows.index.numel() for rows in batch.steps)
-    for rows in batch.steps:
-        of_rows = row_starts(starts, rows).flatten()
-        expected = torch.full_like(of_rows, starts.shape[1])
-        expected[rows.valid_rows] = starts.gather(1, rows.index).flatten()[rows.valid_rows]
-        assert torch.equal(of_rows, expected)
 
 
 def test_sums_of_steps_add_up_to_the_loss() -> None:
@@ -297,10 +284,3 @@ def test_failing_or_wrong_compiled_code_is_not_used(
     assert module.head_forward.ops == (FP8_OPS if precision == "fp8" else FUSED_OPS)
     assert "not compiled" in module.description
     assert reason in module.description
-
-
-def test_other_heads_are_not_supported() -> None:
-    chain, parallel = random_norms_head(), random_norms_head(**PEAGLE)
-    assert not FastUnroll.supports(parallel)
-    assert not FastUnroll.supports(random_norms_head(**EAGLE))
-    assert not FastParallel.supports(chain)

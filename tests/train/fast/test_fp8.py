@@ -69,7 +69,7 @@ def test_outputs_and_gradients_are_close_to_float32s(
         assert errors["fp8", name] > 2 * errors["bfloat16", name], name
 
 
-@pytest.mark.parametrize("changes", HEADS, ids=str)
+@pytest.mark.parametrize("changes", HEADS[1::2], ids=str)
 def test_recomputed_and_compiled_steps_are_the_same(
     changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:

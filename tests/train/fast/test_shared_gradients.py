@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
 from hypothesis import given
@@ -79,13 +76,6 @@ def test_a_graph_may_go_backward_again_in_parts_and_recomputed() -> None:
     torch.testing.assert_close(actual, alone * 5)
 
 
-def test_a_sum_is_freed_behind_the_backward_pass() -> None:
-    shared = Shared(drawn(1, WIDTH, SIZE).requires_grad_())
-    loss = shared.product(drawn(2, ROWS, SIZE)).sum()
-    loss.backward()
-    assert shared.sum.value is None
-
-
 def test_tensors_become_one_matrix_of_another_dtype() -> None:
     """Each one's gradient is its rows of the matrix's, in its own dtype."""
     parts = [drawn(seed, size, SIZE).float().requires_grad_() for seed, size in ((1, 2), (2, 4))]
@@ -116,23 +106,3 @@ def test_gradients_of_rows_are_added_to_a_copy(whole: Tensor | None) -> None:
     expected[index] += rows
     assert torch.equal(actual, expected)
     assert whole is None or (whole == 1).all()
-
-
-def test_a_step_leaves_nothing_behind_for_the_garbage_collector() -> None:
-    """With a cycle through the graph a GPU held the weights of several steps at once."""
-    weight = drawn(1, WIDTH, SIZE).requires_grad_()
-    gc.collect()
-    gc.disable()
-    try:
-        for backward in (True, False):
-            cast = weight * 2
-            shared = Shared(cast)
-            total = shared.product(drawn(2, ROWS, SIZE)).sum()
-            total = total + shared.product(drawn(3, ROWS, SIZE)).sum()
-            if backward:
-                total.backward()
-            left = [weakref.ref(shared), weakref.ref(cast), weakref.ref(shared.tensor)]
-            del shared, cast, total
-            assert [each() for each in left] == [None] * 3
-    finally:
-        gc.enable()

@@ -126,11 +126,7 @@ SOME = {f"r{seed}": (torch.arange(40) + seed) % 3 != 0 for seed in range(len(TUR
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(
-    ("kept", "floor"),
-    [(ALL, None), (SOME, None), (SOME, 0.5), (ALL, 0.1)],
-    ids=["all", "some", "D-PACE", "D-PACE of all"],
-)
+@pytest.mark.parametrize(("kept", "floor"), [(ALL, None), (SOME, 0.5)], ids=["all", "D-PACE"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradients_equal_blocks_run_one_by_one(
     kind: str, kept: dict[str, Tensor], floor: float | None
@@ -168,37 +164,6 @@ def test_loss_and_gradients_equal_blocks_run_one_by_one(
     for name, gradient in expected_gradients.items():
         assert gradient.abs().max() > 1e-6, name
     assert_same(actual, expected_gradients)
-
-
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(
-    ("kind", "change"),
-    [
-        ("dspark", {"is_causal": True}),
-        ("dspark, causal", {"is_causal": False}),
-        ("dspark", {"sample_from_anchor": False, "k_trained": K - 1}),
-        ("dflash", {"sample_from_anchor": True, "k_trained": K + 1}),
-        ("dspark", {"mask_token_id": 6}),
-    ],
-)
-def test_wrong_flags_change_the_outputs(kind: str, change: dict) -> None:
-    target, model = parts(), random_head(kind)
-    other = random_norms_head(**KINDS[kind] | change)
-    other.load_state_dict(model.state_dict())
-    batch = pack([records_of(target)[3:]], 64, K - 1)
-    outputs, others = (list(block_outputs(m, batch)) for m in (model, other))
-    for one, two in zip(outputs, others, strict=True):
-        assert (one.output - two.output).abs().max() > 1e-3
-
-
-@pytest.mark.usefixtures("float64")
-def test_neighbouring_boundaries_and_positions_change_the_outputs() -> None:
-    target, model = parts(), random_head("dspark")
-    records = records_of(target)[3:]
-    batch = pack([records], 64, K)
-    expected = next(block_outputs(model, batch)).output
-    shifted = pack([[replace(r, features=r.features.roll(1, 0)) for r in records]], 64, K)
-    assert (next(block_outputs(model, shifted)).output - expected).abs().max() > 1e-2
 
 
 @pytest.mark.usefixtures("float64")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from draftlab.store.store import Record
@@ -17,8 +14,6 @@ from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.feature_noise import StepNoise
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import SOFT_CE, LossTerms
-from draftlab.train.optimizer import learning_rate
-from draftlab.train.settings import TrainSettings
 from tests.helpers.fast_forward import EAGLE
 from tests.helpers.loss_rows import server_rows
 from tests.helpers.plain_chain import PlainChain
@@ -38,6 +33,7 @@ IMITATION = LossTerms("soft_ce", 0.1, 1.0)
 KINDS: dict[str, tuple[dict[str, Any], LossTerms]] = {
     "eagle": (EAGLE, IMITATION),
     "eagle of 2 layers": (EAGLE | {"num_layers": 2}, IMITATION),
+    "eagle3": ({}, SOFT_CE),
     "norm_before_fc": ({"norm_before_fc": True}, SOFT_CE),
     "fc_norm, norm_output": ({"fc_norm": True, "norm_output": True}, SOFT_CE),
     "one boundary, q and k normed": ({"boundaries": (1,), "qk_norm": True}, SOFT_CE),
@@ -174,38 +170,3 @@ def test_noise_lies_on_the_normed_features_and_nowhere_else() -> None:
     rows = plain_losses(PlainChain(dict(model.named_parameters()), model.config), target, r, noise)
     expected = torch.stack([0.1 * ce + missed for k, ce, missed, _ in rows if k == 0]).sum()
     assert loss.item() == pytest.approx(float(expected.detach()), rel=1e-12)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-def test_schedules_rise_and_fall_where_they_should(schedule: str) -> None:
-    settings = TrainSettings(steps=100, schedule=schedule, warmup=0.1, decay=0.2, learning_rate=2.0)
-    rates = [learning_rate(step, settings) for step in range(100)]
-    assert rates[:10] == pytest.approx([0.2 * (i + 1) for i in range(10)])
-    assert rates[9] == max(rates) == 2.0
-    end = 2.0 * settings.final_learning_rate
-    assert rates[-1] == pytest.approx(end, rel=1e-6)
-    assert all(a > b for a, b in itertools.pairwise(rates[79:]))
-    assert all(a >= b for a, b in itertools.pairwise(rates[9:]))
-    if schedule == "wsd":
-        assert set(rates[9:80]) == {2.0}
-        falls = [a - b for a, b in itertools.pairwise(rates[79:])]
-        assert falls == pytest.approx([falls[0]] * 20)
-    else:
-        assert rates[9 + 45] == pytest.approx((2.0 + end) / 2)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
-@given(st.integers(2, 3000), st.floats(0, 0.99), st.floats(0.01, 1), st.floats(0, 1))
-def test_the_last_step_has_the_final_learning_rate(
-    schedule: str, steps: int, warmup: float, decay: float, final: float
-) -> None:
-    settings = TrainSettings(
-        steps=steps,
-        schedule=schedule,
-        warmup=warmup,
-        decay=decay,
-        learning_rate=3e-4,
-        final_learning_rate=final,
-    )
-    assert learning_rate(steps - 1, settings) == pytest.approx(3e-4 * final, rel=1e-6, abs=1e-20)
-    assert all(0 <= learning_rate(step, settings) <= 3e-4 for step in range(0, steps, 97))

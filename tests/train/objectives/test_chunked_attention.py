@@ -8,7 +8,6 @@ from torch import Tensor
 
 from draftlab.heads.head import DraftHead
 from draftlab.train.batch.packing import pack
-from draftlab.train.objectives.chunked_attention import chunked_attention
 from draftlab.train.objectives.ttt import unroll
 from tests.helpers.dense_attention import dense_chain
 from tests.helpers.synthetic import HIDDEN, VOCAB, assert_same, head, parts, record
@@ -64,34 +63,3 @@ def test_an_unroll_over_borders_is_a_server(layers: tuple[int, ...]) -> None:
         for total in (actual, expected)
     )
     assert_same(one, other)
-
-
-@pytest.mark.usefixtures("float64")
-def test_without_the_border_it_is_another_head() -> None:
-    """The test above would notice chunks left out, or counted from t in place of t + k."""
-    answer = record(torch.tensor([0, *[1] * 12]), parts())
-    batch = pack([[answer]], 40, STEPS)
-    chunked, whole = llama4_head(1), llama4_head(1, attention_chunk_size=None)
-    whole.load_state_dict(chunked.state_dict())
-    steps = [list(unroll(model, batch)) for model in (chunked, whole)]
-    for k, (one, other) in enumerate(zip(*steps, strict=True)):
-        differ = (one.output - other.output).abs().amax(-1) > 1e-6
-        into_first = one.teacher_index - 1 < 4  # t + k in the first chunk
-        assert not differ[into_first].any(), k
-        assert differ[~into_first].all(), k
-
-
-def test_conversations_within_a_chunk_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Known from shapes: attention is asked as in layers that see everything."""
-    calls: list[tuple] = []
-    monkeypatch.setattr(
-        "draftlab.train.objectives.chunked_attention.ttt_attention",
-        lambda *args: calls.append(args) or args[0],
-    )
-    query, index = torch.zeros(1, 3, 2, 4), torch.tensor([[0, 1, 2]])
-    starts = torch.zeros_like(index)
-    options = {"positions": index, "chunk": 3}
-    chunked_attention(query, query, query, index, starts, None, **options)
-    assert calls[0][4] is starts
-    chunked_attention(query, query, query, index, starts, None, **(options | {"chunk": 2}))
-    assert calls[1][4].tolist() == [[0, 0, 2]]
