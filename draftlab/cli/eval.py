@@ -39,7 +39,9 @@ OPTIONS = SettingsOptions(
             "certify",
             "calibrate",
         ],
-        "Prompts and answers": ["suite", "raw", "max_prompts", "max_new_tokens", "seed"],
+        "Prompts and answers": [
+            *("suite", "raw", "template_arguments", "max_prompts", "max_new_tokens", "seed")
+        ],
         "Times": [
             *("batch", "timing_prompts", "timing_tokens", "timing_batches"),
             "concurrency",

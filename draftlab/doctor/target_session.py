@@ -180,6 +180,7 @@ class TargetSession:
             self.monitor,
             raw=not template,
             max_prompt_tokens=max(target.max_length - settings.max_new_tokens, 1),
+            modes=self.target_settings.modes,
         )
         stops = stop_ids(self.tokenizer, target.folder)
         requests = [

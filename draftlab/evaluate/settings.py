@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 
 from draftlab.settings import Settings, SingleOrList
-from draftlab.target_model.settings import VllmSettings
+from draftlab.target_model.settings import TemplateMix, VllmSettings
 
 
 def _without_repetitions(values: tuple[Any, ...] | None) -> tuple[Any, ...] | None:
@@ -44,6 +44,10 @@ class EvalSettings(Settings):
     prompts that training held out; for the built-in target "embedded:heldout"."""
     raw: bool = False
     """Use the prompts as plain text, without the chat template."""
+    template_arguments: TemplateMix | None = None
+    """Template arguments of the evaluation, such as {"enable_thinking": true}. With a list of such
+    objects each prompt gets one of them, evenly and by `seed`, and AL is reported for each. None:
+    those of the target; held-out prompts have those of their recording."""
     max_prompts: int | None = Field(default=64, ge=1)
     """Number of prompts, drawn by `seed` from all of the suite so that each category has its share;
     None: all."""
@@ -122,6 +126,8 @@ class EvalSettings(Settings):
 
     @model_validator(mode="after")
     def _has_effect(self) -> EvalSettings:
+        if self.raw and self.template_arguments is not None:
+            raise ValueError("template_arguments has no effect: raw prompts have no template")
         sampled = self.draft_probs != "off" and any(self.temperatures)
         idle = {
             "draft_temperature": self.draft_temperature is not None and not sampled,

@@ -29,6 +29,7 @@ from draftlab.store.window_store import WindowStore
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answers import regenerate
+from draftlab.text.chat_template import unread_arguments
 from draftlab.text.conversations import Conversation
 from draftlab.text.prompts import load_prompts
 from draftlab.text.samples import open_samples
@@ -83,11 +84,18 @@ class Recording:
     @cached_property
     def prompts(self) -> list[Conversation]:
         """Return the conversations that the target answers."""
-        return load_prompts(
+        modes = self.recipe.target.modes
+        prompts = load_prompts(
             self.recipe.prompts,
             self.monitor,
             reads_answers=not self.recipe.regenerate.enabled,
+            modes=modes,
+            seed=self.recipe.seed,
         )
+        if own := [one for p in prompts if (one := p.template_arguments) not in modes]:
+            for name in unread_arguments(self.tokenizer, own):
+                self.monitor.say(f"warning: prompts: the chat template does not read {name!r}")
+        return prompts
 
     @property
     def tokenizer(self) -> Any:

@@ -213,7 +213,7 @@ def _check_tokenizer(planned: Planned) -> Iterable[str]:
         check_llama_style(folder, trust_remote_code=recipe.target.trust_remote_code)
     rows = planned.config.get_text_config().vocab_size
     if planned.runs("answers", "store", "eval"):
-        yield from check_tokenizer(tokenizer, folder, rows, recipe.target.template_arguments)
+        yield from check_tokenizer(tokenizer, folder, rows, recipe.target.modes)
     if family.has_mask_token:
         choose_mask_token(
             recipe.head.mask_token, tokenizer, rows, stop_ids(tokenizer, folder), None

@@ -25,8 +25,13 @@ from draftlab.run.resolve import find_head, name_in_reports
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.model import Target
-from draftlab.target_model.settings import TargetSettings
-from draftlab.text.chat_template import stop_ids, template_sha256, tokenizer_sha256
+from draftlab.target_model.settings import TargetSettings, template_modes
+from draftlab.text.chat_template import (
+    stop_ids,
+    template_sha256,
+    tokenizer_sha256,
+    unread_arguments,
+)
 from draftlab.text.conversations import Conversation
 from draftlab.text.suites import conversation_suite, load_suite
 
@@ -143,7 +148,16 @@ def evaluate_head(
         heads.append(_load_named(head_folder, name, target))
         heads += _load_compared(settings, {name}, target, tokenizer, monitor)
     max_prompt = target.max_length - max(settings.max_new_tokens, settings.timing_tokens)
-    options = {"raw": settings.raw, "max_prompt_tokens": max(max_prompt, 1)}
+    options: dict[str, Any] = {"raw": settings.raw, "max_prompt_tokens": max(max_prompt, 1)}
+    options |= {"seed": settings.seed, "modes": target_settings.modes}
+    if settings.template_arguments is not None:
+        options["modes"] = template_modes(settings.template_arguments)
+        for name in unread_arguments(tokenizer, options["modes"]):
+            monitor.say(
+                f"warning: eval.template_arguments: the chat template does not read {name!r}"
+            )
+    elif not sources:  # held-out prompts have their own
+        options["modes"] = ({},)
     suites = [load_suite(source, tokenizer, monitor, **options) for source in sources]
     if not suites:
         conversations = held_out()

@@ -6,7 +6,7 @@ files of columns (docs/formats.md), which are mapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +36,19 @@ _TABLE_AGAIN = (
     "the shards"
 )
 T = TypeVar("T")
+_ARGUMENTS = "template_arguments"
+
+
+def template_arguments_setting(
+    modes: Sequence[dict[str, Any]] | None,
+) -> dict[str, list[dict[str, Any]] | None]:
+    """Return the setting of a store whose records have these template arguments, if any has some.
+
+    Args:
+        modes: the different ones; None: too many to list.
+    """
+    modes = None if modes is None else list(modes)
+    return {} if modes == [{}] else {_ARGUMENTS: modes}
 
 
 class _Strict(BaseModel):
@@ -102,6 +115,12 @@ class Manifest(_File):
     def shards(self) -> Shards:
         """The shards; each is made when it is read."""
         return Shards(self.index, self.table)
+
+    @property
+    def template_arguments(self) -> list[dict[str, Any]] | None:
+        """The different template arguments of the records; None: too many to list."""
+        modes = self.settings.get(_ARGUMENTS, [{}])
+        return modes if isinstance(modes, list) else None
 
     @property
     def written(self) -> ShardTable:

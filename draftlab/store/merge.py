@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.files import (
@@ -16,17 +19,28 @@ from draftlab.files import (
     sha256_text,
 )
 from draftlab.progress import Monitor
-from draftlab.store.manifest import MANIFEST, Counts, Dropped, Manifest
+from draftlab.store.columns import Texts
+from draftlab.store.manifest import (
+    MANIFEST,
+    Counts,
+    Dropped,
+    Manifest,
+    template_arguments_setting,
+)
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard import Shard, Shards, shard_file
 from draftlab.store.shard_table import ShardTable
 from draftlab.store.store import Store
 
+_NUMBER = re.compile(r"~([0-9]+)(?:#[0-9]+)?\Z")
+"""Which answer to its prompt a record holds, at the end of its id."""
+
 
 def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
     """Write a store with all records of stores of one identity, in order.
 
-    Shards are hard links where the file system supports them.
+    Shards are hard links where the file system supports them. Where prompts were recorded again
+    with other template arguments, the records of the later store are further answers to them.
 
     Raises:
         UserError: the identities differ, two stores share an id, a shard is damaged, or the folder
@@ -34,8 +48,8 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
     """
     for store in stores[1:]:
         store.identity.check(stores[0].identity, store.address)
-    _check_unique_ids(stores)
     manifests = [store.manifest for store in stores]
+    indices = _distinct_ids(stores, monitor)
     total, number = sum(len(manifest.shards) for manifest in manifests), 0
     with _new_folder(folder) as new:
         for store in stores:
@@ -47,7 +61,7 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
         _write_manifest(
             new,
             stores,
-            RecordIndex.join([manifest.index for manifest in manifests]),
+            RecordIndex.join(indices),
             ShardTable.join(tables, [len(store) for store in stores]),
             Counts(**_sums([manifest.counts for manifest in manifests])),
             Dropped(**_sums([manifest.dropped for manifest in manifests])),
@@ -63,14 +77,65 @@ def _sums(models: Sequence[Counts] | Sequence[Dropped]) -> dict[str, int]:
     return dict(total)
 
 
-def _check_unique_ids(stores: Sequence[Store]) -> None:
-    id_, count = Counter(id_ for store in stores for id_ in store.ids).most_common(1)[0]
+def _distinct_ids(stores: Sequence[Store], monitor: Monitor) -> list[RecordIndex]:
+    """Return the indices of the stores, in which no two records have one id.
+
+    Raises:
+        UserError: stores share an id, and not merely the prompts of other template arguments.
+    """
+    all_ids: list[Sequence[str]] = []
+    for number, store in enumerate(stores):
+        ids, own = set(store.ids), store.manifest.template_arguments
+        sharing = [one for one in stores[:number] if not ids.isdisjoint(one.ids)]
+        shared = [one.manifest.template_arguments for one in sharing]
+        if not sharing or own is None or any(m is None or any(a in own for a in m) for m in shared):
+            all_ids.append(store.ids)
+            continue
+        numbers = (_NUMBER.search(id_) for earlier in all_ids for id_ in earlier)
+        first = 1 + max((int(found[1]) for found in numbers if found), default=0)
+        all_ids.append([_further(id_, first, ids) for id_ in store.ids])
+        monitor.say(
+            f"merge: {store.address} has records of prompts of {sharing[0].address} with other "
+            f"template arguments; they are further answers, with ids such as {all_ids[-1][0]!r}"
+        )
+    id_, count = Counter(id_ for ids in all_ids for id_ in ids).most_common(1)[0]
     if count > 1:
-        folders = [str(store.address) for store in stores if id_ in store.ids]
+        folders = [str(one.address) for one, ids in zip(stores, all_ids, strict=True) if id_ in ids]
         raise UserError(
             f"expected every record in one store, found {id_!r} in {' and '.join(folders)}",
             do="leave one of the stores out, or record its conversations under other ids",
         )
+    columns = [Texts.of(ids) for ids in all_ids]
+    return [
+        replace(store.manifest.index, id_bytes=texts.utf8, id_ends=texts.ends)
+        for store, texts in zip(stores, columns, strict=True)
+    ]
+
+
+def _all_modes(stores: Sequence[Store]) -> list[dict[str, Any]] | None:
+    """Return the different template arguments of all stores; None: too many to list."""
+    found: list[dict[str, Any]] = []
+    for store in stores:
+        if (modes := store.manifest.template_arguments) is None:
+            return None
+        found += [one for one in modes if one not in found]
+    return found
+
+
+def _further(id_: str, first: int, ids: set[str]) -> str:
+    """Return a record's id as that of a later answer; a part of a conversation remains its part.
+
+    Args:
+        first: the number of the first later answer.
+        ids: all of the store.
+    """
+    conversation, _, part = id_.rpartition("#")
+    if conversation in ids and re.fullmatch("[0-9]+", part):
+        return f"{_further(conversation, first, ids)}#{part}"
+    prompt, _, number = id_.rpartition("~")
+    if prompt and re.fullmatch("[0-9]+", number):
+        return f"{prompt}~{first + int(number)}"
+    return f"{id_}~{first}"
 
 
 def _check_new_folder(folder: Path) -> None:
@@ -139,7 +204,11 @@ def _write_manifest(
         index,
         identity=stores[0].identity,
         samples_sha256=sha256_text(canonical_json([sources, made_by, shard_ids])),
-        settings={**made_by, "sources": [store.manifest.settings for store in stores]},
+        settings={
+            **made_by,
+            "sources": [store.manifest.settings for store in stores],
+            **template_arguments_setting(_all_modes(stores)),
+        },
         counts=counts,
         dropped=dropped,
         truncated=truncated,

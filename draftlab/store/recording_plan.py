@@ -14,7 +14,13 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.batches import cut_batches, group_consecutive
 from draftlab.store.columns import Numbers
-from draftlab.store.manifest import Counts, Dropped, Manifest, StoreIdentity
+from draftlab.store.manifest import (
+    Counts,
+    Dropped,
+    Manifest,
+    StoreIdentity,
+    template_arguments_setting,
+)
 from draftlab.store.prompt_split import hold_out
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.samples import Sample, SampleTable, Selection
@@ -111,6 +117,7 @@ def plan_recording(
             "not_finite": settings.not_finite,
             **({} if settings.backend == "transformers" else {"backend": settings.backend}),
             **({} if padded else {SIDE_BY_SIDE: True}),
+            **template_arguments_setting(table.modes),
         },
         counts=Counts(records=len(recorded), tokens=int(lengths.sum()), loss_tokens=loss_tokens),
         dropped=Dropped(overlong=num_overlong, nothing_to_predict=num_unanswered),

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -31,6 +31,8 @@ from draftlab.store.masks import prediction_mask
 Columns = dict[str, np.ndarray]
 INDEX_FILE = "index.json"
 _PART = re.compile(r"[0-9]{5,}\.safetensors")
+MAX_MODES = 64
+"""Most different template arguments of samples that are listed."""
 PART_TOKENS = 2**22
 """Tokens of a file of an index, at least, except in the last one."""
 NEVER = 2**31 - 1
@@ -77,13 +79,20 @@ class SampleTable(_Samples):
             in uint8, and `_COLUMNS` [n].
         sha256: hash of all samples: ids, token ids, spans, temperatures.
         notes: lines on how the samples were made.
+        modes: the different template arguments of the conversations; None: too many to list.
 
     Attributes:
         lengths, temperatures, loss_tokens, first_label, lowest, highest: `_COLUMNS` of all samples.
     """
 
-    def __init__(self, parts: Sequence[Columns], sha256: str, notes: Sequence[str] = ()) -> None:
-        self.parts, self.sha256, self.notes = parts, sha256, notes
+    def __init__(
+        self,
+        parts: Sequence[Columns],
+        sha256: str,
+        notes: Sequence[str] = (),
+        modes: Sequence[dict[str, Any]] | None = ({},),
+    ) -> None:
+        self.parts, self.sha256, self.notes, self.modes = parts, sha256, notes, modes
         self.lengths, self.temperatures, self.loss_tokens, self.first_label, *bounds = (
             np.concatenate([np.zeros(0, dtype), *(part[name] for part in parts)])
             for name, dtype in _COLUMNS.items()
@@ -145,13 +154,18 @@ class Selection(_Samples):
 
 
 def write_index(
-    samples: Iterable[Sample], folder: Path, made_of: dict[str, Any], notes: Sequence[str]
+    samples: Iterable[Sample],
+    folder: Path,
+    made_of: dict[str, Any],
+    notes: Sequence[str],
+    modes: Collection[dict[str, Any]] = ({},),
 ) -> None:
     """Write an index of samples atomically. Any index in `folder` is replaced.
 
     Args:
         made_of: hashes of what the samples are made of; JSON values.
         notes: lines on how they are made; `samples` may add to them until it ends.
+        modes: their different template arguments; `samples` may add to them, too.
     """
     new = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(new, ignore_errors=True)
@@ -161,7 +175,12 @@ def write_index(
         path = new / f"{number:05d}.safetensors"
         save_tensors({name: torch.from_numpy(column) for name, column in part.items()}, path)
         files[path.name] = sha256_file(path)
-    fields = {"samples_sha256": digest.hexdigest(), "files": files, "notes": list(notes)}
+    fields = {
+        "samples_sha256": digest.hexdigest(),
+        "files": files,
+        "notes": list(notes),
+        "template_arguments": list(modes) if len(modes) <= MAX_MODES else None,
+    }
     write_json(new / INDEX_FILE, {"made_of": made_of, **fields})
     shutil.rmtree(folder, ignore_errors=True)
     os.replace(new, folder)
@@ -180,7 +199,9 @@ def read_index(folder: Path, made_of: dict[str, Any]) -> SampleTable | None:
                 return None  # a stranger's index may name files outside of its folder
             file = safe_open(path, "pt")  # maps the tensors
             parts.append({key: file.get_tensor(key).numpy() for key in file.keys()})  # noqa: SIM118
-        return SampleTable(parts, index["samples_sha256"], index["notes"])
+        modes = index["template_arguments"]
+        modes = modes if isinstance(modes, list) else None
+        return SampleTable(parts, index["samples_sha256"], index["notes"], modes)
     except (UserError, OSError, SafetensorError, KeyError, TypeError):
         return None
 

@@ -39,7 +39,7 @@ from draftlab.target_model.settings import ROWS, TargetSettings
 
 
 def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
-    """Load the target's tokenizer; its chat template has the values of `template_arguments`.
+    """Load the target's tokenizer.
 
     Raises:
         UserError: the target has none, or it does not load.
@@ -57,13 +57,6 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
             )
     config = load_config(folder, trust_remote_code=settings.trust_remote_code)
     setattr(tokenizer, ROWS, config.get_text_config().vocab_size)
-    template = tokenizer.chat_template
-    if isinstance(template, str):
-        tokenizer.chat_template = settings.template(template)
-    elif template:  # several templates, by name
-        tokenizer.chat_template = {
-            name: settings.template(source) for name, source in template.items()
-        }
     return tokenizer
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,13 @@ from transformers import PreTrainedTokenizerBase
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.servers.settings import RegenerateSettings
 from draftlab.text.answer_message import AnswerParser
-from draftlab.text.chat_template import Encoded, RenderError, encode_prompts, omitted_roles
+from draftlab.text.chat_template import (
+    Chat,
+    Encoded,
+    RenderError,
+    encode_prompts,
+    omitted_roles,
+)
 from draftlab.text.conversations import Answer, Conversation
 from draftlab.text.decode import Decode
 
@@ -39,13 +45,11 @@ class Draft:
         roles = [message["role"] for message in self.messages]
         while roles and roles[-1] != "assistant":
             roles.pop()
-        return Conversation(
-            self.prompt.id,
-            self.messages[: len(roles)],
-            self.prompt.source,
-            self.temperature,
-            tuple(self.answers),
-            tools=self.prompt.tools,
+        return replace(
+            self.prompt,
+            messages=self.messages[: len(roles)],
+            temperature=self.temperature,
+            answers=tuple(self.answers),
         )
 
 
@@ -91,7 +95,10 @@ class AnswerGenerator:
             asked = [draft for draft in chunk if not draft.end and number < len(draft.rounds)]
             for draft in asked:
                 draft.messages += draft.rounds[number]
-            chats = ((draft.messages, draft.prompt.tools) for draft in asked)
+            chats = (
+                Chat(draft.messages, draft.prompt.tools, draft.prompt.template_arguments)
+                for draft in asked
+            )
             prompts = encode_prompts(self.tokenizer, chats)
             for draft, prompt in zip(asked, prompts, strict=True):
                 if request := self._request(draft, number, prompt):

@@ -27,6 +27,7 @@ from draftlab.target_model.model import Target
 from draftlab.text.answer_file import AnswerCounts, AnswerFile, DroppedPrompt
 from draftlab.text.answer_rounds import AnswerGenerator, Draft, no_room
 from draftlab.text.chat_template import (
+    Chat,
     RenderError,
     control_tokens,
     encode_prompts,
@@ -230,7 +231,10 @@ def _start_drafts(
     dropped, omitted = Reasons(), Reasons()
     greedy, repeated = -1, 0  # the last prompt with a greedy answer; how many repeat such an answer
     control = control_tokens(tokenizer)
-    chats = ((split_rounds(prompt.messages)[0], prompt.tools) for prompt in prompts)
+    chats = (
+        Chat(split_rounds(prompt.messages)[0], prompt.tools, prompt.template_arguments)
+        for prompt in prompts
+    )
     rendered = zip(prompts, encode_prompts(tokenizer, chats), strict=True)
     numbered = ((i, s, *pair) for i, pair in enumerate(rendered) for s in range(settings.samples))
     for i, sample, conversation, encoded in numbered:

@@ -103,6 +103,8 @@ def as_line(row: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {"messages": chat.messages}
     if isinstance(row.get("category"), str):
         fields["category"] = row["category"]
+    if "template_arguments" in row:
+        fields["template_arguments"] = row["template_arguments"]
     return fields | ({"tools": chat.tools} if chat.tools else {})
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import tee
 from pathlib import Path
@@ -23,6 +23,8 @@ Messages = Sequence[Mapping[str, Any]]
 have `reasoning_content` (text) and `tool_calls` ([{"function": {"name", "arguments": {…}}}])."""
 Tools = Sequence[dict[str, Any]]
 """JSON schemas of the functions that the answers may call."""
+Arguments = Mapping[str, Any]
+"""Values of the template's variables by name."""
 
 # Text that tokenizers split differently: digits, indentation, line ends, contractions, accents.
 _PROBE = "It's  1234567 OK:\n\n\tdef f(x):\r\n        return x  # naïve “日本語” 👩‍💻\n"
@@ -38,6 +40,7 @@ class Chat:
 
     messages: Messages
     tools: Tools | None = None
+    arguments: Arguments = field(default_factory=dict)
     generation_prompt: bool = False
 
 
@@ -89,6 +92,7 @@ def render(
             "documents": None,
             "add_generation_prompt": chat.generation_prompt,
             **named,
+            **chat.arguments,
         }
         for chat in again
     )
@@ -131,6 +135,7 @@ def render_text(
     tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
     tools: Tools | None = None,
+    arguments: Arguments | None = None,
     *,
     generation_prompt: bool = False,
 ) -> str:
@@ -140,7 +145,8 @@ def render_text(
         RenderError: the template cannot render this conversation.
         UserError: as `render`.
     """
-    (result,) = render(tokenizer, [Chat(messages, tools, generation_prompt)])
+    chat = Chat(messages, tools, arguments or {}, generation_prompt)
+    (result,) = render(tokenizer, [chat])
     return rendered(result).text
 
 
@@ -172,10 +178,10 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
 
 
 def encode_prompts(
-    tokenizer: PreTrainedTokenizerBase, chats: Iterable[tuple[Messages, Tools | None]]
+    tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat]
 ) -> Iterator[Encoded | RenderError]:
-    """Yield conversations and their tools with the generation prompt, as `render`."""
-    prompts = (Chat(messages, tools, generation_prompt=True) for messages, tools in chats)
+    """Yield conversations with the generation prompt, as `render`."""
+    prompts = (replace(chat, generation_prompt=True) for chat in chats)
     for result in render(tokenizer, prompts):
         try:
             yield encode(tokenizer, rendered(result).text)
@@ -184,10 +190,14 @@ def encode_prompts(
 
 
 def prompt_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools | None = None,
+    arguments: Arguments | None = None,
 ) -> tuple[int, ...]:
     """Return the token ids of the conversation with the generation prompt."""
-    return encode(tokenizer, render_text(tokenizer, messages, tools, generation_prompt=True)).ids
+    text = render_text(tokenizer, messages, tools, arguments, generation_prompt=True)
+    return encode(tokenizer, text).ids
 
 
 def omitted_roles(text: str, messages: Messages) -> list[str]:
@@ -218,8 +228,17 @@ def _special_ids(tokenizer: PreTrainedTokenizerBase, _: int) -> frozenset[int]:
     return frozenset(tokenizer.all_special_ids) | {i for i, t in added.items() if t.special}
 
 
+def unread_arguments(
+    tokenizer: PreTrainedTokenizerBase, arguments: Iterable[Arguments]
+) -> list[str]:
+    """Return the names among template arguments that the chat template does not read."""
+    template = chat_template(tokenizer)
+    names = dict.fromkeys(name for one in arguments for name in one)
+    return [name for name in names if not re.search(rf"\b{name}\b", template)]
+
+
 def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the hex SHA-256 of the chat template's source."""
+    """Return the hex SHA-256 of the chat template's source, which template arguments leave."""
     return sha256_text(chat_template(tokenizer))
 
 

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
+from draftlab.target_model.settings import TemplateArguments
+
 
 class StrictModel(BaseModel):
     """A model that rejects unknown keys and converts no types."""
@@ -106,3 +108,4 @@ class ConversationLine(StrictModel):
     temperature: Annotated[float, Field(ge=0)] | None = None
     answers: list[AnswerLine] = []
     tools: list[dict[str, Any]] = []
+    template_arguments: TemplateArguments = {}

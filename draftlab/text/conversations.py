@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
@@ -19,9 +19,9 @@ from draftlab.text.conversation_schema import ConversationLine
 
 LINE_HELP = (
     'a line is {"id": …, "messages": [{"role": "system" | "user" | "assistant", '
-    '"content": text}, …], "source": …, "category": …}; '
-    "id and source may be left out of all lines, category of any. Rows of ShareGPT, of the chat "
-    "APIs, pairs such as instruction and response, and prompts alone are read, too"
+    '"content": text}, …], "source": …, "category": …, "template_arguments": {…}}; '
+    "id and source may be left out of all lines, the last two of any. Rows of ShareGPT, of the "
+    "chat APIs, pairs such as instruction and response, and prompts alone are read, too"
 )
 
 
@@ -53,6 +53,7 @@ class Conversation:
         media: kinds of the parts that are not text ("image", …); `messages` does not hold them.
         tools: JSON schemas of the functions that the answers may call.
         category: what the conversation is about; None: it is not known.
+        template_arguments: values of the chat template's variables.
     """
 
     id: str
@@ -63,6 +64,7 @@ class Conversation:
     media: tuple[str, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     category: str | None = None
+    template_arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
     def has_answer(self) -> bool:
@@ -82,6 +84,8 @@ class Conversation:
             **({"tools": list(self.tools)} if self.tools else {}),
             **({"category": self.category} if self.category else {}),
         }
+        if self.template_arguments:
+            fields["template_arguments"] = self.template_arguments
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -130,6 +134,7 @@ def parse_conversation(
         tuple(sorted(set().union(*(message.media for message in parsed.messages)))),
         tuple(parsed.tools),
         parsed.category,
+        parsed.template_arguments,
     )
     return conversation, parsed.model_fields_set
 
@@ -189,7 +194,7 @@ def iterate_conversations(path: Path, *, do: str = LINE_HELP) -> Iterator[Conver
             for number, line in enumerate(file, 1):
                 where = f"{path}:{number}"
                 conversation, keys = parse_conversation(line, path, number, do=do)
-                keys = keys - {"tools", "category"}
+                keys = keys - {"tools", "category", "template_arguments"}
                 expected_keys = keys if expected_keys is None else expected_keys
                 if keys != expected_keys:
                     raise UserError(

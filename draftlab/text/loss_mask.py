@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice, tee
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.text.chat_template import (
+    Arguments,
     Chat,
     Encoded,
     Messages,
@@ -55,6 +56,7 @@ def assistant_turns(
     tokenizer: PreTrainedTokenizerBase,
     messages: Messages,
     tools: Tools | None = None,
+    arguments: Arguments | None = None,
     *,
     where: str = "",
 ) -> list[AssistantTurn]:
@@ -64,7 +66,7 @@ def assistant_turns(
         RenderError: as `find_turns` yields it.
         UserError: as `find_turns`.
     """
-    (result,) = find_turns(tokenizer, [(messages, tools, where)])
+    (result,) = find_turns(tokenizer, [(Chat(messages, tools, arguments or {}), where)])
     if isinstance(result, RenderError):
         raise result
     return result[1]
@@ -72,7 +74,7 @@ def assistant_turns(
 
 def find_turns(
     tokenizer: PreTrainedTokenizerBase,
-    conversations: Iterable[tuple[Messages, Tools | None, str]],
+    conversations: Iterable[tuple[Chat, str]],
 ) -> Iterator[tuple[str, list[AssistantTurn]] | RenderError]:
     """Yield the text of each conversation and its answers, in order, or why there are none.
 
@@ -80,17 +82,17 @@ def find_turns(
     directly after its generation prompt, or does not show where the answer ends.
 
     Args:
-        conversations: messages, tools, and the name in errors, such as the conversation's id.
+        conversations: each with its name in errors, such as its id.
 
     Raises:
         UserError: the tokenizer has no template or is not a fast tokenizer; or as `render`.
     """
     conversations, again = tee(conversations)
-    results = render(tokenizer, chain.from_iterable(_chats(*c[:2]) for c in again))
-    for messages, tools, where in conversations:
-        own = list(islice(results, sum(1 for _ in _chats(messages, tools))))
+    results = render(tokenizer, chain.from_iterable(_chats(chat) for chat, _ in again))
+    for chat, where in conversations:
+        own = list(islice(results, sum(1 for _ in _chats(chat))))
         try:
-            found = rendered(own[-1]).text, _turns(tokenizer, messages, tools, own)
+            found = rendered(own[-1]).text, _turns(tokenizer, chat, own)
         except RenderError as error:
             where, do = where or error.where, error.do or REGENERATE
             yield RenderError(error.what, where=where, do=do)
@@ -98,58 +100,49 @@ def find_turns(
             yield found
 
 
-def _chats(messages: Messages, tools: Tools | None) -> Iterator[Chat]:
+def _chats(chat: Chat) -> Iterator[Chat]:
     """Yield what is rendered: prompt and end of each answer, and the whole conversation at last."""
-    for index, message in enumerate(messages):
+    for index, message in enumerate(chat.messages):
         if message["role"] == "assistant":
-            yield Chat(messages[:index], tools, generation_prompt=True)
-            yield Chat(messages[: index + 1], tools)
-    if not messages or messages[-1]["role"] != "assistant":
-        yield Chat(messages, tools)
+            yield replace(chat, messages=chat.messages[:index], generation_prompt=True)
+            yield replace(chat, messages=chat.messages[: index + 1])
+    if not chat.messages or chat.messages[-1]["role"] != "assistant":
+        yield chat
 
 
 def _turns(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    tools: Tools | None,
-    results: list[Rendered | RenderError],
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, results: list[Rendered | RenderError]
 ) -> list[AssistantTurn]:
-    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    pairs = zip(indices, results[::2], results[1::2], strict=False)
+    ends = [end for end in _chats(chat) if not end.generation_prompt]
+    triples = zip(ends, results[::2], results[1::2], strict=False)
     return [
-        _last_turn(
-            tokenizer, messages[: index + 1], tools, number, rendered(prompt), rendered(whole)
-        )
-        for number, (index, prompt, whole) in enumerate(pairs, 1)
+        _last_turn(tokenizer, end, number, rendered(prompt), rendered(whole))
+        for number, (end, prompt, whole) in enumerate(triples, 1)
     ]
 
 
 def _last_turn(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    tools: Tools | None,
-    number: int,
-    before: Rendered,
-    whole: Rendered,
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, number: int, before: Rendered, whole: Rendered
 ) -> AssistantTurn:
     """Return the last message, which is answer `number`, from the texts before and after it."""
+    index = len(chat.messages) - 1
     prompt, full = encode(tokenizer, before.text), encode(tokenizer, whole.text)
     start = len(prompt.ids)
     if not full.text.startswith(prompt.text):
         pairs = enumerate(zip(full.text, prompt.text, strict=False))
         same = next((i for i, (a, b) in pairs if a != b), len(full.text))
         raise RenderError(
-            f"the chat template rewrites history: the prompt of message {len(messages) - 1} has "
+            f"the chat template rewrites history: the prompt of message {index} has "
             f"{prompt.text[same : same + 40]!r} where the whole conversation has "
             f"{full.text[same : same + 40]!r}"
         )
     if full.ids[:start] != prompt.ids:
         raise RenderError(
-            f"the answer in message {len(messages) - 1} shares a token with its prompt "
+            f"the answer in message {index} shares a token with its prompt "
             f"({full.text[len(prompt.text) :][:20]!r} after {prompt.text[-20:]!r}): "
             "the target could not have written it so"
         )
-    end = _answer_end(tokenizer, messages, tools, number, prompt, full, whole.blocks)
+    end = _answer_end(tokenizer, chat, number, prompt, full, whole.blocks)
     if end <= start:
         raise RenderError(f"expected answer {number} to have tokens, found none")
     return AssistantTurn(prompt.ids, full.ids[start:end])
@@ -157,8 +150,7 @@ def _last_turn(
 
 def _answer_end(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    tools: Tools | None,
+    chat: Chat,
     number: int,
     prompt: Encoded,
     full: Encoded,
@@ -166,7 +158,7 @@ def _answer_end(
 ) -> int:
     """Return the end of the last answer (token index, exclusive), from its block or its texts."""
     specials = special_ids(tokenizer)
-    message = messages[-1]
+    message = chat.messages[-1]
     if not blocks:
         reason = "it has no {% generation %} markers"
     elif len(blocks) != number:
@@ -179,7 +171,7 @@ def _answer_end(
         except RenderError as error:
             reason = error.what
     try:
-        header = "" if any(_texts(message)) else _header(tokenizer, messages, tools, prompt)
+        header = "" if any(_texts(message)) else _header(tokenizer, chat, prompt)
         return _end_from_texts(message, header, prompt, full, specials)
     except RenderError as error:
         raise RenderError(
@@ -234,12 +226,10 @@ def _check_complete(message: Mapping[str, Any], turn: str) -> None:
             raise RenderError(f"it leaves out the {kind} {text[:40]!r}")
 
 
-def _header(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, tools: Tools | None, prompt: Encoded
-) -> str:
+def _header(tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt: Encoded) -> str:
     """Return what the template writes before the text of an answer, if that text is empty."""
-    probe = {**messages[-1], "content": "☃"}
-    text = render_text(tokenizer, [*messages[:-1], probe], tools)
+    messages = [*chat.messages[:-1], {**chat.messages[-1], "content": "☃"}]
+    text = render_text(tokenizer, messages, chat.tools, chat.arguments)
     return text[len(prompt.text) :].partition("☃")[0]
 
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import resources
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, other_kind
 from draftlab.progress import Monitor
+from draftlab.target_model.settings import TemplateArguments
 from draftlab.text.conversations import (
     LINE_HELP,
     Conversation,
@@ -45,12 +50,59 @@ def prompt_file(source: str) -> Path:
 
 
 def load_prompts(
-    settings: PromptSettings, monitor: Monitor, *, reads_answers: bool = True
+    settings: PromptSettings,
+    monitor: Monitor,
+    *,
+    reads_answers: bool = True,
+    modes: Sequence[TemplateArguments] = ({},),
+    seed: int = 0,
 ) -> list[Conversation]:
-    """Return `select_prompts` and report how many there are."""
+    """Return `select_prompts` with template arguments, and report how many there are.
+
+    Args:
+        modes, seed: see `with_arguments`; a line's own arguments take precedence.
+    """
     prompts = select_prompts(settings, monitor, reads_answers=reads_answers)
+    prompts = with_arguments(prompts, modes, seed)
     monitor.say(f"prompts: {len(prompts):,} conversations from {settings.source}")
+    if any(prompt.template_arguments for prompt in prompts):
+        counts = Counter(describe_arguments(prompt.template_arguments) for prompt in prompts)
+        found = [f"{text or 'none'} for {count:,}" for text, count in counts.most_common(8)]
+        more = f", and {len(counts) - 8:,} others" if len(counts) > 8 else ""
+        monitor.say(f"prompts: template arguments: {', '.join(found)}{more}")
     return prompts
+
+
+def with_arguments(
+    conversations: Sequence[Conversation],
+    modes: Sequence[TemplateArguments],
+    seed: int,
+    *,
+    keep_own: bool = True,
+) -> list[Conversation]:
+    """Return conversations of which each has the template arguments of one of the modes.
+
+    Of as many conversations in a row as there are modes each has another one, in random order: a
+    fixed order would join a mode to one of `regenerate.temperatures`.
+
+    Args:
+        keep_own: whether a conversation's own values take precedence over those of the mode.
+    """
+    generator = np.random.default_rng([seed, 3])
+    blocks = -(-len(conversations) // len(modes))
+    chosen = generator.permuted(np.tile(np.arange(len(modes)), (blocks, 1)), axis=1).ravel()
+    result = []
+    for one, number in zip(conversations, chosen.tolist(), strict=False):
+        mode, own = modes[number], one.template_arguments
+        arguments = mode | own if keep_own else own | mode
+        result.append(replace(one, template_arguments=arguments))
+    return result
+
+
+def describe_arguments(arguments: TemplateArguments) -> str:
+    """Return template arguments as a text such as "enable_thinking=true"; "" for none."""
+    pairs = sorted(arguments.items())
+    return ", ".join(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in pairs)
 
 
 def select_prompts(
@@ -106,7 +158,7 @@ def _digest(conversation: Conversation, reads_answers: bool) -> bytes:
     """Return a hash of what decides a conversation's answers; duplicates have equal ones."""
     messages = conversation.messages
     turns = messages if reads_answers else split_rounds(messages)
-    text = canonical_json([turns, conversation.tools])
+    text = canonical_json([turns, conversation.tools, conversation.template_arguments])
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

@@ -13,10 +13,11 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
-from draftlab.files import known_sha256, read_fields, try_lock
+from draftlab.files import canonical_json, known_sha256, read_fields, try_lock
 from draftlab.progress import Monitor
-from draftlab.store.samples import Sample, SampleTable, read_index, write_index
+from draftlab.store.samples import MAX_MODES, Sample, SampleTable, read_index, write_index
 from draftlab.text.chat_template import (
+    Chat,
     RenderError,
     omitted_roles,
     template_sha256,
@@ -51,10 +52,10 @@ def open_samples(
             if table is None:
                 monitor.say(f"samples: indexing {answers} in {folder}")
                 notes = _Notes(monitor)
-                samples = build_samples(
-                    _checked(answers, made_of["answers"], notes), tokenizer, notes
-                )
-                write_index(samples, folder, made_of, notes.lines)
+                modes: dict[str, dict[str, Any]] = {}
+                conversations = _checked(answers, made_of["answers"], notes, modes)
+                samples = build_samples(conversations, tokenizer, notes)
+                write_index(samples, folder, made_of, notes.lines, modes.values())
                 table = read_index(folder, made_of)
     if table is None:
         raise UserError(
@@ -103,8 +104,14 @@ def _locked(answers: Path, monitor: Monitor) -> Iterator[None]:
         yield
 
 
-def _checked(answers: Path, sha256: str, monitor: Monitor) -> Iterator[Conversation]:
-    """Yield the conversations of an answers file; report if they differ from its manifest."""
+def _checked(
+    answers: Path, sha256: str, monitor: Monitor, modes: dict[str, dict[str, Any]]
+) -> Iterator[Conversation]:
+    """Yield the conversations of an answers file; report if they differ from its manifest.
+
+    Args:
+        modes: receives the different template arguments, one more than an index lists at most.
+    """
     manifest, count = answers.with_suffix(".json"), 0
     written: dict[str, Any] = {}
     if manifest.exists():
@@ -117,6 +124,9 @@ def _checked(answers: Path, sha256: str, monitor: Monitor) -> Iterator[Conversat
     total, num_lines = written.get("conversations", 0), _count_lines(answers)
     for count, conversation in enumerate(iterate_conversations(answers, do=ANSWERS_HELP), 1):
         monitor.progress("samples", count, num_lines)
+        if len(modes) <= MAX_MODES:
+            arguments = conversation.template_arguments
+            modes[canonical_json(arguments)] = arguments
         yield conversation
     if written.get("sha256", sha256) != sha256:
         monitor.say(
@@ -178,7 +188,10 @@ def _with_answers(
     """Yield each conversation with its answers; given ones as the target would write them."""
     conversations = iter(conversations)
     while batch := list(islice(conversations, 64)):
-        given = find_turns(tokenizer, ((c.messages, c.tools, c.id) for c in batch if not c.answers))
+        chats = (
+            (Chat(c.messages, c.tools, c.template_arguments), c.id) for c in batch if not c.answers
+        )
+        given = find_turns(tokenizer, chats)
         for conversation in batch:
             if conversation.answers:
                 yield conversation, conversation.answers

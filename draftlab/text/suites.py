@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,23 @@ import numpy as np
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, known_sha256, sha256_text
 from draftlab.progress import Monitor
+from draftlab.target_model.settings import TemplateArguments
 from draftlab.text.benchmarks import BENCHMARKS, parse_benchmark, read_rows
 from draftlab.text.chat_template import (
+    Chat,
     Messages,
     RenderError,
-    Tools,
     encode_prompts,
     template_sha256,
 )
 from draftlab.text.conversations import Conversation
-from draftlab.text.prompts import EMBEDDED_PROMPTS, prompt_file, select_prompts
+from draftlab.text.prompts import (
+    EMBEDDED_PROMPTS,
+    describe_arguments,
+    prompt_file,
+    select_prompts,
+    with_arguments,
+)
 from draftlab.text.settings import PromptSettings
 
 NO_TEMPLATE = "none (raw text)"
@@ -42,8 +50,6 @@ MAX_SINGLE = 16
 """Most categories of a suite in which they have fewer than two prompts on average."""
 Prompts = tuple[tuple[str, tuple[int, ...]], ...]
 """Prompts as (id, token ids)."""
-Chat = tuple[str, Messages, Tools, str | None]
-"""(id, turns before the first answer, tools, category)."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,8 @@ class Suite:
     """The prompts of a suite as token ids, rendered with the target's chat template.
 
     Attributes:
-        categories: the category of each prompt that has one, by its id.
+        categories: the category of each prompt that has one, by its id; template arguments of
+            several values are categories.
     """
 
     name: str
@@ -107,6 +114,8 @@ def load_suite(
     *,
     raw: bool = False,
     max_prompt_tokens: int | None = None,
+    modes: Sequence[TemplateArguments] = ({},),
+    seed: int = 0,
 ) -> Suite:
     """Load a prompt suite as token ids.
 
@@ -116,6 +125,8 @@ def load_suite(
         raw: encode the plain text as the tokenizer does by default (usually with a bos), without
             the chat template.
         max_prompt_tokens: longer prompts are left out, and their number is reported.
+        modes, seed: template arguments, of which each prompt gets one (`with_arguments`); a
+            conversation's own ones take precedence.
 
     Raises:
         UserError: the suite is unknown (the error lists all suites), a file has another layout, the
@@ -125,10 +136,13 @@ def load_suite(
     if benchmark is None:
         _check_known(source)
         settings = PromptSettings(source=source, deduplicate=False)
-        chats = [_chat(one) for one in select_prompts(settings, monitor)]
+        conversations = select_prompts(settings, monitor)
     else:
         rows = read_rows(benchmark)
-        chats = [(i, [{"role": "user", "content": text}], (), kind) for i, kind, text in rows]
+        conversations = [
+            Conversation(id_, [{"role": "user", "content": text}], "", category=kind)
+            for id_, kind, text in rows
+        ]
         counts = Counter(category for _, category, _ in rows if category)
         categories = ", ".join(f"{category} {count:,}" for category, count in counts.items())
         monitor.say(
@@ -136,7 +150,8 @@ def load_suite(
             f"{f': {categories}' if categories else ''}; vllm bench generates at most "
             f"{benchmark.layout.max_new_tokens:,} tokens for each, draftlab eval.max_new_tokens"
         )
-    return _render(source, chats, tokenizer, monitor, raw, max_prompt_tokens)
+    conversations = with_arguments(conversations, modes, seed)
+    return _render(source, conversations, tokenizer, monitor, raw, max_prompt_tokens)
 
 
 def conversation_suite(
@@ -147,35 +162,58 @@ def conversation_suite(
     *,
     raw: bool = False,
     max_prompt_tokens: int | None = None,
+    modes: Sequence[TemplateArguments] = ({},),
+    seed: int = 0,
 ) -> Suite:
-    """Return a suite of conversations; the other arguments and errors are those of `load_suite`."""
-    chats = [_chat(one) for one in conversations]
-    return _render(name, chats, tokenizer, monitor, raw, max_prompt_tokens)
+    """Return a suite of conversations; the other arguments and errors are those of `load_suite`.
+
+    Args:
+        modes: they take precedence over the conversations' own template arguments.
+    """
+    conversations = with_arguments(conversations, modes, seed, keep_own=False)
+    return _render(name, conversations, tokenizer, monitor, raw, max_prompt_tokens)
 
 
 def _render(
     source: str,
-    chats: Sequence[Chat],
+    conversations: Sequence[Conversation],
     tokenizer: Any,
     monitor: Monitor,
     raw: bool,
     max_prompt_tokens: int | None,
 ) -> Suite:
     if raw:
-        encoded = [_encode_raw(tokenizer, chat[1], f"{source}, prompt {chat[0]}") for chat in chats]
+        encoded = [_encode_raw(tokenizer, one, source) for one in conversations]
     else:
-        encoded = _encode(tokenizer, chats, source)
-    named = [(chat[0], ids) for chat, ids in zip(chats, encoded, strict=True)]
+        encoded = _encode(tokenizer, conversations, source)
+    named = [(one.id, ids) for one, ids in zip(conversations, encoded, strict=True)]
     prompts = _drop_repeated(named, monitor)
     if max_prompt_tokens is not None:
         prompts = _drop_long(prompts, max_prompt_tokens, source, monitor)
-    template = NO_TEMPLATE if raw else template_sha256(tokenizer)
-    return Suite(source, template, prompts, _categories(chats))
+    if raw:
+        return Suite(source, NO_TEMPLATE, prompts, _categories(conversations))
+    modes = [*dict.fromkeys(describe_arguments(one.template_arguments) for one in conversations)]
+    if len(modes) == 1 and modes[0]:
+        source = f"{source} ({modes[0]})"
+    categories = _categories(conversations, by_mode=len(modes) > 1)
+    return Suite(source, template_sha256(tokenizer), prompts, categories)
 
 
-def _categories(chats: Sequence[Chat]) -> dict[str, str]:
-    """Return the categories by id; none where there is one, or nearly one for each prompt."""
-    categories = {i: category for i, _, _, category in chats if category}
+def _categories(conversations: Sequence[Conversation], *, by_mode: bool = False) -> dict[str, str]:
+    """Return the categories by id; none where there is one, or nearly one for each prompt.
+
+    Where a conversation has no category, the data set that it comes from (`source`) serves.
+
+    Args:
+        by_mode: whether they are the template arguments.
+    """
+    categories = {
+        one.id: (describe_arguments(one.template_arguments) or "no template arguments")
+        if by_mode
+        else (one.category or one.source)
+        for one in conversations
+    }
+    categories = {id_: category for id_, category in categories.items() if category}
     count = len(set(categories.values()))
     return categories if 2 <= count <= max(len(categories) / 2, MAX_SINGLE) else {}
 
@@ -197,28 +235,25 @@ def _check_known(source: str) -> None:
         raise UserError(f"expected a prompt suite or a file, found {found}", where=source, do=_HELP)
 
 
-def _chat(conversation: Conversation) -> Chat:
-    """Return a conversation's turns before its first answer.
-
-    Where it has no category, the data set that it comes from (`source`) serves.
-    """
-    roles = [message["role"] for message in conversation.messages]
-    end = roles.index("assistant") if "assistant" in roles else len(roles)
-    category = conversation.category or conversation.source
-    return conversation.id, conversation.messages[:end], conversation.tools, category
+def _prompt(conversation: Conversation) -> Messages:
+    """Return a conversation's turns before its first answer."""
+    return list(takewhile(lambda m: m["role"] != "assistant", conversation.messages))
 
 
-def _encode(tokenizer: Any, chats: Sequence[Chat], source: str) -> list[tuple[int, ...]]:
-    prompts = ((messages, tools) for _, messages, tools, _ in chats)
+def _encode(
+    tokenizer: Any, conversations: Sequence[Conversation], source: str
+) -> list[tuple[int, ...]]:
+    chats = (Chat(_prompt(one), one.tools, one.template_arguments) for one in conversations)
     found = []
-    for chat, prompt in zip(chats, encode_prompts(tokenizer, prompts), strict=True):
+    for one, prompt in zip(conversations, encode_prompts(tokenizer, chats), strict=True):
         if isinstance(prompt, RenderError):
-            raise UserError(prompt.what, where=f"{source}, prompt {chat[0]}", do=prompt.do)
+            raise UserError(prompt.what, where=f"{source}, prompt {one.id}", do=prompt.do)
         found.append(prompt.ids)
     return found
 
 
-def _encode_raw(tokenizer: Any, messages: Messages, where: str) -> tuple[int, ...]:
+def _encode_raw(tokenizer: Any, conversation: Conversation, source: str) -> tuple[int, ...]:
+    messages, where = _prompt(conversation), f"{source}, prompt {conversation.id}"
     roles = [message["role"] for message in messages]
     if roles != ["user"]:
         raise UserError(

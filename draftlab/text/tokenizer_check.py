@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
 from draftlab.text.chat_template import (
+    Arguments,
     RenderError,
-    chat_template,
     encode,
     render_text,
     stop_ids,
+    unread_arguments,
 )
 
 PADDING = 0.02
@@ -27,14 +27,14 @@ def check_tokenizer(
     tokenizer: PreTrainedTokenizerBase,
     folder: Path,
     vocab_size: int,
-    template_arguments: Iterable[str],
+    modes: Sequence[Arguments],
 ) -> list[str]:
     """Return warnings about what a target's tokenizer and chat template do not fit.
 
     Args:
         folder: the target's.
         vocab_size: V of the target.
-        template_arguments: names of variables that are set in the tokenizer's chat template.
+        modes: template arguments, those of `target.template_arguments`.
 
     Raises:
         UserError: no token ends an answer, or one that does is outside the target's vocabulary;
@@ -47,26 +47,24 @@ def check_tokenizer(
             where=folder,
             do="correct eos_token_id in generation_config.json and the tokenizer's eos_token",
         )
-    _check_template(tokenizer)
+    for arguments in modes:
+        _check_template(tokenizer, arguments)
     warnings = []
     if not (1 - PADDING) * vocab_size <= len(tokenizer) <= (1 + PADDING) * vocab_size:
         warnings.append(
             f"warning: target: its tokenizer has {len(tokenizer):,} tokens and its vocabulary "
             f"{vocab_size:,}; is it another model's tokenizer?"
         )
-    for name in template_arguments:
-        # The first occurrence sets the variable.
-        if len(re.findall(rf"\b{name}\b", chat_template(tokenizer))) < 2:
-            warnings.append(
-                f"warning: target.template_arguments: the chat template does not read {name!r}"
-            )
-    return warnings
+    return warnings + [
+        f"warning: target.template_arguments: the chat template does not read {name!r}"
+        for name in unread_arguments(tokenizer, modes)
+    ]
 
 
 _PROMPT, _ANSWER = "What is 2 + 2?", "It is 4."
 
 
-def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_template(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> None:
     """Check that a target is asked as it was tuned: its template writes what begins an answer.
 
     A template may do so without reading `add_generation_prompt`, as Llama 2's with [/INST].
@@ -76,9 +74,11 @@ def _check_template(tokenizer: PreTrainedTokenizerBase) -> None:
     """
     user = {"role": "user", "content": _PROMPT}
     try:
-        prompt = render_text(tokenizer, [user], generation_prompt=True)
+        prompt = render_text(tokenizer, [user], arguments=arguments, generation_prompt=True)
         turns = [user, {"role": "assistant", "content": _ANSWER}]
-        whole, plain = render_text(tokenizer, turns), render_text(tokenizer, [user])
+        whole, plain = (
+            render_text(tokenizer, chat, arguments=arguments) for chat in (turns, [user])
+        )
     except RenderError:  # it may need a system turn, or none; `regenerate` reports each prompt
         return
     encode(tokenizer, prompt)

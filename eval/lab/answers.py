@@ -20,7 +20,7 @@ from draftlab.engine.sampling import Request, Sampling
 from draftlab.engine.threads import decoding_threads
 from draftlab.recipe.recipe import Recipe, load_recipe
 from draftlab.target_model.loading import load_target, load_tokenizer
-from draftlab.text.chat_template import Encoded, encode_prompts, stop_ids
+from draftlab.text.chat_template import Chat, Encoded, encode_prompts, stop_ids
 from draftlab.text.conversations import split_rounds
 from draftlab.text.decode import answer_engine
 from draftlab.text.prompts import load_prompts
@@ -32,8 +32,10 @@ def measure(recipe: Recipe) -> dict[str, float]:
     monitor, settings = PrintMonitor(), recipe.regenerate
     target, tokenizer = load_target(recipe.target), load_tokenizer(recipe.target)
     stops = stop_ids(tokenizer, target.folder)
-    prompts = load_prompts(recipe.prompts, monitor, reads_answers=False)
-    chats = ((split_rounds(prompt.messages)[0], prompt.tools) for prompt in prompts)
+    prompts = load_prompts(
+        recipe.prompts, monitor, reads_answers=False, modes=recipe.target.modes, seed=recipe.seed
+    )
+    chats = (Chat(split_rounds(p.messages)[0], p.tools, p.template_arguments) for p in prompts)
     longest = target.max_length - settings.max_new_tokens
     requests = []
     for i, (prompt, encoded) in enumerate(

@@ -163,6 +163,7 @@ def decode(
         tokenizer,
         Monitor(),
         max_prompt_tokens=longest,
+        modes=recipe.target.modes,
     )
     stops = stop_ids(tokenizer, target.folder)
     requests = [

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from transformers import GenerationConfig
 
 from draftlab.errors import UserError
-from draftlab.target_model.loading import load_tokenizer
-from draftlab.target_model.settings import TargetSettings
+from draftlab.recipe.recipe import parse_recipe
 from draftlab.text.chat_template import prompt_ids, stop_ids, template_sha256, tokenizer_sha256
 from draftlab.text.tokenizer_check import check_tokenizer
 from tests.helpers.messages import user
@@ -71,17 +70,32 @@ def test_stop_tokens_outside_the_vocabulary_and_none_are_errors(tmp_path: Path):
         check_tokenizer(tokenizer, tmp_path, 289, ())
 
 
-def test_template_arguments_reach_prompts_and_hash(tmp_path: Path) -> None:
-    toy_tokenizer(QWEN3).save_pretrained(tmp_path)
+def test_template_arguments_change_the_prompt_and_are_checked(tmp_path: Path) -> None:
+    tokenizer, arguments = toy_tokenizer(QWEN3), {"enable_thinking": False}
+    tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    default = load_tokenizer(TargetSettings(path=str(tmp_path)))
-    arguments = {"enable_thinking": False}
-    changed = load_tokenizer(TargetSettings(path=str(tmp_path), template_arguments=arguments))
-    prompt = default.decode(prompt_ids(default, [user("q")]))
-    assert changed.decode(prompt_ids(changed, [user("q")])) == prompt + "<think>\n\n</think>\n\n"
-    assert template_sha256(changed) != template_sha256(default)
-    assert check_tokenizer(changed, tmp_path, 289, arguments) == []
-    (warning,) = check_tokenizer(changed, tmp_path, 289, [*arguments, "enable_thought"])
+    prompt, without = (
+        tokenizer.decode(prompt_ids(tokenizer, [user("q")], arguments=a)) for a in ({}, arguments)
+    )
+    assert without == prompt + "<think>\n\n</think>\n\n"
+    assert check_tokenizer(tokenizer, tmp_path, 289, [arguments, {"enable_thinking": True}]) == []
+    (warning,) = check_tokenizer(tokenizer, tmp_path, 289, [arguments, {"enable_thought": 1}])
     assert warning.endswith("the chat template does not read 'enable_thought'")
-    with pytest.raises(ValidationError, match="pattern"):
-        TargetSettings(template_arguments={"a b": 1})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("thinking", 'an object such as {"enable_thinking": false}, or a list of them, found'),
+        (5, "expected a mapping or a list, found 5"),
+        ([], "at least one value"),
+        ([{"enable_thinking": None}], r"0.enable_thinking: expected true or false .* found null"),
+        ({"a b": 1}, "expected a text that matches"),
+        ({"messages": "x"}, "found messages, which draftlab sets"),
+    ],
+)
+def test_template_arguments_that_are_none_are_refused(value: Any, message: str) -> None:
+    for section in ("target", "eval"):
+        with pytest.raises(UserError, match=message) as caught:
+            parse_recipe({"name": "r", section: {"template_arguments": value}})
+        assert f"{section}.template_arguments" in str(caught.value)

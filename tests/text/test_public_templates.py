@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from draftlab.progress import Monitor
-from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import RenderError
 from draftlab.text.conversations import Conversation
 from draftlab.text.loss_mask import assistant_turns
@@ -30,12 +29,9 @@ SYSTEM = {"role": "system", "content": "be brief"}
 TOOLS = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
 
 
-def tokenizer_for(family: str, arguments: dict[str, Any] | None = None):
+def tokenizer_for(family: str):
     words = json.dumps([ASK, AGAIN, THINK, THINK_AGAIN, THINK_CALL, RESULT, SYSTEM, TOOLS])
-    tokenizer = family_tokenizer(family, words)
-    settings = TargetSettings(template_arguments=arguments or {})
-    tokenizer.chat_template = settings.template(tokenizer.chat_template)
-    return tokenizer
+    return family_tokenizer(family, words)
 
 
 def tokens(text: str) -> list[str]:
@@ -159,9 +155,9 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
 
 @pytest.mark.parametrize(("family", "arguments", "chat", "expected"), CASES)
 def test_answers_token_by_token(family, arguments, chat, expected) -> None:
-    tokenizer = tokenizer_for(family, arguments)
+    tokenizer = tokenizer_for(family)
     tools = TOOLS if CALL in chat or THINK_CALL in chat else None
-    turns = assistant_turns(tokenizer, chat, tools)
+    turns = assistant_turns(tokenizer, chat, tools, arguments)
     answers = [tokenizer.convert_ids_to_tokens(list(turn.token_ids)) for turn in turns]
     assert answers == [tokens(text) for text in expected]
     assert tokenizer.unk_token_id not in [i for turn in turns for i in turn.prompt_ids]
@@ -172,6 +168,7 @@ def test_answers_token_by_token(family, arguments, chat, expected) -> None:
             tools=tools,
             add_generation_prompt=True,
             return_dict=False,
+            **arguments,
         )
         assert list(turn.prompt_ids) == list(prompt)
 
@@ -192,9 +189,9 @@ def test_answers_token_by_token(family, arguments, chat, expected) -> None:
 def test_answers_share_a_sample_if_the_template_keeps_history(
     family, arguments, chat, lengths
 ) -> None:
-    tokenizer = tokenizer_for(family, arguments)
+    tokenizer = tokenizer_for(family)
     tools = TOOLS if THINK_CALL in chat else ()
-    conversations = [Conversation("c", chat, "s", tools=tools)]
+    conversations = [Conversation("c", chat, "s", tools=tools, template_arguments=arguments)]
     samples = list(build_samples(conversations, tokenizer, Monitor()))
     assert [len(set(s.spans) - {0}) for s in samples] == lengths
     assert [s.id for s in samples] == ["c", "c#2"][: len(lengths)]
@@ -203,7 +200,7 @@ def test_answers_share_a_sample_if_the_template_keeps_history(
         for sample in samples
         for n in sorted(set(sample.spans) - {0})
     ]
-    assert spans == [turn.token_ids for turn in assistant_turns(tokenizer, chat, tools)]
+    assert spans == [turn.token_ids for turn in assistant_turns(tokenizer, chat, tools, arguments)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,128 @@
+"""One head for a target with two thinking modes, from prompts to a report of each mode."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from draftlab.evaluate.results import Report
+from draftlab.store.store import Store
+from draftlab.text.conversations import read_conversations
+from tests.helpers.small_run import draftlab, new_workshop, refused, snapshot
+from tests.helpers.template_families import QWEN3
+from tests.helpers.toys import toy_tokenizer
+from tests.helpers.zoo import zoo_folder_with_tokenizer
+
+THINK, PLAIN = {"enable_thinking": True}, {"enable_thinking": False}
+MIX = f"target.template_arguments={json.dumps([THINK, PLAIN])}"
+MODES = {"enable_thinking=true", "enable_thinking=false"}
+OVERRIDES = ("target=qwen", "export.formats=[]", "eval.suite=null", "train.validation_share=0.5")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the run `small`, whose prompts are answered in either mode."""
+    folder = new_workshop(tmp_path_factory.mktemp("modes"))
+    zoo_folder_with_tokenizer(folder / "qwen", "qwen3", unused_rows=0)
+    toy_tokenizer(QWEN3, eos="<|im_end|>").save_pretrained(folder / "qwen")
+    result = draftlab(folder, "run", "small.yaml", MIX, *OVERRIDES)
+    assert result.exit_code == 0, result.output
+    assert "template arguments: enable_thinking=true for 6, enable_thinking=false for 6" in (
+        " ".join(result.output.split())
+    )
+    return folder
+
+
+def categories(report: Path) -> set[str]:
+    return {one.category for row in Report.read(report).rows for one in row.categories}
+
+
+def test_a_mix_is_answered_recorded_and_evaluated(folder: Path) -> None:
+    tokenizer, answered = (
+        toy_tokenizer(QWEN3),
+        read_conversations(folder / "runs/small/answers.jsonl"),
+    )
+    assert Counter(str(one.template_arguments) for one in answered) == {
+        str(THINK): 6,
+        str(PLAIN): 6,
+    }
+    for one in answered:
+        text = tokenizer.decode(one.answers[0].prompt_ids)
+        assert text.endswith("</think>\n\n") == (one.template_arguments == PLAIN)
+    modes = Store.open(folder / "runs/small/store").manifest.template_arguments
+    assert sorted(modes, key=str) == [PLAIN, THINK]
+    assert categories(folder / "runs/small/eval/report.json") == MODES
+
+
+def test_a_suite_in_both_modes_has_al_and_speed_up_of_each(folder: Path) -> None:
+    words = ("--suite", "prompts.jsonl", "--max-prompts", "12", "--out", "both")
+    words += ("--template-arguments", json.dumps([THINK, PLAIN]))
+    result = draftlab(folder, "eval", *words, "--timing-prompts", "6", "--temps", "0")
+    assert result.exit_code == 0, result.output
+    (row,) = [row for row in Report.read(folder / "both/report.json").rows if row.head]
+    assert row.suite == "prompts.jsonl"
+    assert {one.category for one in row.categories} == MODES
+    assert [one.prompts for one in row.categories] == [6, 6]
+    assert all(one.speedup for one in row.categories)
+    assert set(result.output.split()) >= MODES
+
+
+def test_a_suite_in_one_mode_is_named_after_it(folder: Path) -> None:
+    words = ("--template-arguments", json.dumps(THINK), "--out", "one", "--temps", "0")
+    result = draftlab(folder, "eval", *words)  # of the held-out prompts, whatever their mode was
+    assert result.exit_code == 0, result.output
+    rows = Report.read(folder / "one/report.json").rows
+    assert {row.suite for row in rows} == {"held-out prompts of the run (enable_thinking=true)"}
+    words = ("--template-arguments", '{"enable_thought": true}', "--out", "none", "--temps", "0")
+    result = draftlab(folder, "eval", *words)
+    assert "eval.template_arguments: the chat template does not read 'enable_thought'" in (
+        " ".join(result.output.split())
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("thinking", "--template-arguments: expected an object such as"),
+        ('{"messages": 1}', "found messages, which draftlab sets"),
+        ('{"enable_thinking": null}', "expected true or false"),
+    ],
+)
+def test_an_option_that_is_no_object_is_refused(folder: Path, value: str, message: str) -> None:
+    assert message in " ".join(refused(folder, "eval", "--template-arguments", value).split())
+
+
+def test_changed_arguments_start_over_what_they_change(folder: Path) -> None:
+    run = folder / "runs/small"
+    before = {name: snapshot(run / name) for name in ("store", "head", "eval")}
+    answers = (run / "answers.jsonl").stat().st_mtime_ns
+    assert "target.template_arguments: [{'enable_thinking': True}" in " ".join(
+        refused(folder, "run", "small.yaml", *OVERRIDES).split()
+    )
+    changed = f"eval.template_arguments={json.dumps(PLAIN)}"
+    result = draftlab(folder, "run", "small.yaml", MIX, changed, *OVERRIDES)
+    assert result.exit_code == 0, result.output
+    assert (run / "answers.jsonl").stat().st_mtime_ns == answers
+    after = {name: snapshot(run / name) for name in before}
+    assert [name for name in before if before[name] != after[name]] == ["eval"]
+
+
+def test_recordings_of_one_prompt_file_in_two_modes_are_merged(folder: Path) -> None:
+    for name, mode in (("thinks", THINK), ("plain", PLAIN)):
+        arguments = f"target.template_arguments={json.dumps(mode)}"
+        words = (f"name={name}", arguments, "record.boundaries=[1,2,3]", "target=qwen")
+        assert draftlab(folder, "record", "small.yaml", *words).exit_code == 0
+    stores = ("runs/thinks/store", "runs/plain/store")
+    result = draftlab(folder, "store", "merge", *stores, "--out", "merged")
+    assert result.exit_code == 0, result.output
+    merged, parts = Store.open(folder / "merged"), [Store.open(folder / s) for s in stores]
+    assert merged.manifest.template_arguments == [THINK, PLAIN]
+    assert merged.ids == [*parts[0].ids, *(f"{id_}~1" for id_ in parts[1].ids)]
+    merged.verify()
+    draftlab(folder, "record", "small.yaml", "name=toy", "record.boundaries=[1,2,3]")
+    assert "target_fingerprint: expected" in refused(
+        folder, "store", "merge", *stores, "runs/toy/store", "--out", "other"
+    )
