@@ -65,6 +65,8 @@ def parse_source(text: str) -> Source:
     if not colon or not number.isdigit():
         name, number = text, ""
     quota = int(number) if number else None
+    if quota == 0:
+        raise UserError("expected a quota of 1 or more, found 0", where=text)
     if name in KNOWN:
         return Source(name, *KNOWN[name], quota)
     path = Path(name)
@@ -76,7 +78,7 @@ def parse_source(text: str) -> Source:
     if hub.count("/") != 1:
         raise UserError(
             f"expected a data set's name, Hub id or file, found {name!r}",
-            do=f"known names: {', '.join(KNOWN)}",
+            do=f"known names: {', '.join(KNOWN)}; files end in {', '.join(FORMATS)}",
         )
     return Source(hub, hub, split or "train", quota)
 
@@ -95,30 +97,37 @@ def rows_of(source: Source) -> Rows:
 
         files = {"data_files": source.path} if suffix == ".parquet" else {}
         kind = "parquet" if files else source.path
-        return load_dataset(kind, split=source.split, streaming=True, **files).skip(start)
+        try:
+            yield from load_dataset(kind, split=source.split, streaming=True, **files).skip(start)
+        except ValueError as error:  # pyarrow's errors, and an unknown split
+            raise UserError(
+                f"expected rows of split {source.split!r}, found: {error}",
+                where=source.path,
+                do="fetch the data set again, or name another split: org/name@split",
+            ) from None
 
     return rows
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
-    """Yield lines of JSON or the items of one JSON list; other lines are no records."""
+    """Yield the items of one JSON list, or lines of JSON; a line that is none as its bytes."""
     with open(path, "rb") as file:
         if path.suffix == ".json":
             try:
                 rows = json.load(file)
+                found = f"a {type(rows).__name__}"
             except ValueError as error:
-                raise UserError(f"expected a list in JSON, found: {error}", where=path) from None
+                rows, found = None, f"other text: {error}"
             if not isinstance(rows, list):
-                raise UserError(
-                    f"expected a list in JSON, found a {type(rows).__name__}", where=path
-                )
+                do = "give a file with a JSON object on each line the ending .jsonl"
+                raise UserError(f"expected a list in JSON, found {found}", where=path, do=do)
             yield from rows
             return
         for line in file:
             try:
                 yield json.loads(line)
             except ValueError:
-                yield None
+                yield line
 
 
 def steadily(rows: Rows, say: Callable[[str], None], pause: float = 2.0) -> Iterator[Any]:
@@ -159,6 +168,8 @@ def conversations(
             return
         counts["rows"] += 1
         try:
+            if isinstance(row, bytes):
+                raise Dropped("a line that is no JSON" if row.strip() else "an empty line")
             chat = read_row(row)
             _first_of_its_kind(chat, seen)
         except Dropped as reason:
@@ -193,8 +204,14 @@ def prepare(
     `out` with .counts.json in place of its ending gets the counts too.
 
     Raises:
-        UserError: a source that cannot be read, or nothing that was kept.
+        UserError: a source that cannot be read or would be replaced, or nothing that was kept.
     """
+    counted = out.with_suffix(".counts.json")
+    for path in map(Path, (source.path for source in sources)):
+        if path.exists() and path.resolve() in (out.resolve(), counted.resolve()):
+            raise UserError(
+                "expected a new file to write, found a source", where=path, do="change --out"
+            )
     twice = [name for name, count in Counter(s.name for s in sources).items() if count > 1]
     if twice:
         raise UserError(f"expected each source once, found {twice[0]!r} twice")
@@ -211,8 +228,12 @@ def prepare(
                 if reason not in ("rows", "kept"):
                     say(f"  dropped {count:,}: {reason}")
         if not any(counts["kept"] for counts in result.values()):
-            raise UserError("expected conversations, found none that could be kept", where=out)
-    write_json(out.with_suffix(".counts.json"), result)
+            raise UserError(
+                "expected conversations, found none that could be kept",
+                where=", ".join(result),
+                do="give files of chats; the lines above say why each row was dropped",
+            )
+    write_json(counted, result)
     return result
 
 

@@ -46,6 +46,7 @@ PAIRS = (
     ("question", "answer"),
     ("question", "answers"),
     ("prompt", "response"),
+    ("prompt", "completion"),
     ("query", "answers"),
 )
 PROMPTS = tuple(dict.fromkeys(asked for asked, _ in PAIRS))
@@ -306,9 +307,9 @@ def _calls(calls: Sequence[Any]) -> list[dict[str, Any]]:
             raise Dropped("arguments of a call without names")
         # Columns of Parquet have every name that any row has.
         given = {name: value for name, value in arguments.items() if value is not None}
-        found.append(
-            {"type": "function", "function": {"name": function["name"], "arguments": given}}
-        )
+        key = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+        function = {"name": function["name"], "arguments": given}
+        found.append({"type": "function", **key, "function": function})
     return found
 
 

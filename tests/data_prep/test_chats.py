@@ -98,7 +98,12 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             ],
             "tools": [{"type": "function", "function": ADD}],
         },
-        [user("2+2?"), CALLED, TOOL_ANSWER | {"tool_call_id": "c1"}, assistant("4")],
+        [
+            user("2+2?"),
+            assistant("", tool_calls=[CALL[0] | {"id": "c1"}]),
+            TOOL_ANSWER | {"tool_call_id": "c1"},
+            assistant("4"),
+        ],
     ),
     "toolcalls": (
         {
@@ -175,6 +180,10 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
     "pair with input": (
         {"instruction": "say it in French", "input": "good day", "output": "bonjour"},
         [user("say it in French\n\ngood day"), assistant("bonjour")],
+    ),
+    "a prompt and its completion": (
+        {"prompt": "hi", "completion": "hello"},
+        [user("hi"), assistant("hello")],
     ),
     "a prompt alone": ({"prompt": "hi", "id": 3}, [user("hi")]),
     "a prompt of messages": ({"prompt": [user("hi")]}, [user("hi")]),
@@ -260,7 +269,7 @@ def test_mixed_schemas_duplicates_quotas_and_counts(tmp_path: Path) -> None:
     rows = [row for row, _ in ROWS.values()] + [row for row, _ in BAD[:5]]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "one.jsonl").write_text(text)
-    (tmp_path / "two.jsonl").write_text(text + "{broken\n")
+    (tmp_path / "two.jsonl").write_text(text + "{broken\n\n")
     printed: list[str] = []
     out = tmp_path / "all.jsonl"
     sources = [f"{tmp_path / 'one.jsonl'}:5", str(tmp_path / "two.jsonl")]
@@ -269,10 +278,11 @@ def test_mixed_schemas_duplicates_quotas_and_counts(tmp_path: Path) -> None:
     one, two = counts["one.jsonl"], counts["two.jsonl"]
     # "q" and "1+1?" come again; a quota stops the reading.
     assert (one["rows"], one["kept"], one["a question that was there before"]) == (8, 5, 3)
-    assert two["rows"] == len(rows) + 1
-    assert two["not a record of columns"] == 2
+    assert two["rows"] == len(rows) + 2
+    assert two["not a record of columns"] == 1
+    assert (two["a line that is no JSON"], two["an empty line"]) == (1, 1)
     assert two["an unknown role, 'judge'"] == 1
-    assert any("dropped 2: not a record" in line for line in printed)
+    assert any("dropped 1: not a record" in line for line in printed)
     for count in counts.values():
         reasons = {k: v for k, v in count.items() if k not in ("rows", "kept")}
         assert count["rows"] == count["kept"] + sum(reasons.values())
@@ -293,6 +303,32 @@ def test_parquet_is_streamed(tmp_path: Path) -> None:
         [chats.parse_source(str(tmp_path / "rows.parquet"))], tmp_path / "o.jsonl", say=print
     )
     assert [x["messages"][1]["content"] for x in lines(tmp_path / "o.jsonl")] == ["hello", "c"]
+
+
+def test_damaged_parquet_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1 and nothing of it")
+    source = chats.parse_source(str(tmp_path / "rows.parquet"))
+    with pytest.raises(UserError, match="expected rows of split 'train', found: ") as caught:
+        chats.prepare([source], tmp_path / "o.jsonl", say=print)
+    assert caught.value.where == str(tmp_path / "rows.parquet")
+
+
+def test_a_source_is_never_replaced(tmp_path: Path) -> None:
+    text = json.dumps([ROWS["magpie"][0], {"text": "what is dropped"}])
+    (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(row) for row in json.loads(text)))
+    (tmp_path / "log.counts.json").write_text(text)
+    (tmp_path / "link.jsonl").symlink_to("log.jsonl")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    for source, out in (
+        ("log.jsonl", "log.jsonl"),
+        ("link.jsonl", "log.jsonl"),
+        ("log.counts.json", "log.jsonl"),
+    ):
+        sources = [chats.parse_source(str(tmp_path / source))]
+        with pytest.raises(UserError, match="found a source"):
+            chats.prepare(sources, tmp_path / out, say=print)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def flaky(rows: list[Any], drops: list[int]) -> chats.Rows:
@@ -358,11 +394,12 @@ def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_a_json_file_that_is_no_list_is_refused(tmp_path: Path) -> None:
-    for text, kind in (("3", "int"), ('{"a": [1]}', "dict")):
+    for text, kind in (("3", "an? int"), ('{"a": [1]}', "a dict"), ("{}\n{}", "other text: Extra")):
         (tmp_path / "a.json").write_text(text)
         source = chats.parse_source(str(tmp_path / "a.json"))
-        with pytest.raises(UserError, match=f"expected a list in JSON, found a {kind}"):
+        with pytest.raises(UserError, match=f"in JSON, found {kind}") as caught:
             chats.prepare([source], tmp_path / "o.jsonl", say=print)
+        assert ".jsonl" in caught.value.do
 
 
 def test_sources_by_name_hub_id_and_file(tmp_path: Path) -> None:
@@ -372,6 +409,8 @@ def test_sources_by_name_hub_id_and_file(tmp_path: Path) -> None:
     for text in ("nothing", "a/b/c", str(tmp_path / "none.jsonl")):
         with pytest.raises(UserError, match="expected a data set"):
             chats.parse_source(text)
+    with pytest.raises(UserError, match="a quota of 1 or more, found 0"):
+        chats.parse_source("magpie:0")
 
 
 def test_from_the_command_line(tmp_path: Path) -> None:
