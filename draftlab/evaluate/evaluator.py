@@ -229,9 +229,10 @@ class Evaluator:
         if not settings.timing_prompts:
             return None
         rate = copy_rate(device)
+        prompts = max(len(one.suite.prompts) for one in self.workloads)
         return {
             "batch": " / ".join(map(str, settings.timing_batches)),
-            "prompts": settings.timing_prompts,
+            "prompts": min(settings.timing_prompts, prompts),
             "tokens": settings.timing_tokens,
             "threads": 1 if device.type == "cpu" else None,
             "stop_tokens": "end an answer",

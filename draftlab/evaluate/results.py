@@ -265,6 +265,11 @@ class Report(BaseModel):
         fields = self.model_dump(mode="json")
         write_json(path, {"schema": fields.pop("schema_version"), **fields})
 
+    def heads_with(self, sha256: str) -> set[str]:
+        """Return the names of the heads whose weights have this hash."""
+        heads = self.environment.get("heads", {})
+        return {name for name, known in heads.items() if known == sha256}
+
     @classmethod
     def read(cls, path: Path) -> Report:
         """Read a report of the present schema version.

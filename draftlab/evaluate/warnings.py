@@ -35,13 +35,12 @@ def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
     timed = min(max(settings.timing_prompts, *settings.timing_batches), prompts)
     if settings.timing_prompts and timed < MIN_TIMED_PROMPTS:
         effect = (
-            "speed-ups have no interval, and there is no verdict"
+            f"an interval needs {MIN_INTERVAL_PROMPTS}, a reliable one"
             if timed < MIN_INTERVAL_PROMPTS
-            else "their intervals are too narrow"
+            else "the intervals of speed-ups are too narrow below"
         )
         warnings.append(
-            f"few timed prompts ({timed}): {effect} (eval.timing_prompts, at least "
-            f"{MIN_TIMED_PROMPTS})"
+            f"few timed prompts ({timed}): {effect} {MIN_TIMED_PROMPTS} (eval.timing_prompts)"
         )
     return warnings
 

@@ -174,8 +174,7 @@ def served_k(
 
 def _measured_k(path: Path, folder: Path) -> tuple[int, str] | None:
     report = Report.read(path)
-    digest = known_sha256(folder / WEIGHTS)
-    names = {name for name, known in report.environment.get("heads", {}).items() if known == digest}
+    names = report.heads_with(known_sha256(folder / WEIGHTS))
     rows = [row for row in report.rows if row.head in names]
     best = fastest_k(rows)
     if best is None:

@@ -19,9 +19,9 @@ from draftlab.export.layout import layout_for
 from draftlab.export.serving_tables import CALIBRATION, STS
 from draftlab.export.settings import ExportSettings
 from draftlab.export.write import write_export
-from draftlab.files import read_json, write_json, write_text
+from draftlab.files import known_sha256, read_json, write_json, write_text
 from draftlab.formatting import plain_values
-from draftlab.heads.folder import CONFIG, NATIVE, load_config
+from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
 from draftlab.hub.card import model_card
 from draftlab.hub.privacy import (
     publishable_report,
@@ -37,7 +37,6 @@ from draftlab.report.html import is_plot, write_plots
 from draftlab.report.sections import of_head, sections
 from draftlab.run.folder import check_links
 from draftlab.run.head_workspace import HeadWorkspace
-from draftlab.run.stages import STAGES, head_sha256, read_record, record_path
 from draftlab.target_model.locate import resolve_target
 
 README, LAUNCH, REPORT = "README.md", "launch.md", "report.json"
@@ -72,7 +71,7 @@ def write_upload_folder(
     path = path.expanduser().resolve()
     plots = {file.name for file in path.glob("*.png") if is_plot(file)} if path.is_dir() else set()
     check_destination(path, "earlier push", {RECIPE, REPORT, HEAD, *plots})
-    report, head = _read_report(workspace), load_config(workspace.head)
+    (report, name), head = _read_report(workspace), load_config(workspace.head)
     target, recipe = workspace.target.path, read_yaml(workspace.folder / RECIPE)
     targets = (target, str(report.target.get("name")), head.target.name)
     paths = relative_paths(recipe, (row.suite for row in report.rows), targets)
@@ -101,7 +100,7 @@ def write_upload_folder(
     recipe_text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True, width=100)
     with atomic_folder(path) as folder:
         launch = _export(workspace, repo, exports, base_model, folder, monitor)
-        own = of_head(report, workspace.name)
+        own = of_head(report, name)
         shown = sections(own, figures=True)
         write_plots(shown, folder, description(own))
         write_text(folder / RECIPE, recipe_text)
@@ -129,25 +128,21 @@ def write_upload_folder(
     return path
 
 
-def _read_report(workspace: HeadWorkspace) -> Report:
-    """Return the run's report, which has rows of this head."""
+def _read_report(workspace: HeadWorkspace) -> tuple[Report, str]:
+    """Return the run's report, and the name of this head in it: that of its run at the time."""
     path = workspace.folder / "eval" / REPORT
     evaluate = f"run `draftlab eval --run {quote(workspace.folder.name)}`"
     if not path.is_file():
         raise UserError("expected the run to have a report, found none", where=path, do=evaluate)
     report = Report.read(path)
-    if not any(row.head == workspace.name for row in report.rows):
-        raise UserError(
-            f"expected rows of {workspace.name} in the report, found none", where=path, do=evaluate
-        )
-    record = read_record(record_path(workspace.folder, STAGES["eval"]))
-    if record.get("head_sha256") != head_sha256(workspace.folder):
+    names = report.heads_with(known_sha256(workspace.head / WEIGHTS))
+    if (name := next((row.head for row in report.rows if row.head in names), None)) is None:
         raise UserError(
             "expected a report of this head, found one of a head with other weights",
             where=path,
             do=evaluate,
         )
-    return report
+    return report, name
 
 
 def _export(

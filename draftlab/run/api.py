@@ -23,7 +23,7 @@ from draftlab.report import write_html
 from draftlab.run.held_out_prompts import NAMED_BY_USER, default_suite
 from draftlab.run.resolve import find_head, name_in_reports
 from draftlab.target_model.loading import load_target, load_tokenizer
-from draftlab.target_model.locate import resolve_target
+from draftlab.target_model.locate import local_target, resolve_target
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings, template_modes
 from draftlab.text.chat_template import (
@@ -125,6 +125,7 @@ def evaluate_head(
         UserError: no suite is named, and there is no default.
     """
     check_folder(out)
+    local_target(target_settings)  # a wrong path is the first error
     sources = settings.suite or default_suite(target_settings)
     if not sources and held_out is None:
         raise UserError(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import re
 import struct
 from pathlib import Path
@@ -21,13 +22,14 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -44,6 +46,7 @@ _SPECIAL = {
     "eos_token_id": "eos_token",
     "padding_token_id": "pad_token",
     "unknown_token_id": "unk_token",
+    "mask_token_id": "mask_token",
 }
 """Fields of the metadata (without tokenizer.ggml.), and attributes of a tokenizer."""
 _CONTROL, _USER_DEFINED = 3, 4
@@ -253,12 +256,19 @@ def _tokenizer(file: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerBase:
             if own == kind
         ]
         tokenizer.add_tokens(added, special_tokens=special)
-    for name, attribute in _SPECIAL.items():
-        token = metadata["tokens"][metadata[name]] if name in metadata else None
-        setattr(tokenizer, attribute, token)
-    if template := metadata.get("chat_template"):
-        tokenizer.chat_template = template
-    return tokenizer
+    # transformers adds default tokens that the vocabulary may lack, also when it loads them again.
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    size = len(metadata["tokens"])
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < size]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_str(json.dumps(state)),
+        chat_template=metadata.get("chat_template"),
+        **{
+            attribute: metadata["tokens"][metadata[name]]
+            for name, attribute in _SPECIAL.items()
+            if name in metadata
+        },
+    )
 
 
 def _write_config(file: Path, metadata: dict[str, Any], work: Path) -> None:

@@ -17,6 +17,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.utils import logging as transformers_logging
 
@@ -47,7 +48,9 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
     folder = resolve_target(settings, TOKENIZER_FILES)
     advice = "copy the tokenizer files there, such as tokenizer.json"
     with explain_loading("the target's tokenizer", folder, advice):
-        tokenizer = AutoTokenizer.from_pretrained(
+        # Classes of an architecture normalise and split in their own way, llama.cpp as a GGUF says.
+        is_gguf = settings.path.endswith(".gguf")
+        tokenizer = (PreTrainedTokenizerFast if is_gguf else AutoTokenizer).from_pretrained(
             folder, trust_remote_code=settings.trust_remote_code
         )
         # Of a folder without a tokenizer transformers makes one of the special tokens alone.

@@ -39,10 +39,11 @@ def local_target(settings: TargetSettings) -> Path | None:
 
         with explain_loading("the target", path):
             return gguf_folder(path)
-    if path.exists() or settings.path.startswith((".", "/", "~")) or settings.path.count("/") != 1:
+    is_id = settings.path.count("/") == 1 and not settings.path.endswith("/")
+    if path.exists() or settings.path.startswith((".", "/", "~")) or not is_id:
         raise UserError(
             "expected a checkpoint folder with config.json or a GGUF file, found neither",
-            where=path,
+            where=settings.path,
             do='give a folder, a GGUF file, a Hub id such as "org/name", or "embedded"',
         )
     return None

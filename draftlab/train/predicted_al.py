@@ -31,6 +31,6 @@ def al_text(al: float, records: Sequence[Walked]) -> str:
     count = len(steps)
     sums = resample_sums(accepted, steps) if count else (np.zeros(1), np.ones(1))
     if (interval := prompt_interval(1 + sums[0] / sums[1], count)) is None:
-        return f"not known: {count_text(count, 'prompt')} of {MIN_INTERVAL_PROMPTS} at least"
+        return f"not known: {count_text(count, 'prompt')}, an interval needs {MIN_INTERVAL_PROMPTS}"
     low, high = interval
     return f"{al:.3f} [{low:.3f}, {high:.3f}] of {count:,} prompts"

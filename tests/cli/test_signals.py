@@ -56,9 +56,13 @@ def test_a_signal_during_a_deletion_ends_the_process() -> None:
             signal.raise_signal(signal.SIGTERM)
 
     console = Console(file=io.StringIO(), width=100)
-    with pytest.raises(SystemExit) as ended, guard(False, monitor=ConsoleMonitor(console)):
+
+    def work() -> None:
         Deleted()
         time.sleep(60)
+
+    with pytest.raises(SystemExit) as ended, guard(False, monitor=ConsoleMonitor(console)):
+        work()
     assert ended.value.code == 128 + signal.SIGTERM
     assert console.file.getvalue().count("SIGTERM; the same") == 1
 

@@ -258,6 +258,30 @@ def test_the_interval_contains_the_speed_up_of_all_prompts() -> None:
     assert np.abs(np.log(shares)).max() < 0.03
 
 
+def test_the_prompts_of_a_category_are_not_the_timed_ones(target: Target, head: Eagle3Head) -> None:
+    """Each timed prompt's step costs what its counterpart of the other category gains."""
+    timed, others = ([f"{kind}{i}" for i in range(8)] for kind in "ab")
+    categories = dict.fromkeys(timed, "a") | dict.fromkeys(others, "b")
+    suite = Suite("toy", "t", tuple((n, (1,)) for n in categories), categories)
+    settings = EvalSettings(k=(2,), temperatures=(0,), draft_probs="off")
+    workload = Workload(
+        target, (NamedHead("a head", head),), suite, frozenset(), settings, Monitor()
+    )
+    none, drafted = workload.configs
+    gains = {name: 0.2 * int(name[1:]) for name in categories}
+    answers = [generation(20, gain, 3.0 * (1 + gain), name=n) for n, gain in gains.items()]
+    base = [generation(20, 0, PLAIN_MS, k=0, name=name) for name in categories]
+    results = EngineResults("draftlab", "1")
+    results.generations |= {(0.0, none): base, (0.0, drafted): answers}
+    runs = {none: TimedRun(base[:8], 1.0), drafted: TimedRun(answers[:8], 1.0)}
+    workload.add_timings(results, runs, 0.0, 1)
+    row = next(row for row in new_rows(workload, [results], 1) if row.k)
+    _, other = row.categories
+    low, high = other.speedup_ci
+    # Drawn together the two would cancel.
+    assert low < 0.9 < 1.1 < high
+
+
 def test_repeated_prompts_are_one_each() -> None:
     """A batch that is larger than the suite decodes prompts again; intervals are over prompts."""
     answers = [generation(3 + i, 1.0, STEP_MS) for i in range(3)]

@@ -38,7 +38,7 @@ class CompletionServer(ThreadingHTTPServer):
         changes: fields of every choice that replace those of the answer.
         card: further fields of the served models.
         room: most tokens of a prompt and its answer; None: as many as the engine has. Larger
-            requests are refused with HTTP 400 and `refusal`.
+            requests are refused with `refusal_status` and `refusal`.
         hold: event for which answers wait; None: none.
         models: ids of the served models.
         requests: bodies of the completions asked for.
@@ -56,6 +56,7 @@ class CompletionServer(ThreadingHTTPServer):
         self.card: dict[str, Any] = {}
         self.room: int | None = None
         self.refusal: dict[str, Any] = {}
+        self.refusal_status = 400
         self.hold: threading.Event | None = None
         self.requests: list[dict[str, Any]] = []
         self.in_work, self.most_at_once = 0, 0
@@ -102,7 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
             if server.hold is not None:
                 server.hold.wait()
             if server.room is not None and len(body["prompt"]) + body["max_tokens"] > server.room:
-                status, answer = 400, server.refusal
+                status, answer = server.refusal_status, server.refusal
             else:
                 status, answer = 200, {"choices": [server.complete(body)]}
         else:

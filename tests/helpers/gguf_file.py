@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -26,18 +27,26 @@ def interleaved(weight: Tensor, heads: int) -> Tensor:
 
 
 def write_gguf(
-    folder: Path, file: Path, *, pre: str = "llama-bpe", scaling: str | None = None
+    folder: Path,
+    file: Path,
+    *,
+    architecture: str = "llama",
+    pre: str = "llama-bpe",
+    scaling: str | None = None,
+    more_tokens: Sequence[tuple[str, int]] = (),
 ) -> LlamaForCausalLM:
     """Write a checkpoint of `toy_target_folder` as Q8_0; return the model with those weights.
 
     A RoPE of Llama 3 is stored as the divisors of the frequencies.
 
     Args:
+        architecture: what the metadata say; the tensors are those of a Llama.
         scaling: type of the RoPE's scaling that the metadata name.
+        more_tokens: spelling and type of tokens after those of the toy tokenizer.
     """
     model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
     config, tokenizer = model.config, toy_tokenizer()
-    writer = GGUFWriter(file, "llama")
+    writer = GGUFWriter(file, architecture)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -48,7 +57,7 @@ def write_gguf(
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_rope_dimension_count(config.head_dim)
     if scaling is not None:
-        writer.add_string("llama.rope.scaling.type", scaling)
+        writer.add_string(f"{architecture}.rope.scaling.type", scaling)
     if config.rope_parameters["rope_type"] == "llama3":
         scaled = model.model.rotary_emb.inv_freq
         exponents = torch.arange(len(scaled)) / len(scaled)
@@ -58,8 +67,9 @@ def write_gguf(
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     words = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    writer.add_token_list(words)
-    writer.add_token_types([3 if word in SPECIALS else 1 for word in words])
+    types = [3 if word in SPECIALS else 1 for word in words]
+    writer.add_token_list([*words, *(text for text, _ in more_tokens)])
+    writer.add_token_types([*types, *(kind for _, kind in more_tokens)])
     merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
     writer.add_token_merges([" ".join(pair) for pair in merges])
     writer.add_bos_token_id(tokenizer.bos_token_id)

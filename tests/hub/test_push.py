@@ -66,6 +66,16 @@ def test_a_pushed_head_can_be_imported(workshop: Path) -> None:
     assert (workshop / "back" / WEIGHTS).read_bytes() == (head / WEIGHTS).read_bytes()
 
 
+def test_a_run_under_another_name_is_pushed(workshop: Path) -> None:
+    """Its report has rows of the former name; the hash of the weights tells that they are its."""
+    runs = workshop / "runs"
+    (runs / "small").rename(runs / "renamed")
+    result = draftlab(workshop, "push", "renamed", *PUSH[2:], "--dry-run", "--out", "out")
+    assert result.exit_code == 0, result.output
+    card = ModelCard.load(workshop / "out" / "README.md")
+    assert {one.metric_type for one in card.data.eval_results} == {"acceptance_length"}
+
+
 def test_a_push_serves_with_the_k_of_an_export(workshop: Path) -> None:
     """It is the fastest that the run's report measured, not the one that the head has."""
     path = workshop / "runs" / "small" / "eval" / "report.json"

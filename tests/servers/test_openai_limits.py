@@ -73,6 +73,15 @@ def test_prompts_that_the_server_refuses_as_too_long_are_left_out(
         assert "dropped_turns" not in manifest
 
 
+def test_a_failure_that_speaks_of_a_length_is_no_refusal(workshop: Path) -> None:
+    """Only HTTP 400 refuses a request; a prompt that met another failure is not left out."""
+    with serve(workshop / "toy") as server:
+        server.room, server.refusal, server.refusal_status = 0, VLLM, 500
+        output = prepare(workshop, server, "regenerate.server.attempts=1", code=2)
+        assert "HTTP 500" in output
+        assert "dropped" not in output
+
+
 def test_a_resumed_run_sends_no_prompt_again_that_was_too_long(workshop: Path) -> None:
     write_prompts(workshop / "prompts.jsonl", ["def f():" + " pass" * n for n in (9, 0, 8, 1, 2)])
     pieces = ("regenerate.piece=2", "regenerate.batch=1", "regenerate.server.attempts=1")

@@ -39,6 +39,7 @@ class StubServer(ThreadingHTTPServer):
         redirect: where requests of completions are sent to; "": nowhere.
         timeout_s: seconds that `ask` waits for an answer.
         drip: the beginning of an answer to completions that never ends; b"": none.
+        drip_s: seconds after which nothing more of it comes.
         refusal: an HTTP status with which completions are refused, and whose text repeats the key.
     """
 
@@ -50,7 +51,7 @@ class StubServer(ThreadingHTTPServer):
             "/v1/completions": {"choices": [CHOICE]},
         }
         self.redirect, self.refusal, self.drip = "", 0, b""
-        self.timeout_s = 600.0
+        self.timeout_s, self.drip_s = 600.0, float("inf")
         self.keys: list[str | None] = []
 
 
@@ -75,9 +76,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path == "/v1/completions" and server.drip:
             with contextlib.suppress(OSError):  # the client leaves
                 self.wfile.write(server.drip)
-                while True:
+                begin = time.monotonic()
+                while time.monotonic() - begin < server.drip_s:
                     self.wfile.write(b" ")
                     time.sleep(0.05)
+                time.sleep(4)
         status = 200
         if self.path == "/v1/completions" and (server.redirect or server.refusal):
             status = 307 if server.redirect else server.refusal
@@ -307,6 +310,17 @@ def test_an_answer_that_drips_is_left(part: str, server: StubServer, tokenizer: 
     with pytest.raises(UserError, match="timed out"):
         ask(server, tokenizer)
     assert time.monotonic() - before < 5
+
+
+def test_the_last_read_of_an_answer_has_the_time_that_is_left(
+    server: StubServer, tokenizer: Any
+) -> None:
+    server.timeout_s, server.drip_s = 2.0, 1.5
+    server.drip = b"HTTP/1.1 200 OK\r\nContent-Length: 900000\r\n\r\n"
+    before = time.monotonic()
+    with pytest.raises(UserError, match="timed out"):
+        ask(server, tokenizer)
+    assert time.monotonic() - before < 3
 
 
 def test_a_server_on_this_machine_is_reached_without_a_proxy(

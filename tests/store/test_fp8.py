@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from draftlab.progress import Monitor
 from draftlab.store.fp8 import E4M3, dequantise, quantise, relative_errors
-from draftlab.store.record import RecordSettings, record
+from draftlab.store.record import RecordSettings, _report_state_quality, record
 from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import pack
 from tests.helpers.monitors import RecordingMonitor
@@ -97,6 +98,16 @@ def test_a_store_in_fp8(target: Target, tmp_path: Path) -> None:
         reported = float(line.split("relative error ")[1].split("%")[0]) / 100
         assert reported == pytest.approx(error, rel=0.01)
         assert 0.01 < reported < 0.05
+    # Shards count by their tokens.
+    tokens, written = store.manifest.index.shard_tokens, store.manifest.written
+    assert tokens[-1] != tokens[0]
+    errors = np.zeros_like(written.fp8_errors)
+    errors[-1] = 0.5
+    monitor = RecordingMonitor()
+    changed = {"table": replace(written, fp8_errors=errors)}
+    _report_state_quality(store.manifest.model_copy(update=changed), monitor)
+    expected = 0.5 * (tokens[-1] / tokens.sum()) ** 0.5
+    assert f"relative error {expected:.2%} at boundary" in monitor.lines[0]
     size = sum(shard.bytes for shard in store.manifest.shards)
     data = store.manifest.counts.tokens * store.identity.bytes_per_token
     assert data < size < data + 1500 * len(store.manifest.shards)

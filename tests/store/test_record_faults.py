@@ -277,6 +277,9 @@ def test_a_receipt_that_the_leader_removes_is_no_error(
     receipts.commit(plan.shards[0], {"bytes": 1, "sha256": "0" * 64})
     (tmp_path / plan.shards[0].file).write_bytes(b"a")
     assert 0 not in receipts.missing()
+    (tmp_path / plan.shards[0].file).write_bytes(b"ab")
+    assert 0 in receipts.missing(), "a file of another size"
+    (tmp_path / plan.shards[0].file).write_bytes(b"a")
     read_json = receipts_module.read_json
 
     def removed(path: Path, **options: str) -> object:

@@ -158,6 +158,11 @@ def test_quantised_weights_are_not_merged(tmp_path: Path, base: Path) -> None:
         resolve_target(TargetSettings(path=str(base), adapter=str(adapter)))
 
 
+def test_an_adapter_is_not_merged_where_no_weights_are_needed(tmp_path: Path, base: Path) -> None:
+    settings = TargetSettings(path=str(base), adapter=str(write_adapter(base, tmp_path / "style")))
+    assert resolve_target(settings, ("config.json",)) == base
+
+
 def test_adapter_files_beside_a_checkpoint_are_never_ignored(tmp_path: Path, base: Path) -> None:
     adapter = write_adapter(base, tmp_path / "style")
     with pytest.raises(UserError, match=r"found a LoRA adapter\nat"):

@@ -47,6 +47,7 @@ def test_weights_tokenizer_and_stops_are_those_of_the_checkpoint(
     settings = TargetSettings(path=str(file), device="cpu")
     planned = local_target(settings)
     assert planned is not None
+    assert resolve_target(settings, ("config.json",)) == planned
     assert not (planned / "model.safetensors").exists(), "a plan needs no weights"
     tokenizer, own = load_tokenizer(settings), toy_tokenizer()
     for text in TEXTS:
@@ -67,6 +68,33 @@ def test_weights_tokenizer_and_stops_are_those_of_the_checkpoint(
     assert torch.equal(found.argmax(-1), expected.argmax(-1))
     assert load_parts(planned).embeddings.dtype == torch.float16
     assert "quantization_config" not in json.loads((planned / "config.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "pre", "whole"), [("llama", "llama-bpe", True), ("qwen2", "qwen2", False)]
+)
+def test_added_tokens_are_those_of_the_metadata(
+    tmp_path: Path, file: Path, architecture: str, pre: str, whole: bool
+) -> None:
+    """Types of GGUF: 1 is normal, 4 user-defined."""
+    folder = toy_target_folder(tmp_path / "hf", layers=2, vocab=291)
+    more = [("<think>", 4), ("Ġqzx", 1)]
+    write_gguf(folder, file, architecture=architecture, pre=pre, more_tokens=more)
+    settings = TargetSettings(path=str(file))
+    tokenizer = load_tokenizer(settings)
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    ids = encode("a<think>b<|eot_id|>")
+    assert ids[1] == 289
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "a<think>b"
+    # A word that is a token and that no merges build: llama.cpp finds it for Llama 3 only.
+    assert (encode(" qzx") == [290]) == whole
+    assert len(tokenizer) == 291
+    assert encode("e\u0301") != encode("\u00e9"), "llama.cpp does not normalise"
+    config = json.loads((resolve_target(settings, ("config.json",)) / "config.json").read_text())
+    assert config["dtype"] == "bfloat16"
 
 
 def test_a_file_is_converted_once_and_anew_when_it_changes(

@@ -66,6 +66,8 @@ EMPTY_THINK = CHATML_TEMPLATE.replace(
     "+ '\\n' + ('<think></think>' if loop.last and message['role'] == 'assistant' else '')"
     " + message['content'] +",
 )
+# Tokens between a header and an answer: special ones alone may be there.
+BEFORE_ANSWER = (("<|im_start|>a<|im_end|>", True), ("a<|im_end|>", False), ("<|im_end|>a", False))
 DROPS_HISTORY = CHATML_TEMPLATE.replace(
     "+ message['content'] +", "+ (message['content'] if loop.last else '…') +"
 )
@@ -160,6 +162,17 @@ def test_an_unreliable_mask_is_an_error_that_names_the_conversation(template, ch
         assistant_turns(toy_tokenizer(template), chat, where="conversation c7")
     assert reason in caught.value.what
     assert caught.value.do
+
+
+@pytest.mark.parametrize(("between", "accepted"), BEFORE_ANSWER)
+def test_only_a_header_of_special_tokens_may_precede_an_answer(between, accepted):
+    tokenizer = toy_tokenizer(EMPTY_THINK.replace("<think></think>", between))
+    if accepted:
+        (turn,) = assistant_turns(tokenizer, [user("q"), assistant("two")])
+        assert tokenizer.decode(turn.token_ids) == between + "two<|im_end|>"
+        return
+    with pytest.raises(RenderError, match="after the generation prompt it writes"):
+        assistant_turns(tokenizer, [user("q"), assistant("two")])
 
 
 TURNS = st.lists(

@@ -48,8 +48,8 @@ def test_given_answers_predict_no_acceptance_length(
 @pytest.mark.parametrize(
     ("prompts", "line"),
     [
-        (1, "predicted AL (T = 0) not known: 1 prompt of 6 at least (K = 3, 8 steps)"),
-        (5, "predicted AL (T = 0) not known: 5 prompts of 6 at least (K = 3, 40 steps)"),
+        (1, "predicted AL (T = 0) not known: 1 prompt, an interval needs 6 (K = 3, 8 steps)"),
+        (5, "predicted AL (T = 0) not known: 5 prompts, an interval needs 6 (K = 3, 40 steps)"),
         (6, "predicted AL (T = 0) 2.000 [2.000, 2.000] of 6 prompts (K = 3, 48 steps)"),
     ],
 )

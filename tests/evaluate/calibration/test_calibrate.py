@@ -162,8 +162,26 @@ def test_savings_by_hand() -> None:
     assert verified.tolist() == [2, 1, 0]
     saving = savings.saving(blocks, verified, 0.5)
     assert (saving.not_verified, saving.lost) == (5 / 8, 1 / 4)
+    assert saving.lost_ci is None  # too few prompts
     assert savings.largest_cutoff(blocks) == 0.88  # σ(2) = 0.8808
     assert savings.verified_by_cutoff(blocks, 0.0).tolist() == [3, 3, 2]
+
+
+def test_intervals_of_savings_and_errors_are_over_prompts() -> None:
+    """Ten prompts accept all drafts and ten none: a block says nothing beyond its prompt."""
+    prompt = np.repeat(np.arange(20), 50)
+    accepted = 2 * (prompt % 2)
+    confidence = np.where(prompt[:, None] % 4 < 2, 2.0, -2.0) * np.ones((1, 2))
+    blocks = DraftBlocks(confidence, np.full(1000, 2), accepted, prompt)
+    saving = savings.saving(blocks, savings.verified_by_cutoff(blocks, 0.5), 0.5)
+    assert (saving.not_verified, saving.lost) == (0.5, 0.5)
+    assert saving.lost_ci is not None
+    assert saving.lost_ci[0] < 0.5 < saving.lost_ci[1]
+    (first, _) = of(blocks).positions
+    low, high = first.error_after_ci
+    survived = accepted > 0
+    half = 1.96 * survived.std() / 10**0.5  # of ten held-out prompts
+    assert high - low > half, "ten prompts, not five hundred blocks"
 
 
 def test_the_cutoff_loses_at_most_two_percent() -> None:
