@@ -110,7 +110,8 @@ def run(
 
             path = pipeline.folder / "eval" / "report.json"
             show_report(Report.read(path), as_json, path)
-            monitor.say(f"exports: {pipeline.folder.resolve() / 'export'}")
+            if pipeline.recipe.export.formats:
+                monitor.say(f"exports: {pipeline.folder.resolve() / 'export'}")
             if rehearse:
                 monitor.say(f"the rehearsal ran every stage; `draftlab run {recipe}` is the run")
 

@@ -221,4 +221,13 @@ def _load() -> None:
         _loaded = True
         import_module("draftlab.families")
         for entry in entry_points(group=ENTRY_POINTS):
-            register(entry.load()())
+            try:
+                register(entry.load()())
+            except Exception as error:  # code of another package may raise anything
+                _loaded = False
+                package = entry.dist.name if entry.dist else "?"
+                raise UserError(
+                    f"expected a family of heads, found {type(error).__name__}: {error}",
+                    where=f"the package {package}, entry point {entry.name} = {entry.value}",
+                    do=f"repair the package, or remove it: pip uninstall {package}",
+                ) from error

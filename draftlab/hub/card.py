@@ -83,7 +83,7 @@ def _eval_results(row: Row, several_engines: bool = False) -> Iterator[EvalResul
         ("acceptance_length", "Acceptance length", row.acceptance_length),
         ("speedup", "Speed-up over plain decoding", row.speedup),
     ):
-        if value is not None:
+        if value is not None and (kind != "speedup" or row.speedup_ci):  # else no verdict has it
             yield EvalResult(
                 task_type="text-generation",
                 dataset_type=row.suite.replace(":", "-"),

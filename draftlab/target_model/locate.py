@@ -37,9 +37,10 @@ def local_target(settings: TargetSettings) -> Path | None:
     if path.suffix == ".gguf" and path.is_file():
         from draftlab.target_model.gguf import gguf_folder  # imports transformers
 
-        with explain_loading("the target", path):
+        damaged = "fetch the file again: it is cut off or damaged, or of a newer format"
+        with explain_loading("the target", path, damaged):
             return gguf_folder(path)
-    is_id = settings.path.count("/") == 1 and not settings.path.endswith("/")
+    is_id = settings.path.count("/") == 1 and not settings.path.endswith(("/", ".gguf"))
     if path.exists() or settings.path.startswith((".", "/", "~")) or not is_id:
         raise UserError(
             "expected a checkpoint folder with config.json or a GGUF file, found neither",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
@@ -175,3 +176,13 @@ def test_names_belong_to_one_family() -> None:
         register(Other())
     with pytest.raises(UserError, match=r"out of eagle3, .*sum.*found 'medusa'"):
         get_family("medusa")
+
+
+def test_a_package_whose_family_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("broken", "no_such_module:Family", registry.ENTRY_POINTS)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point])
+    monkeypatch.setattr(registry, "_loaded", False)
+    for _ in range(2):  # a second look does not pass it by
+        with pytest.raises(UserError, match="No module named") as caught:
+            families()
+        assert "entry point broken = no_such_module:Family" in str(caught.value.where)

@@ -14,7 +14,9 @@ from huggingface_hub import ModelCard, constants
 
 from draftlab.evaluate.results import Report
 from draftlab.heads.folder import CONFIG, WEIGHTS
+from draftlab.hub.card import _eval_results
 from draftlab.hub.privacy import REMOVED, without_private_values
+from tests.helpers import sample_report as sample
 from tests.helpers.hub_stub import TOKEN, stub_hub
 from tests.helpers.small_run import contents, copy_of_finished, draftlab, finished
 
@@ -74,6 +76,12 @@ def test_a_run_under_another_name_is_pushed(workshop: Path) -> None:
     assert result.exit_code == 0, result.output
     card = ModelCard.load(workshop / "out" / "README.md")
     assert {one.metric_type for one in card.data.eval_results} == {"acceptance_length"}
+
+
+@pytest.mark.parametrize("interval", [None, (1.1, 1.3)])
+def test_a_speed_up_without_an_interval_is_no_result(interval: tuple[float, float] | None) -> None:
+    found = _eval_results(sample.row(speedup=1.2, speedup_ci=interval))
+    assert ("speedup" in {one.metric_type for one in found}) == (interval is not None)
 
 
 def test_a_push_serves_with_the_k_of_an_export(workshop: Path) -> None:
