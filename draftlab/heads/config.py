@@ -62,6 +62,7 @@ class _ProvenanceFields(BaseModel):
     imported: _ImportSource | None = None
     validation: _ValidationMetrics | None = None
     better_validation: _BetterValidation | None = None
+    template_arguments: list[dict[str, Any]] | None = None
 
 
 class HeadConfig(BaseModel):

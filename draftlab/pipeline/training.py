@@ -17,6 +17,7 @@ from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import draft_vocabulary, head_config, mask_token
 from draftlab.recipe.recipe import Recipe
 from draftlab.run.resolve import find_head
+from draftlab.store.manifest import template_arguments_setting
 from draftlab.store.store import Store
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.parts import TargetParts, load_parts
@@ -105,6 +106,7 @@ def train_head(
         if recipe.record.rolls:
             monitor.say(_window_line(trainer))
         provenance = _provenance(trainer, validation, vocabulary)
+        provenance |= template_arguments_setting(store.manifest.template_arguments)
         if initial is not None:
             provenance["initial_head"] = {
                 "sha256": fingerprint(initial),

@@ -33,6 +33,7 @@ from draftlab.text.chat_template import (
     unread_arguments,
 )
 from draftlab.text.conversations import Conversation
+from draftlab.text.prompts import describe_arguments
 from draftlab.text.suites import conversation_suite, load_suite
 
 HELD_OUT = "held-out prompts of the run"
@@ -159,6 +160,13 @@ def evaluate_head(
             )
     elif not sources:  # held-out prompts have their own
         options["modes"] = ({},)
+    trained = heads[0].head.config.provenance.get("template_arguments") if heads else None
+    if trained and (sources or settings.template_arguments is not None):
+        for mode in (mode for mode in options["modes"] if mode not in trained):
+            monitor.say(
+                f"warning: eval: {heads[0].name} was not trained with the template arguments "
+                f"{describe_arguments(mode) or 'none'}; eval.template_arguments changes them"
+            )
     suites = [load_suite(source, tokenizer, monitor, **options) for source in sources]
     if not suites:
         conversations = held_out()

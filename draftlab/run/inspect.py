@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -171,10 +172,16 @@ def _head(folder: Path, console: Console) -> None:
                 if type(v) is not bool
             },
             **({"imported from": f"{imported['layout']} layout"} if imported else {}),
+            **_template_arguments(config.provenance.get("template_arguments")),
             **dict(plain_values(config.provenance)),
         },
         console,
     )
+
+
+def _template_arguments(modes: list[dict[str, Any]] | None) -> dict[str, str]:
+    """Return a row for the template arguments of records, if any has some."""
+    return {"template arguments": json.dumps(modes)} if modes and any(modes) else {}
 
 
 def _option(value: Any) -> Any:
@@ -220,6 +227,7 @@ def _store(store: Store, console: Console, verify: bool) -> None:
             "checksums": f"the SHA-256 hashes of all {len(manifest.shards)} shards agree"
             if verify
             else "file sizes agree; --verify compares hashes",
+            **_template_arguments(manifest.template_arguments),
             "dropped": _fields(manifest.dropped.model_dump()),
             "truncated": manifest.truncated,
             "not finite": len(manifest.written.not_finite_records),

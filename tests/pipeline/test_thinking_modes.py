@@ -54,6 +54,7 @@ def test_a_mix_is_answered_recorded_and_evaluated(folder: Path) -> None:
         assert text.endswith("</think>\n\n") == (one.template_arguments == PLAIN)
     modes = Store.open(folder / "runs/small/store").manifest.template_arguments
     assert sorted(modes, key=str) == [PLAIN, THINK]
+    assert draftlab(folder, "inspect", "runs/small").stdout.count(json.dumps(modes)) == 2
     assert categories(folder / "runs/small/eval/report.json") == MODES
 
 
@@ -74,13 +75,14 @@ def test_a_suite_in_one_mode_is_named_after_it(folder: Path) -> None:
     words = ("--template-arguments", json.dumps(THINK), "--out", "one", "--temps", "0")
     result = draftlab(folder, "eval", *words)  # of the held-out prompts, whatever their mode was
     assert result.exit_code == 0, result.output
+    assert "was not trained" not in result.output
     rows = Report.read(folder / "one/report.json").rows
     assert {row.suite for row in rows} == {"held-out prompts of the run (enable_thinking=true)"}
     words = ("--template-arguments", '{"enable_thought": true}', "--out", "none", "--temps", "0")
     result = draftlab(folder, "eval", *words)
-    assert "eval.template_arguments: the chat template does not read 'enable_thought'" in (
-        " ".join(result.output.split())
-    )
+    output = " ".join(result.output.split())
+    assert "eval.template_arguments: the chat template does not read 'enable_thought'" in output
+    assert "was not trained with the template arguments enable_thought=true" in output
 
 
 @pytest.mark.parametrize(
