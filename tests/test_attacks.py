@@ -231,7 +231,7 @@ def link(name: str, to: str, *arguments: str) -> Callable[[Scene], object]:
 
     def attack(scene: Scene) -> object:
         path = scene.run() / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             path.rmdir()
         path.symlink_to(scene.outside / to)
@@ -364,6 +364,7 @@ ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
     ("run: stages elsewhere", link("stages", "", *EXPORT), "no links"),
     ("run: a training elsewhere", link("train", "", *EXPORT), "no links"),
     ("run: a report elsewhere", link("eval", "", *EXPORT), "no links"),
+    ("run: a checkpoint elsewhere", link("train/checkpoints/step-1/x", "", *EXPORT), "no links"),
     ("run: an export elsewhere", link("export/vllm", "", *EXPORT), "no links"),
     ("run: metrics elsewhere", link("train/metrics.jsonl", "secret.txt", *EXPORT), "no links"),
     ("run: answers elsewhere", link("answers.partial.jsonl", "secret.txt", *EXPORT), "no links"),

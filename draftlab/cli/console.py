@@ -296,6 +296,15 @@ def guard(
             text.append(" Repeat the command with --debug for the traceback, and report it.")
         print_block(console, "internal error", text)
         raise typer.Exit(1) from None
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of Rust, which no class of Python names
+            raise
+        monitor.close()
+        _print_traceback(console, debug)
+        what = f"a library in Rust failed, probably the tokenizer on a text: {error}"
+        do = "leave the text out, or mend the expression that splits texts in tokenizer.json"
+        _print_error(console, UserError(what, do=f"{do}; {interrupted}"))
+        raise typer.Exit(2) from None
     finally:
         monitor.close()
         monitor.warnings.clear()

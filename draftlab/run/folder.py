@@ -247,19 +247,19 @@ def check_links(folder: Path) -> None:
     Only the store may be one, since it is often on another disk.
 
     Raises:
-        UserError: the folder, or that of a stage, has one.
+        UserError: there is one.
     """
-    names = ("stages", "train", "hub", "answers.index", *(s.artefact for s in STAGES.values()))
-    paths = [*folder.glob("*"), *folder.glob(".*")]
-    for name in set(names) - {STAGES["store"].artefact}:
-        paths += (folder / name).glob("*")
-    for path in sorted(paths):
-        if path.is_symlink() and path != folder / STAGES["store"].artefact:
-            raise UserError(
-                f"expected no links in a run folder, found one to {os.readlink(path)}",
-                where=path,
-                do="put what it leads to in its place, if it belongs to the run, or remove it",
-            )
+    store = folder / STAGES["store"].artefact
+    own_links = (store, folder / "train" / "wandb")  # wandb links to its latest run
+    for root, folders, files in os.walk(folder):
+        for path in (Path(root) / name for name in sorted(folders + files)):
+            if path.is_symlink() and path != store:
+                raise UserError(
+                    f"expected no links in a run folder, found one to {os.readlink(path)}",
+                    where=path,
+                    do="put what it leads to in its place, if it belongs to the run, or remove it",
+                )
+        folders[:] = [name for name in folders if Path(root) / name not in own_links]
 
 
 @contextmanager

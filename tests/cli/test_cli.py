@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import typer
 from rich.console import Console
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from draftlab.cli import app
 from draftlab.cli.console import ConsoleMonitor, guard
@@ -167,3 +168,14 @@ def test_mistakes_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
     assert "Usage: draftlab" in done.stdout
     for output in ("--to: expected a layout", "--k: expected a number", "--dtype: expected 'auto'"):
         assert output in done.stderr
+
+
+def test_a_tokenizer_that_gives_a_text_up_is_no_bug() -> None:
+    """Rust raises what no `except Exception` catches, here since the pattern takes too long."""
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    console = Console(file=io.StringIO(), width=100)
+    with pytest.raises(typer.Exit) as ended, guard(False, monitor=ConsoleMonitor(console)):
+        tokenizer.encode("x" * 5000)
+    assert ended.value.exit_code == 2
+    assert "probably the tokenizer on a text: Onig" in " ".join(console.file.getvalue().split())
