@@ -28,14 +28,18 @@ from draftlab.errors import UserError
 from draftlab.export.importing import import_head
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_head, stored_shapes
 from draftlab.progress import Monitor
+from draftlab.recipe.head_spec import target_config
 from draftlab.recipe.recipe import load_recipe
 from draftlab.run.resolve import find_target, reference_head
 from draftlab.run.stages import read_record
 from draftlab.store.manifest import MANIFEST
+from draftlab.store.merge import merge
+from draftlab.store.receipts import Receipts
 from draftlab.store.store import Store
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_target, load_tokenizer
-from draftlab.target_model.parts import read_tensor
+from draftlab.target_model.locate import resolve_target
+from draftlab.target_model.parts import load_parts, read_tensor
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import render_text
 from tests.helpers.messages import user
@@ -87,6 +91,10 @@ class Scene:
         settings = self.target(
             model_type="mine", auto_map={"AutoConfig": "mine.C", "AutoModelForCausalLM": "mine.M"}
         )
+        tokens = Path(settings.path) / "tokenizer_config.json"
+        known = json.loads(tokens.read_text())
+        known |= {"tokenizer_class": "T", "auto_map": {"AutoTokenizer": ["mine.T", "mine.T"]}}
+        tokens.write_text(json.dumps(known))
         (Path(settings.path) / "mine.py").write_text(
             f"import pathlib\npathlib.Path({str(self.canary)!r}).touch()\n"
             "from transformers import PretrainedConfig\n"
@@ -144,21 +152,29 @@ def pickled_weights(scene: Scene) -> object:
     return load(head)
 
 
-def pickled_bin(scene: Scene) -> object:
+def pickled_bin(scene: Scene, layout: str = "") -> object:
     head = scene.head()
-    (head / CONFIG).unlink()
     (head / WEIGHTS).unlink()
     (head / "pytorch_model.bin").write_bytes(scene.pickled())
-    return import_head(head, scene.own / "new", target="embedded")
-
-
-def index_outside(scene: Scene) -> object:
-    head = scene.head()
-    names = dict.fromkeys(load_file(head / WEIGHTS), "../outside/secret.safetensors")
-    (head / WEIGHTS).unlink()
+    if layout == "own":
+        return load(head)
     (head / CONFIG).unlink()
-    (head / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": names}))
     return import_head(head, scene.own / "new", target="embedded")
+
+
+def index_outside(place: str) -> Callable[[Scene], object]:
+    """Return the attack of a head whose index names a file; `{}` is the folder outside."""
+
+    def attack(scene: Scene) -> object:
+        head = scene.head()
+        names = dict.fromkeys(load_file(head / WEIGHTS), place.format(scene.outside))
+        (head / "sub").mkdir()
+        (head / WEIGHTS).unlink()
+        (head / CONFIG).unlink()
+        (head / f"{WEIGHTS}.index.json").write_text(json.dumps({"weight_map": names}))
+        return import_head(head, scene.own / "new", target="embedded")
+
+    return attack
 
 
 def weights_are_a_pipe(scene: Scene) -> object:
@@ -208,6 +224,11 @@ def head_names_code(scene: Scene) -> object:
     fields["speculators_config"]["verifier"]["name_or_path"] = target
     config.write_text(json.dumps(fields))
     return typed(scene, "import", "own/foreign", "--to", "own/new", "--trust-remote-code")
+
+
+def imported_for(scene: Scene, target: TargetSettings) -> object:
+    typed(scene, "export", "--head", "reference", "--to", "speculators", "--out", "own/foreign")
+    return import_head(scene.own / "foreign", scene.own / "new", target=target)
 
 
 # Runs, recipes
@@ -297,7 +318,21 @@ def temporary_files_link_outside(scene: Scene) -> object:
     (store / SHARD).unlink()
     for name in (SHARD, "shard-00000.json", MANIFEST):
         (store / f".{name}.tmp").symlink_to(scene.outside / "secret.txt")
+    (store / ".shard-link").symlink_to(scene.outside)
     return record_table(store, SAMPLES)
+
+
+def manifest_names_files(read: Callable[[Path], object]) -> Callable[[Scene], object]:
+    """Return an attack; a shard's file follows from its number, so that no manifest names one."""
+
+    def attack(scene: Scene) -> object:
+        store = scene.store()
+        fields = json.loads((store / MANIFEST).read_text())
+        shards = [{"file": f"../outside/{SHARD}"}]
+        (store / MANIFEST).write_text(json.dumps(fields | {"shards": shards}))
+        return read(store)
+
+    return attack
 
 
 def manifest_is_deep(scene: Scene) -> object:
@@ -319,11 +354,11 @@ def maker_is_a_command(scene: Scene) -> object:
 # Targets
 
 
-def pickled_target(scene: Scene) -> object:
+def pickled_target(scene: Scene, read: Callable[[TargetSettings], object] = load_target) -> object:
     settings = scene.target()
     (Path(settings.path) / WEIGHTS).unlink()
     (Path(settings.path) / "pytorch_model.bin").write_bytes(scene.pickled())
-    return load_target(settings)
+    return read(settings)
 
 
 def target_index_outside(scene: Scene) -> object:
@@ -347,7 +382,14 @@ def deep_config(scene: Scene) -> object:
 ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
     ("head: a pickle as model.safetensors", pickled_weights, "unreadable"),
     ("head: pickled weights to import", pickled_bin, "pickled files can run code"),
-    ("head: an index of files outside", index_outside, "beside the index"),
+    ("head: pickled weights beside its config", lambda s: pickled_bin(s, "own"), "weights"),
+    *(
+        (f"head: an index of {place}", index_outside(place), "beside the index")
+        for place in (
+            *("../outside/secret.safetensors", "{}/secret.safetensors", "sub/x.safetensors"),
+            *("sub/../../outside/secret.safetensors", "weights.bin"),
+        )
+    ),
     ("head: weights that are a pipe", weights_are_a_pipe, "a device or a pipe"),
     ("head: a header of a terabyte", weights_claim_terabytes, "unreadable"),
     ("head: an endless device as config", config_is_a_device, "a device or a pipe"),
@@ -387,6 +429,15 @@ ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
     ("recipe: a run outside of runs/", recipe("name: ../../outside"), "expected a name"),
     ("store: a shard that leads outside", shard_links_outside, "leads out of it"),
     ("store: temporary files that lead outside", temporary_files_link_outside, ""),
+    *(
+        (f"store: a manifest that names files, to {name}", manifest_names_files(read), "shards")
+        for name, read in (
+            ("open", Store.open),
+            ("merge", lambda store: merge([Store.open(store)], store.parent / "new", Monitor())),
+            ("count", Receipts.from_published),
+            ("record", lambda store: record_table(store, SAMPLES)),
+        )
+    ),
     ("store: a manifest of brackets", manifest_is_deep, "brackets"),
     ("store: a command as its maker", maker_is_a_command, "damaged"),
     ("template: a loop of 10^9", template("{% for i in range(10**9) %}{% endfor %}"), "refused"),
@@ -397,14 +448,21 @@ ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
     ("template: globals", template("{{ cycler.__init__.__globals__.os.name }}"), "unsafe"),
     ("template: a file", template("{% include '/etc/passwd' %}"), "reads another template"),
     ("target: pickled weights", pickled_target, "safetensors"),
+    (
+        "target: pickled weights, read in parts",
+        lambda s: pickled_target(s, lambda settings: load_parts(resolve_target(settings))),
+        "safetensors",
+    ),
     ("target: an index of files outside", target_index_outside, "beside the index"),
     ("target: its own code, as model", lambda s: load_target(s.coded_target()), "code"),
     ("target: its own code, as tokenizer", lambda s: load_tokenizer(s.coded_target()), ""),
+    ("target: its own code, as config", lambda s: target_config(s.coded_target()), "code"),
+    ("target: its own code, to import", lambda s: imported_for(s, s.coded_target()), "code"),
     ("target: its own code, to the doctor", lambda s: examined(s.head(), s.coded_target()), "code"),
     ("target: a base of RoPE that is NaN", target_of_nan, "rope_theta"),
     ("target: a config of brackets", deep_config, "brackets"),
 ]
-HARMLESS = {"store: temporary files that lead outside", "target: its own code, as tokenizer"}
+HARMLESS = {"store: temporary files that lead outside"}
 """Attacks that may be ignored instead of refused."""
 
 
@@ -448,3 +506,10 @@ def test_an_attack_does_no_harm(
     assert {Path(path).read_text() for path in after.keys() - before.keys()} <= {"mine"}
     assert {p.name for p in tmp_path.iterdir()} <= {"own", "outside"}
     assert SECRET not in message + "".join(capfd.readouterr())
+
+
+def test_code_of_a_target_runs_when_asked(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    trusted = scene.coded_target().model_copy(update={"trust_remote_code": True})
+    assert type(target_config(trusted)).__name__ == "C"
+    assert scene.canary.exists()

@@ -69,18 +69,6 @@ def test_headings_have_one_number_each_in_order(document: str) -> None:
     assert numbers == sorted(numbers, key=lambda number: [int(part) for part in number.split(".")])
 
 
-@pytest.mark.parametrize(
-    ("text", "sections"),
-    [
-        ("(methods §2, §4; servers §1.3)", ["methods 2", "methods 4", "servers 1.3"]),
-        ("servers §9.2 and §9.3, by hand", ["servers 9.2", "servers 9.3"]),
-        ("as servers\n# §1.2. Then", ["servers 1.2"]),
-    ],
-)
-def test_citations_are_recognized(text: str, sections: list[str]) -> None:
-    assert [f"{document} {section}" for _, document, section in cited(text)] == sections
-
-
 def test_citations_name_headings() -> None:
     """A document's own sections are cited without its name."""
     known = {document: set(headings(document)) for document in DOCUMENTS}

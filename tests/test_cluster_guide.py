@@ -76,8 +76,3 @@ def test_the_kubernetes_manifest() -> None:
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     assert groups[0]["rayStartParams"]["num-cpus"] == "0"
     assert "nvidia.com/gpu" in str(groups[1])
-
-
-def test_a_command_that_does_not_exist_would_be_found() -> None:
-    assert not exists("draftlab run my.yaml --rays auto")
-    assert not exists("draftlab runs my.yaml")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,6 @@ from draftlab.doctor.score import Comparison, Score
 from draftlab.doctor.search import VariantResult, VariantSearch
 from draftlab.doctor.verdict import make_diagnosis, score_finding
 from draftlab.engine.counters import Counters
-from draftlab.intervals import share_interval
 
 
 def searched(shares: list[float], drafts: int) -> VariantSearch:
@@ -106,15 +104,3 @@ def test_one_or_two_prompts_show_no_share(shares: list[float]) -> None:
     finding = score_finding(searched(shares, 9), {})
     assert finding is not None
     assert finding.kind == "not enough prompts"
-
-
-def test_share_interval_is_wilsons() -> None:
-    # The ends p are where (share - p)² = z² p (1 - p) / count.
-    for hits, count, level in ((0, 10, 0.95), (3, 10, 0.95), (999, 1000, 0.999), (7, 7, 0.9)):
-        low, high = share_interval(hits, count, level=level)
-        assert -1e-12 <= low - 1e-12 <= hits / count <= high + 1e-12 <= 1 + 2e-12
-        z = {0.9: 1.6448536, 0.95: 1.9599640, 0.999: 3.2905267}[level]
-        far = partial(pytest.approx, abs=1e-9)
-        for end in (low, high):
-            assert (hits / count - end) ** 2 == far(z * z * end * (1 - end) / count, rel=1e-6)
-    assert share_interval(0, 0) == (0.0, 1.0)

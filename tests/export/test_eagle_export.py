@@ -6,21 +6,6 @@ import pytest
 
 from tests.helpers.export_toys import EAGLE, HIDDEN, MAX_LENGTH, VOCAB, ExportHead
 
-LAYER = {
-    "post_attention_layernorm.weight": (HIDDEN,),
-    "self_attn.q_proj.weight": (32, HIDDEN),
-    "self_attn.k_proj.weight": (16, HIDDEN),
-    "self_attn.v_proj.weight": (16, HIDDEN),
-    "self_attn.o_proj.weight": (HIDDEN, 32),
-    "mlp.gate_proj.weight": (40, HIDDEN),
-    "mlp.up_proj.weight": (40, HIDDEN),
-    "mlp.down_proj.weight": (HIDDEN, 40),
-}
-TENSORS = {f"layers.{n}.{name}": shape for n in (0, 1) for name, shape in LAYER.items()} | {
-    "fc.weight": (HIDDEN, 2 * HIDDEN),
-    "layers.1.input_layernorm.weight": (HIDDEN,),  # the first layer has none
-}
-
 
 @pytest.mark.parametrize(
     ("program", "architecture", "launch"),
@@ -34,9 +19,10 @@ def test_tensors_and_config(
 ) -> None:
     exported = export_head(program, max_position_embeddings=64, **EAGLE)
     tensors, config = exported.tensors, exported.config
-    bias = {"fc.bias": (HIDDEN,)} if program == "sglang" else {}
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == TENSORS | bias
-    assert not any(bool(tensors[name].any()) for name in bias)
+    assert ("fc.bias" in tensors) == (program == "sglang")
+    assert "fc.bias" not in tensors or not tensors["fc.bias"].any()
+    assert "layers.0.input_layernorm.weight" not in tensors
+    assert "layers.1.input_layernorm.weight" in tensors
     assert config["architectures"] == [architecture]
     assert (config["model_type"], config["num_hidden_layers"]) == ("llama", 2)
     assert (config["hidden_size"], config["vocab_size"]) == (HIDDEN, VOCAB)

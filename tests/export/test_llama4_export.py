@@ -15,31 +15,14 @@ from draftlab.export.layout import Export
 from draftlab.heads.folder import load_config
 from draftlab.heads.vllm_config import native_config
 from draftlab.target_model.parts import load_parts
-from tests.helpers.export_toys import HIDDEN, LAYERS, LLAMA4, MAX_LENGTH, VOCAB, ExportHead
-
-LAYER = {
-    "input_layernorm.weight": (HIDDEN,),
-    "post_attention_layernorm.weight": (HIDDEN,),
-    "self_attn.q_proj.weight": (32, HIDDEN),
-    "self_attn.k_proj.weight": (16, HIDDEN),
-    "self_attn.v_proj.weight": (16, HIDDEN),
-    "self_attn.o_proj.weight": (HIDDEN, 32),
-    "feed_forward.gate_proj.weight": (40, HIDDEN),
-    "feed_forward.up_proj.weight": (40, HIDDEN),
-    "feed_forward.down_proj.weight": (HIDDEN, 40),
-}
+from tests.helpers.export_toys import LAYERS, LLAMA4, MAX_LENGTH, VOCAB, ExportHead
 
 
 def test_tensors_and_config(export_head: ExportHead) -> None:
     """There is no lm_head (the target's is used) and no map; the target's embeddings are there."""
     exported = export_head("vllm", **LLAMA4)
     tensors, config = exported.tensors, exported.config
-    expected = {
-        "embed_tokens.weight": (VOCAB, HIDDEN),
-        "fc.weight": (HIDDEN, 2 * HIDDEN),
-        "norm.weight": (HIDDEN,),
-    } | {f"layers.{n}.{name}": shape for n in range(2) for name, shape in LAYER.items()}
-    assert {name: tuple(t.shape) for name, t in tensors.items()} == expected
+    assert not {"lm_head.weight", "d2t", "t2d"} & tensors.keys()
     embeddings = load_parts(exported.target).embeddings.bfloat16()
     assert torch.equal(tensors["embed_tokens.weight"], embeddings)
     keys_without_default = {

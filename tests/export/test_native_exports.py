@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from draftlab.errors import UserError
-from draftlab.heads.family import families
 from tests.helpers.export_toys import (
     DRAFT,
     EAGLE,
@@ -22,7 +21,6 @@ from tests.helpers.export_toys import (
     MASK,
     MAX_LENGTH,
     PEAGLE,
-    VOCAB,
     ExportHead,
     change_tensors,
     export,
@@ -30,24 +28,6 @@ from tests.helpers.export_toys import (
 )
 
 NATIVE = ("vllm", "sglang", "llamacpp")
-
-
-@pytest.mark.parametrize("program", NATIVE)
-@pytest.mark.parametrize("draft", [DRAFT, VOCAB])
-def test_tensors_are_a_midlayers_without_the_targets_embeddings(
-    export_head: ExportHead, program: str, draft: int
-) -> None:
-    exported = export_head(program, draft_vocab_size=draft)
-    layer = [
-        *(f"self_attn.{n}_proj" for n in "qkvo"),
-        *(f"mlp.{n}_proj" for n in ("gate", "up", "down")),
-        *("input_layernorm", "hidden_norm", "post_attention_layernorm"),
-    ]
-    names = {f"midlayer.{n}.weight" for n in layer} | {"fc.weight", "norm.weight", "lm_head.weight"}
-    assert exported.tensors.keys() == names | ({"d2t", "t2d"} if draft < VOCAB else set())
-    saved = read_tensors(exported.head)
-    for name, tensor in exported.tensors.items():
-        assert torch.equal(tensor, saved[name.replace("midlayer", "layers.0")]), name
 
 
 @pytest.mark.parametrize("program", NATIVE)
@@ -183,9 +163,3 @@ def test_launch_lines_of_the_other_servers(export_head: ExportHead) -> None:
     assert both[1:5] == ["convert_hf_to_gguf.py", "target", "--outtype", "bf16"]
     assert convert[1:5] == ["convert_hf_to_gguf.py", folder, "--target-model-dir", "target"]
     assert server[server.index("--spec-draft-n-max") + 1] == "4"
-
-
-def test_refusals_name_the_layout_to_use_instead() -> None:
-    reasons = [x for f in families() for x in f.layouts().values() if isinstance(x, str)]
-    assert reasons
-    assert all("--to" in reason for reason in reasons)

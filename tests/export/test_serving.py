@@ -380,4 +380,4 @@ def test_dflash_has_no_temperatures(
     report = write_report(tmp_path / "eval", [calibration(head, own=False)])
     out = export(head, target, tmp_path / "out", "sglang", calibration=report)
     assert not {"sts.json", "sps.json"} & {p.name for p in out.iterdir()}
-    assert "sts" not in (out / "launch.md").read_text()
+    assert "confidence-sts-path" not in (out / "launch.md").read_text()

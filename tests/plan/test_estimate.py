@@ -149,7 +149,7 @@ def test_several_nodes_share_the_times(llama_8b: Path, tmp_path: Path) -> None:
     assert "estimate (4 × 8 × H200; 32 work together)" in lines
     arguments = ("run", "r.yaml", "--plan", "hardware={gpu: H200, gpus: 8, nodes: 4}")
     (tmp_path / "r.yaml").write_text(f"target: {llama_8b}\nprompts: {{source: embedded}}\n")
-    assert "32 work together" in draftlab(tmp_path, *arguments, "--ray", "auto").output
+    assert "32 work together" in draftlab(tmp_path, *arguments, "--ray", "127.0.0.1:9").output
 
 
 def test_the_table(llama_8b: Path, tmp_path: Path) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from pathlib import Path
 
 import pytest
 
 from draftlab.store.store import Store
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.small_run import error_of, pipeline, write_prompts
-from tests.helpers.toys import toy_target_folder
+from tests.helpers.small_run import error_of, pipeline
 
 
 def write_conversations(path: Path, *conversations: list[str]) -> str:
@@ -67,47 +64,6 @@ def test_overlong_samples_are_cut_or_left_out_and_counted(folder: Path, what: st
         assert sorted(Store.open(Path("runs/other/store")).lengths)[1:] == [30] * 3
     else:
         assert (manifest.truncated, manifest.dropped.overlong, manifest.counts.records) == (0, 3, 1)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["prompts.source=empty.jsonl"], ["empty data set", "empty.jsonl"]),
-        (["prompts.source=bad.jsonl"], ["bad.jsonl:3"]),
-        (
-            ["prompts.source=prompts.jsonl", NO_REGENERATION],
-            ["expected conversations with an assistant turn", "regenerate.enabled"],
-        ),
-        *(
-            ([f"record.boundaries={boundaries}"], ["boundaries", "record.boundaries"])
-            for boundaries in ("[-1,2]", "[2,2]", "[3,1]", "[]")
-        ),
-        (["record.boundaries=[1,2,5]"], ["boundaries", "0..4", "record.boundaries"]),
-        (["target=bare"], ["chat template"]),
-        (["target=./nowhere"], ["config.json"]),
-        (["target=./cut"], ["cut"]),
-        (["target=./unweighted"], ["unweighted"]),
-        (["target=./broken"], ["config.json"]),
-    ],
-    ids=str,
-)
-def test_mistakes_are_refused_before_any_answer(
-    folder: Path, overrides: list[str], words: list[str]
-) -> None:
-    Path("empty.jsonl").write_text("")
-    write_prompts(Path("bad.jsonl"), ["a", "b"])
-    with open("bad.jsonl", "a") as file:
-        file.write('{"id": "x", "messages": [\n')
-    toy_target_folder(Path("bare"), layers=4, hidden=32, chat_template=None)
-    for name in ("cut", "unweighted", "broken"):
-        shutil.copytree("toy", name)
-    weights = Path("cut/model.safetensors")
-    os.truncate(weights, weights.stat().st_size // 2)
-    Path("unweighted/model.safetensors").unlink()
-    Path("broken/config.json").write_text("{")
-    error = str(error_of("head", *overrides, "name=other"))
-    assert [word for word in words if word not in error] == []
-    assert not Path("runs/other/answers.jsonl").exists()
 
 
 def test_mistakes_that_show_later_are_refused(folder: Path) -> None:

@@ -101,18 +101,6 @@ def test_prompts_that_are_named_by_a_number_are_apart(ids: list[str]) -> None:
     assert groups_of([*ids, "r"]) != groups_of(ids)
 
 
-def test_with_all_first_records_the_groups_are_those_of_earlier_versions() -> None:
-    prompts = [f"{name}{sample}" for name in ("p", "r#1", "r#7", "s~x") for sample in ("", "~1")]
-    ids = [*prompts, *(f"{prompt}#{n}" for prompt in prompts for n in (2, 3)), "t#0"]
-    ids = [ids[i] for i in np.random.default_rng(0).permutation(len(ids))]
-    earlier: dict[str, list[int]] = {}
-    for number, id_ in enumerate(ids):
-        first = re.sub(r"#[23]$", "", id_)
-        earlier.setdefault(re.sub(r"~1$", "", first), []).append(number)
-    assert groups_of(ids) == list(earlier.values())
-    assert len(earlier) == 5
-
-
 def test_the_records_of_a_conversation_belong_to_one_prompt() -> None:
     """The template trims earlier answers, so each answer needs a record of its own."""
     turn = [{"role": "user", "content": "say"}, {"role": "assistant", "content": " word"}]
@@ -174,17 +162,6 @@ def test_no_prompt_is_in_both_training_and_validation(share: float) -> None:
         size = max(1, min(round(share * len(ids)), len(ids) - max(counts)))
         assert size <= len(validation) < size + max(counts)
         assert (training, validation) == hold_out_lists(ids, share, seed)
-
-
-@pytest.mark.parametrize(("count", "share"), [(1, 0.5), (2, 0.9), (100, 0.05), (37, 0.2), (9, 0.0)])
-def test_with_one_answer_per_prompt_the_split_is_that_of_earlier_runs(
-    count: int, share: float
-) -> None:
-    """Training that resumes from a checkpoint must not train on its validation set."""
-    order = np.random.default_rng([7, 1]).permutation(count).tolist()
-    size = min(max(1, round(share * count)), count - 1) if share else 0
-    expected = sorted(order[size:]), sorted(order[:size])
-    assert hold_out_lists([f"p-{i}" for i in range(count)], share, 7) == expected
 
 
 def test_nothing_is_held_out_of_one_prompt_or_with_no_share() -> None:

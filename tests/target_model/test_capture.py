@@ -6,7 +6,6 @@ as it would during capture. A dispatch mode makes copies from the host fail, too
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,18 +155,6 @@ def test_a_pass_that_waits_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         check_capabilities.synchronisation_error(target) == "called a synchronizing CUDA operation"
     )
     assert mode[-1] == 1
-
-
-def test_torch_does_not_say_that_its_debug_mode_is_a_prototype(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
-) -> None:
-    def set_mode(_: object) -> None:
-        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
-
-    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", set_mode)
-    assert check_capabilities.synchronisation_error(zoo_target(tmp_path, "llama")) is None
-    assert [str(one.message) for one in recwarn if "debug mode" in str(one.message)] == []
 
 
 def test_a_target_that_waits_is_not_captured(

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -50,41 +45,6 @@ def test_resuming_after_a_write_torn_at_any_byte_gives_the_same_bytes(tmp_path_f
         generate(folder / "a.jsonl", decoder)
     generate(folder / "a.jsonl")
     assert (folder / "a.jsonl").read_bytes() == (folder / "whole.jsonl").read_bytes()
-
-
-KILLED_PROCESS = """
-import time
-from pathlib import Path
-from tests.helpers.fake_decoder import FakeDecoder, generate, prompts
-class Slow(FakeDecoder):
-    def __call__(self, requests, max_length):
-        for generation in super().__call__(requests, max_length):
-            time.sleep(0.01)
-            yield generation
-generate(Path({path!r}), Slow(), prompts=prompts(120))
-"""
-
-
-def test_resuming_after_a_killed_process_gives_the_same_bytes(tmp_path: Path):
-    script = KILLED_PROCESS.format(path=str(tmp_path / "a.jsonl"))
-    partial, many = tmp_path / "a.partial.jsonl", prompts(120)
-    process = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[2])
-    try:
-        deadline = time.monotonic() + 120
-        while not (partial.exists() and partial.stat().st_size > 4000):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        with pytest.raises(UserError, match="another process"):
-            generate(tmp_path / "a.jsonl", prompts=many)
-    finally:
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    monitor = RecordingMonitor()
-    generate(tmp_path / "a.jsonl", prompts=many, monitor=monitor)
-    assert "resuming after" in monitor.text
-    generate(tmp_path / "whole.jsonl", prompts=many)
-    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
 
 def test_other_settings_are_refused_by_name(tmp_path: Path):
