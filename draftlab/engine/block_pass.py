@@ -150,8 +150,8 @@ class FusedBlock(EagerBlock):
         linear(factors, self.head.markov_head.markov_w2.weight, residual=logits, out=logits)
 
     def _angles(self, positions: Tensor) -> tuple[Tensor, ...]:
-        frequencies = self.head.rope.frequencies
-        return rope_angles(positions.flatten(), frequencies, 1.0, self.head.fc.weight.dtype)
+        rope, dtype = self.head.rope, self.head.fc.weight.dtype
+        return rope_angles(positions.flatten(), rope.frequencies, rope.scaling, dtype)
 
 
 def last_seen_keys(positions: Tensor, config: BlockConfig) -> Tensor | None:

@@ -113,7 +113,8 @@ class ProductRunner(HeadRunner):
         return self.fc(x.flatten(0, -2)).view(*x.shape[:-1], -1)
 
     def angles(self, positions: Tensor) -> Angles:
-        return rope_angles(positions, self.head.rope.frequencies, 1.0, self.head.fc.weight.dtype)
+        rope = self.head.rope
+        return rope_angles(positions, rope.frequencies, rope.scaling, self.head.fc.weight.dtype)
 
 
 class EagerHead(HeadRunner):

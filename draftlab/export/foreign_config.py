@@ -13,6 +13,7 @@ an error.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from draftlab.export.layout import LAUNCH
 from draftlab.files import read_json
 from draftlab.heads.config import Size
 from draftlab.heads.family import Family, families
+from draftlab.heads.rope import attention_factor
 from draftlab.heads.vllm_config import MASK_TOKEN_KEYS
 from draftlab.settings import describe_error, merged_errors
 from draftlab.target_model.boundaries import check_boundaries
@@ -419,4 +421,20 @@ def read_rope(config: ForeignConfig) -> tuple[dict[str, Any], bool]:
         raise ValueError(f"rope_theta {theta!r} is no base")
     if (share := merged.get("partial_rotary_factor", 1)) != 1:
         raise ValueError(f"partial_rotary_factor {share!r}: heads of draftlab rotate all channels")
+    if merged["rope_type"] == "yarn":
+        _check_yarn(merged)
     return merged, has_base
+
+
+def _check_yarn(rope: dict[str, Any]) -> None:
+    """Check that every program computes the same YaRN of a config.
+
+    Raises:
+        ValueError: transformers or vLLM alone reads one of its keys.
+    """
+    own = {"extrapolation_factor": 1, "attn_factor": 1, "apply_yarn_scaling": True}
+    with contextlib.suppress(KeyError, TypeError, ValueError):  # the head's config says which key
+        own["attention_factor"] = attention_factor(rope)
+    for name, value in (own | {"mscale": None, "mscale_all_dim": None}).items():
+        if (found := rope.get(name)) is not None and found != value:
+            raise ValueError(f"{name} {found!r} of its YaRN: programs differ in what they do")

@@ -95,6 +95,12 @@ class Sglang(Vllm):
     def check(self, export: Export) -> None:
         super().check(export)
         head, last = export.head, export.head.target_num_layers
+        if not head.rope_parameters.get("truncate", True):
+            raise UserError(
+                "SGLang rounds the bounds of YaRN, and this head's are not (truncate)",
+                where="rope_parameters",
+                do=USE_VLLM,
+            )
         refuse_own_embeddings(head)
         if head.boundaries[0] == 0:
             raise UserError(
@@ -143,6 +149,12 @@ class LlamaCpp(Vllm):
 
     def check(self, export: Export) -> None:
         super().check(export)
+        if export.head.rope_parameters.get("rope_type") == "yarn":
+            raise UserError(
+                "a head with YaRN has not been tried in llama.cpp",
+                where="rope_parameters",
+                do=USE_VLLM,
+            )
         boundaries = list(export.head.boundaries)
         if len(boundaries) != NUM_BOUNDARIES:
             raise UserError(

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from draftlab.heads.rope import rope_frequencies
+from draftlab.heads.rope import attention_factor, rope_frequencies
 
 
 class RMSNorm(nn.RMSNorm):
@@ -48,6 +48,7 @@ class Rope(nn.Module):
     def __init__(self, head_dim: int, parameters: dict[str, Any]) -> None:
         super().__init__()
         self._exact = rope_frequencies(head_dim, parameters)
+        self.scaling = attention_factor(parameters)
         self.register_buffer("frequencies", self._exact, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Rope:
@@ -60,7 +61,9 @@ class Rope(nn.Module):
     def angles(self, positions: Tensor) -> Angles:
         """Return cosines and sines [..., 1, head_dim / 2], float32, of positions [...]."""
         angle = positions[..., None, None].float() * self.frequencies
-        return angle.cos(), angle.sin()
+        if self.scaling == 1:
+            return angle.cos(), angle.sin()
+        return angle.cos() * self.scaling, angle.sin() * self.scaling
 
 
 def at_least_float32(x: Tensor) -> Tensor:

@@ -20,15 +20,27 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
         "high_freq_factor",
         "original_max_position_embeddings",
     ),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
 }
 """Types of RoPE that heads have, with their `rope_parameters` beside rope_theta."""
+YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+"""What every program takes for a key of YaRN that is missing."""
 
 
 def used_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return those of a config's `rope_parameters` that a head uses; all of an unknown type."""
     kind = str(rope.get("rope_type", "default"))
-    used = {"rope_type", "rope_theta", *ROPE_KEYS.get(kind, rope)}
-    return {name: value for name, value in rope.items() if name in used}
+    defaults = YARN_DEFAULTS if kind == "yarn" else {}
+    used = {"rope_type", "rope_theta", *ROPE_KEYS.get(kind, rope), *defaults}
+    given = {name: value for name, value in rope.items() if name in used and value is not None}
+    return defaults | given
+
+
+def attention_factor(parameters: Mapping[str, Any]) -> float:
+    """Return what cosines and sines are multiplied by; 1 but for YaRN (2309.00071, §3.4)."""
+    if parameters.get("rope_type") != "yarn":
+        return 1.0
+    return 0.1 * math.log(max(float(parameters["factor"]), 1.0)) + 1.0
 
 
 def rope_frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
@@ -65,4 +77,18 @@ def rope_frequencies(head_dim: int, parameters: dict[str, Any]) -> Tensor:
         # Between the two wavelengths the scaled and unscaled frequencies are mixed linearly.
         smooth = ((old / wavelength - low) / (high - low)).clamp(0, 1)
         return (1 - smooth) * frequencies / factor + smooth * frequencies
+    if kind == "yarn":
+        old = parameters["original_max_position_embeddings"]
+        # Channels that turn at least beta_fast times within the original length keep their
+        # frequency, those of at most beta_slow turns are interpolated.
+        low, high = (
+            head_dim * math.log(old / (2 * math.pi * parameters[name])) / (2 * math.log(theta))
+            for name in ("beta_fast", "beta_slow")
+        )
+        if parameters.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, head_dim - 1)
+        index = torch.arange(head_dim // 2, dtype=torch.float32)
+        kept = 1 - ((index - low) / (high - low or 0.001)).clamp(0, 1)
+        return (1 - kept) * frequencies / float(parameters["factor"]) + kept * frequencies
     raise ValueError(f"rope_type {kind!r} is not supported in a head; use {', '.join(ROPE_KEYS)}")

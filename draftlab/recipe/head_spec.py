@@ -282,9 +282,9 @@ def head_rope(config: Any, family: Family, monitor: Monitor) -> dict[str, Any]:
     if (share := rope.get("partial_rotary_factor", 1.0)) != 1:
         monitor.say(f"rope: the target rotates {share:.0%} of the channels, and the head all")
     kind = rope.get("rope_type", "default")
-    if kind not in (("default",) if family.default_rope else ROPE_KEYS):
+    if kind == "yarn" or kind not in (("default",) if family.default_rope else ROPE_KEYS):
         # Other types extend a target beyond its training length. A head is trained at the
-        # positions that it serves, and servers know only these for heads.
+        # positions that it serves, and not all servers know them for heads.
         monitor.say(
             f"rope: the head uses only rope_theta {rope['rope_theta']:g} of the target's {kind}"
         )

@@ -32,7 +32,7 @@ from draftlab.train.objectives.block import block_outputs
 from tests.helpers.decoding import DFLASH, DSPARK, MASK, PARALLEL, untrained_head
 from tests.helpers.dense_attention import dense_pass
 from tests.helpers.engines import RaggedPairs
-from tests.helpers.head_toys import randomise
+from tests.helpers.head_toys import YARN, randomise
 
 K = 4
 TABLE = torch.tensor([[2], [3], [1]], dtype=torch.int32)  # one block a row; block 0 is nobody's
@@ -99,7 +99,13 @@ def test_a_chains_probabilities_equal_dense_passes(passes: str, head: Eagle3Head
 
 @pytest.mark.parametrize(
     ("layers", "changes"),
-    [(1, {}), (1, {"norm_before_residual": True}), (2, {"qk_norm": True}), (4, {})],
+    [
+        (1, {}),
+        (1, {"norm_before_residual": True}),
+        (2, {"qk_norm": True}),
+        (2, {"rope_parameters": YARN | {"original_max_position_embeddings": 8}}),
+        (4, {}),
+    ],
 )
 @pytest.mark.parametrize("passes", PASSES)
 @pytest.mark.parametrize("k", [1, K])

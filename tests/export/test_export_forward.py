@@ -8,7 +8,17 @@ import torch
 from draftlab.heads.folder import load_head
 from draftlab.target_model.parts import load_parts
 from tests.helpers.dense_attention import dense_pass
-from tests.helpers.export_toys import EAGLE, HIDDEN, LLAMA3, LLAMA4, MASK, PEAGLE, VOCAB, ExportHead
+from tests.helpers.export_toys import (
+    EAGLE,
+    HIDDEN,
+    LLAMA3,
+    LLAMA4,
+    MASK,
+    PEAGLE,
+    VOCAB,
+    YARN,
+    ExportHead,
+)
 from tests.helpers.llama4_reader import Reader
 from tests.helpers.plain_chain import read_export
 
@@ -24,6 +34,7 @@ RESIDUAL = {"norm_before_residual": True}
         *(("speculators", PEAGLE | f) for f in ({"num_layers": 1}, {}, {"qk_norm": True})),
         ("speculators", PEAGLE | RESIDUAL | {"rope_parameters": LLAMA3}),
         ("vllm", {"rope_parameters": LLAMA3}),
+        *((program, {"rope_parameters": YARN}) for program in ("speculators", "vllm", "sglang")),
         ("vllm", PEAGLE),
         ("vllm", EAGLE),
         ("sglang", {"rope_parameters": LLAMA3}),

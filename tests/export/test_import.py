@@ -23,6 +23,7 @@ from tests.helpers.export_toys import (
     MAX_LENGTH,
     PEAGLE,
     VOCAB,
+    YARN,
     ExportHead,
     change_config,
     change_tensors,
@@ -54,6 +55,7 @@ SHAPES = {
     "normed output": {"norm_output": True},
     "four boundaries, float32": {"boundaries": (0, 1, 3, 6), "dtype": torch.float32},
     "llama3": {"rope_parameters": LLAMA3},
+    "yarn": {"rope_parameters": YARN},
     "norms of q and k": {"qk_norm": True},
     "first generation": EAGLE,
     "parallel": PEAGLE,
@@ -68,7 +70,8 @@ REFUSED = {
     "speculators": {FIRST},
     "vllm": set(),
     "sglang": {"own embeddings", "residual after the norm", FOUR, NORMS} | PARALLEL,
-    "llamacpp": {"a norm for each boundary", "normed output", FOUR, NORMS, FIRST} | PARALLEL,
+    "llamacpp": {"yarn", "a norm for each boundary", "normed output", FOUR, NORMS, FIRST}
+    | PARALLEL,
 }
 """Shapes that a program refuses (tests/export/test_native_exports.py)."""
 
@@ -238,8 +241,20 @@ def test_copies_of_the_targets_tensors_are_recognised(
         ({"rope_theta": 10000.0}, "rope_theta 20000.0 in rope_parameters against 10000.0"),
         ({"intermediate_size": 95}, r"mlp\.down_proj\.weight: expected shape \[32, 95\]"),
         (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 2e4, "factor": 2.0}},
+            "rope_type 'longrope' is not supported",
+        ),
+        (
             {"rope_parameters": {"rope_type": "yarn", "rope_theta": 2e4, "factor": 2.0}},
-            "rope_type 'yarn' is not supported",
+            "lack the key 'original_max_position_embeddings'",
+        ),
+        (
+            {"rope_parameters": YARN | {"attention_factor": 1.0}},
+            "attention_factor 1.0 of its YaRN: programs differ",
+        ),
+        (
+            {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+            "mscale 1.0 of its YaRN: programs differ",
         ),
         ({"pard_token": 3, "mask_token_id": 4}, "name different tokens"),
         ({"rope_parameters": {"rope_theta": "1e4"}, "rope_theta": ...}, "'1e4' is no base"),

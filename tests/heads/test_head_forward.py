@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.head import initialise_head
-from draftlab.heads.rope import rope_frequencies
+from draftlab.heads.rope import attention_factor, rope_frequencies
 from tests.helpers.head_toys import LLAMA3, make_config, make_head
 
 
@@ -55,17 +55,25 @@ def transformers_frequencies(head_dim: int, parameters: dict) -> Tensor:
 @given(
     head_dim=st.sampled_from([8, 32, 64, 96, 128]),
     theta=st.sampled_from([1e4, 5e5, 1e6, 150000.0]),
-    kind=st.sampled_from(["default", "linear", "llama3", None]),
+    kind=st.sampled_from(["default", "linear", "llama3", "yarn", None]),
     factor=st.floats(1.0, 64.0),
     low=st.floats(0.5, 2.0),
     width=st.floats(0.5, 6.0),
     old=st.sampled_from([512, 4096, 8192]),
+    truncate=st.booleans(),
 )
 def test_rope_frequencies_are_those_of_transformers(
-    head_dim: int, theta: float, kind: str | None, factor: float, low: float, width: float, old: int
+    head_dim: int,
+    theta: float,
+    kind: str | None,
+    factor: float,
+    low: float,
+    width: float,
+    old: int,
+    truncate: bool,
 ) -> None:
     parameters: dict = {"rope_theta": theta} | ({"rope_type": kind} if kind else {})
-    if kind in ("linear", "llama3"):
+    if kind in ("linear", "llama3", "yarn"):
         parameters["factor"] = factor
     if kind == "llama3":
         parameters |= {
@@ -73,6 +81,18 @@ def test_rope_frequencies_are_those_of_transformers(
             "high_freq_factor": low + width,
             "original_max_position_embeddings": old,
         }
+    if kind == "yarn":
+        parameters |= {"original_max_position_embeddings": old, "truncate": truncate}
+        parameters |= {"beta_fast": 16.0 + width, "beta_slow": low}
+        config = LlamaConfig(
+            hidden_size=4 * head_dim,
+            num_attention_heads=4,
+            head_dim=head_dim,
+            max_position_embeddings=131072,
+            rope_parameters=dict(parameters),
+        )
+        expected = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")[1]
+        assert attention_factor(parameters) == pytest.approx(expected)
     frequencies = rope_frequencies(head_dim, parameters)
     assert frequencies.dtype == torch.float32
     torch.testing.assert_close(
@@ -89,7 +109,7 @@ def test_llama3_frequencies_have_all_three_bands() -> None:
     assert ((ratio > 1.01) & (ratio < 7.9)).any()
 
 
-@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "nonsense"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "nonsense"])
 def test_other_ropes_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match=kind):
         rope_frequencies(8, {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0})

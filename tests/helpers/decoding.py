@@ -45,13 +45,16 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     return load_on_cpu(toy_target_folder(path, layers=4, hidden=32, max_length=MAX_LENGTH))
 
 
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
 def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> Any:
     """Return a head with initial values; its draft vocabulary lacks the lowest ids."""
     size = target.hidden_size
     if get_family(changed.get("family", "eagle3")).reads_last_state:
         draft_size = target.vocab_size
     config = make_config(
-        **({"boundaries": BOUNDARIES} | changed),
+        **({"boundaries": BOUNDARIES, "rope_parameters": ROPE} | changed),
         target_num_layers=target.num_layers,
         target_hidden_size=size,
         hidden_size=size,
@@ -59,7 +62,6 @@ def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> A
         num_attention_heads=4,
         head_dim=size // 4,
         rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         max_position_embeddings=target.max_length,
         vocab_size=target.vocab_size,
         draft_vocab_size=draft_size,

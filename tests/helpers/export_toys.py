@@ -38,6 +38,7 @@ LLAMA4 = head_toys.LLAMA4_HEAD | {
 }
 """Fields of a dense Llama 4 head."""
 LLAMA3 = head_toys.LLAMA3 | {"original_max_position_embeddings": 64}
+YARN = head_toys.YARN | {"original_max_position_embeddings": 64}
 
 
 def save_random_head(

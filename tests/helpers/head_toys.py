@@ -17,6 +17,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 20000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 512,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+}
 PEAGLE = {"family": "peagle", "mask_token_id": 7, "embeddings": "own", "num_layers": 2}
 EAGLE = {"family": "eagle", "boundaries": (5,), "target_hidden_size": 24, "draft_vocab_size": 50}
 LLAMA4_ATTENTION = {

@@ -52,20 +52,35 @@ class PlainChain:
         if position is None:
             return y
         angle = [position * self.frequency(i, d) for i in range(d // 2)]
-        turn = torch.polar(torch.ones(d // 2).double(), torch.tensor(angle).double())
+        size = torch.full((d // 2,), self.rope_factor()).double()
+        turn = torch.polar(size, torch.tensor(angle).double())
         y = torch.complex(y[:, : d // 2], y[:, d // 2 :]) * turn
         return torch.cat([y.real, y.imag], -1)
 
     def frequency(self, i: int, d: int) -> float:
-        """Return the i-th frequency of RoPE of `d` dimensions, of type default or llama3."""
+        """Return the i-th frequency of RoPE of `d` dimensions, of type default, llama3 or yarn."""
         rope = self.c.rope_parameters
         plain = rope["rope_theta"] ** (-2 * i / d)
         if rope.get("rope_type", "default") == "default":
             return plain
         turns = rope["original_max_position_embeddings"] * plain / (2 * math.pi)
+        if rope["rope_type"] == "yarn":
+            channels = [  # whose turns within the original length are beta
+                d / 2 * math.log(turns * rope["rope_theta"] ** (2 * i / d) / beta)
+                / math.log(rope["rope_theta"])
+                for beta in (rope["beta_fast"], rope["beta_slow"])
+            ]  # fmt: skip
+            first, last = max(math.floor(channels[0]), 0), min(math.ceil(channels[1]), d - 1)
+            share = 1 - min(max((i - first) / (last - first), 0.0), 1.0)
+            return share * plain + (1 - share) * plain / rope["factor"]
         low, high = rope["low_freq_factor"], rope["high_freq_factor"]
         share = min(max((turns - low) / (high - low), 0.0), 1.0)  # 0: scaled; 1: unchanged
         return share * plain + (1 - share) * plain / rope["factor"]
+
+    def rope_factor(self) -> float:
+        """Return the factor of rotated queries and keys."""
+        rope = self.c.rope_parameters
+        return 1 + 0.1 * math.log(rope["factor"]) if rope.get("rope_type") == "yarn" else 1.0
 
     def attend(self, x: Tensor, layer: str, position: int, cache: Cache) -> tuple[Tensor, Cache]:
         """What o_proj gives, and the cache with this position's key and value."""
