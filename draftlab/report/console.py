@@ -103,6 +103,10 @@ def print_table(table: Table, console: Console) -> None:
     ]
     if meanings:
         console.print(_pairs(meanings, "dim"))
+    gone = [" ".join(one.name.split()) for one in table.columns if one.name not in headers]
+    if gone:
+        width = f"the console's {console.width} columns"
+        console.print(Text(f"{width} lack room for: {', '.join(gone)} (report.html)", style="dim"))
 
 
 def _laid_out(table: Table, layout: Layout) -> RichTable:

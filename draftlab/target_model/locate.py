@@ -31,6 +31,12 @@ def local_target(settings: TargetSettings) -> Path | None:
     if settings.path == EMBEDDED:
         return Path(str(resources.files("draftlab") / "embedded" / "target"))
     path = Path(settings.path).expanduser()
+    if settings.revision is not None and path.exists():
+        raise UserError(
+            f"expected no revision of a folder or file, found {settings.revision!r}",
+            where=f"target.revision, of {settings.path}",
+            do="leave it out, or name the target by its id on the Hub",
+        )
     _check_no_adapter(path)
     if (path / "config.json").is_file():
         return path

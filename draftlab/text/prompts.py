@@ -15,6 +15,7 @@ import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, other_kind
+from draftlab.formatting import count_text
 from draftlab.progress import Monitor
 from draftlab.target_model.settings import TemplateArguments
 from draftlab.text.conversations import (
@@ -64,7 +65,7 @@ def load_prompts(
     """
     prompts = select_prompts(settings, monitor, reads_answers=reads_answers)
     prompts = with_arguments(prompts, modes, seed)
-    monitor.say(f"prompts: {len(prompts):,} conversations from {settings.source}")
+    monitor.say(f"prompts: {count_text(len(prompts), 'conversation')} from {settings.source}")
     if any(prompt.template_arguments for prompt in prompts):
         counts = Counter(describe_arguments(prompt.template_arguments) for prompt in prompts)
         found = [f"{text or 'none'} for {count:,}" for text, count in counts.most_common(8)]
@@ -146,7 +147,7 @@ def select_prompts(
 
     prompts = list(islice(usable(), settings.max_prompts))
     for reason, count in sorted(dropped.items()):
-        monitor.say(f"prompts: dropped {count:,} conversations that {reason}")
+        monitor.say(f"prompts: dropped {count_text(count, 'conversation')} that {reason}")
     if not prompts and dropped:
         raise UserError(
             "expected text conversations with a user turn, found none", where=path, do=LINE_HELP
@@ -170,10 +171,8 @@ def select_answered(conversations: list[Conversation], monitor: Monitor) -> list
     """
     answered = [conversation for conversation in conversations if conversation.has_answer]
     if len(answered) < len(conversations):
-        monitor.say(
-            f"answers: dropped {len(conversations) - len(answered):,} conversations without an "
-            "assistant turn, or with an empty one"
-        )
+        dropped = count_text(len(conversations) - len(answered), "conversation")
+        monitor.say(f"answers: dropped {dropped} without an assistant turn, or with an empty one")
     if not answered:
         raise UserError(
             "expected conversations with an assistant turn, found none",

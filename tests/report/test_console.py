@@ -237,3 +237,11 @@ def test_the_columns_are_explained() -> None:
         assert "first; [" not in words  # no column of TPOT has intervals
         for name in ("AL", "TPOT", "TTFT", "speed-up", "acceptance"):
             assert (f"{name} {fmt.LEGEND[name][0]}" in words) == (name not in hidden)
+
+
+def test_columns_that_have_no_room_are_named() -> None:
+    report = sample.timed_report()
+    assert "lack room" not in printed(report, width=200)
+    text = " ".join(printed(report, width=60).split())
+    assert "the console's 60 columns lack room for: " in text
+    assert "repetition" in text.partition("lack room for: ")[2].partition("(report.html)")[0]

@@ -16,11 +16,12 @@ from draftlab.errors import UserError
 from draftlab.recipe.head_spec import target_config
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
-from draftlab.target_model.locate import resolve_device, resolve_target
+from draftlab.target_model.locate import local_target, resolve_device, resolve_target
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.parts import load_parts
 from draftlab.target_model.pipeline_parallel import plan_placement
 from draftlab.target_model.settings import TargetSettings
+from tests.helpers.toys import toy_target_folder
 from tests.helpers.zoo import load_on_cpu, zoo_folder
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n"
@@ -144,3 +145,9 @@ def test_an_unknown_device_is_refused(device: str, folder: Path) -> None:
 def test_auto_is_an_available_device() -> None:
     assert resolve_device("auto").type in ("cpu", "cuda")
     assert resolve_device("cpu").type == "cpu"
+
+
+def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+    folder = toy_target_folder(tmp_path / "toy", layers=2)
+    with pytest.raises(UserError, match="expected no revision of a folder or file, found 'v2'"):
+        local_target(TargetSettings(path=str(folder), revision="v2"))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from draftlab.errors import UserError
+from draftlab.formatting import count_text
 from draftlab.progress import Monitor
 from draftlab.text.conversations import (
     Answer,
@@ -147,7 +148,7 @@ def test_conversations_without_a_question_are_dropped_and_counted(tmp_path: Path
     )
     prompts = load(path, monitor, max_prompts=2, deduplicate=False)
     assert [c.id for c in prompts] == ["3", "4"]
-    assert monitor.text.count("dropped 1 conversations") == 2
+    assert monitor.text.count("dropped 1 conversation") == 2
     write(path, line(messages=[assistant("x")]))
     with pytest.raises(UserError, match="user turn"):
         load(path)
@@ -196,7 +197,7 @@ def test_conversations_with_images_are_dropped_and_counted(tmp_path: Path):
     assert [c.id for c in prompts] == ["text", "plain"]
     assert prompts[0].messages == [user("part 0. part 1. ")]
     for words in (
-        "dropped 1 conversations that have image and input_audio parts",
+        "dropped 1 conversation that have image and input_audio parts",
         "dropped 2 conversations that have image parts",
         "prompts: 2 conversations from",
     ):
@@ -234,7 +235,7 @@ def test_deduplication_and_the_limit_per_source(tmp_path: Path, changes, selecte
     assert [c.id for c in load(path, monitor, **changes)] == [f"p:{n}" for n in selected]
     assert monitor.text.count("dropped") == len(dropped)
     for count, reason in dropped:
-        assert f"dropped {count} conversations {reason}" in monitor.text
+        assert f"dropped {count_text(count, 'conversation')} {reason}" in monitor.text
 
 
 def test_conversations_that_differ_in_given_answers_ask_the_same(tmp_path: Path):
