@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
+import textwrap
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,12 +17,15 @@ from pathlib import Path
 import psutil
 import torch
 
+from draftlab.evaluate.decoding_config import more_ks
+from draftlab.evaluate.settings import MAX_K
 from draftlab.formatting import rounded_text, size_text
 from draftlab.plan.preflight import check_head
 from draftlab.plan.sizes import PROMPT_TOKENS, Conversations, HeadSize, TargetSize
 from draftlab.recipe.hardware import GPUS
 from draftlab.recipe.head_spec import planned_identity, target_config
 from draftlab.recipe.recipe import Recipe
+from draftlab.run.held_out_prompts import default_suite
 from draftlab.store.shard_cache import DEFAULT_SIZE, SIZE
 from draftlab.store.urls import local_folder
 from draftlab.target_model.locate import config_folder, explain_loading, shipped_config
@@ -36,6 +40,8 @@ LIBRARIES = 0.7e9
 """Bytes of memory of a process that has imported torch and transformers, as measured."""
 USABLE_MEMORY = 0.9
 """Share of a GPU's memory: the rest is for CUDA and fragmentation."""
+WIDTH = 80
+"""Columns of a line."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,7 @@ class RecipeSizes:
         on_cpu: whether the plan is of a CPU: no GPU is named, and the target would be on none.
         conversations: None: their number is not known.
         token_bytes: bytes of a token in the store.
+        default_k: drafts a step of an evaluation that names none.
         trained: positions that training reads in all steps.
 
     Raises:
@@ -85,6 +92,7 @@ class RecipeSizes:
         self.identity = planned_identity(recipe, config)
         self.token_bytes = self.identity.bytes_per_token
         self.head = HeadSize(head, recipe, on_cpu=self.on_cpu)
+        self.default_k = min(head.config.default_k, MAX_K)
         self.trained = recipe.train.steps * recipe.train.batch_rows * recipe.train.row_tokens
 
     def stages(self) -> list[Estimate]:
@@ -228,13 +236,18 @@ class RecipeSizes:
     def _evaluation(self) -> Estimate:
         """Estimate batched and timed decoding, as if each step generated one token."""
         settings = self.recipe.eval
-        heads, prompts = 1 + len(settings.compare), settings.max_prompts
+        heads, prompts, about = 1 + len(settings.compare), settings.max_prompts, ""
         variants = 2 if settings.draft_probs == "both" else 1
-        drafting = heads * len(settings.k or "k")
+        ks = settings.k or (self.default_k,)
+        drafting = heads * len(ks)
         rows = sum(1 + drafting * (variants if t else 1) for t in settings.temperatures)
-        rows += 2 * heads * (settings.k is None)  # smaller K's
+        rows += heads * len(more_ks(ks)) * (settings.k is None)
+        if self.conversations and not settings.suite and not default_suite(self.recipe.target):
+            share = self.recipe.train.validation_share
+            held_out = math.ceil(self.conversations.prompts * share)
+            prompts, about = min(prompts or held_out, held_out), "about "
         number = "all" if prompts is None else f"{prompts:,}"
-        note = f"{rows} rows of {number} prompts"
+        note = f"{rows} rows of {about}{number} prompts"
         if self.gpu is None or prompts is None:
             return Estimate("eval", note)
         step = {
@@ -266,6 +279,15 @@ def estimate_table(
         stages: names of the stages in the table.
         num_working: number of GPUs that work at the same time.
     """
+    wrapper = textwrap.TextWrapper(
+        WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    for line in _table(recipe, runs, stages, num_working):
+        yield from wrapper.wrap(line)
+
+
+def _table(recipe: Recipe, runs: Path, stages: Collection[str], num_working: int) -> Iterator[str]:
+    """Yield the lines of `estimate_table`, of any length."""
     sizes, hardware = RecipeSizes(recipe), recipe.hardware
     shown = {"target", *stages, *["window"] * ("head" in stages)}
     rows = {
@@ -273,7 +295,7 @@ def estimate_table(
     }
     machine = f"{hardware.gpus} × {hardware.gpu}" if sizes.gpu else "set hardware.gpu for times"
     if sizes.on_cpu:
-        machine = "a CPU, whose times are not estimated; hardware.gpu=H100 is for a GPU"
+        machine = "a CPU"
     if hardware.nodes > 1:
         machine = f"{hardware.nodes} × {machine}"
     if num_working > 1:
@@ -287,7 +309,7 @@ def estimate_table(
         if name in ("target", "answers") and recipe.target.gpus > 1 and memory:
             memory += f" × {recipe.target.gpus}"
         row_disk = size_text(row.disk) if row.disk else ""
-        yield f"  {name:8}{row_disk:>9}  {memory:14}  {_time(row.seconds):17}  {row.note}"
+        yield f"  {name:8}{row_disk:>9}  {memory:14}  {_time(row.seconds)}"
     disk = sum(row.disk or 0 for row in rows.values())
     seconds = {name: row.seconds or 0.0 for name, row in rows.items()}
     total = sum(seconds.values())
@@ -296,6 +318,8 @@ def estimate_table(
     unknown = "" if all(row.known for row in rows.values()) else ", and what is unknown"
     time = _time(total if sizes.gpu else None)
     yield f"  {'total':8}{size_text(disk):>9}  {'':14}  {time}".rstrip() + unknown
+    for name, row in rows.items():
+        yield f"  {name}: {row.note}"
     yield from _warnings(sizes, rows, runs.resolve(), max(num_working, hardware.gpus))
 
 
@@ -347,6 +371,7 @@ def _warnings(
             f"  memory: about {size_text(needed)}, {size_text(LIBRARIES)} of them for libraries; "
             "the target is freed before a training that does not need it"
         )
+        yield "  a CPU's times are not estimated; hardware.gpu=H100 plans for a GPU"
         if (available := psutil.virtual_memory().available) < needed:
             yield f"  warning: {size_text(available)} of memory are available on this machine"
     if sizes.gpu is None:

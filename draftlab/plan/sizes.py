@@ -105,13 +105,15 @@ class Conversations:
     """The conversations that a recipe answers and records.
 
     Attributes:
-        count: number of conversations.
+        prompts: number of prompts.
+        count: number of conversations, of several answers to each prompt as many.
         prompt, long_prompt: tokens of a prompt, on average and at the 99th percentile.
         answer: most tokens of a conversation's answers together, on average.
         longest: most tokens of a recorded conversation; 0: there is no file of prompts.
         assumed: whether the prompts' length is assumed, since there is no file of prompts.
     """
 
+    prompts: int
     count: int
     prompt: float
     long_prompt: float
@@ -144,8 +146,10 @@ class Conversations:
             samples, most = regenerate.samples, regenerate.max_new_tokens
         prompt = min(float(tokens.mean()), max_length)
         longest = float((tokens + turns * most).max())
+        prompts = len(sizes) or number or 0
         return cls(
-            count=(len(sizes) or number or 0) * samples,
+            prompts=prompts,
+            count=prompts * samples,
             prompt=prompt,
             long_prompt=min(float(np.quantile(tokens, 0.99)), max_length),
             answer=min(float(turns.mean()) * most, max_length - prompt),

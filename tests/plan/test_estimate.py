@@ -167,10 +167,12 @@ def test_the_table(llama_8b: Path, tmp_path: Path) -> None:
     assert by_name["head"].disk == (CHECKPOINTS * 12 + 2) * (trained - 4096**2)
     lines = list(estimate_table(settings, tmp_path / "runs", STAGES))
     assert lines[0].startswith("estimate (1 × H200)")
-    assert "LlamaForCausalLM: 8.03 B parameters" in lines[2]
-    assert "256 tokens per prompt: there is no not-there.jsonl" in lines[3]
-    assert lines[4].endswith("tokens of 24.6 kB, boundaries [1, 20] and the last state")
     assert lines[7].split()[:1] == ["total"]
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    assert "target: LlamaForCausalLM: 8.03 B parameters answers: 1,000 conversations" in text
+    assert "256 tokens per prompt: there is no not-there.jsonl" in text
+    assert "tokens of 24.6 kB, boundaries [1, 20] and the last state" in text
     assert not any("minutes" in line for line in estimate_table(recipe(llama_8b), tmp_path, STAGES))
     compared = recipe(
         llama_8b, eval={"k": [3, 5], "temperatures": [0, 1], "compare": ["reference"]}
@@ -180,11 +182,24 @@ def test_the_table(llama_8b: Path, tmp_path: Path) -> None:
     )  # 1 + 2 · 2, and 1 + 2 · 2 · 2
 
 
+def test_the_rows_of_an_evaluation_are_those_that_it_has(llama_8b: Path) -> None:
+    def note(**settings: object) -> str:
+        return RecipeSizes(recipe(llama_8b, **settings)).stages()[-1].note
+
+    # Of 1,000 prompts training holds 5 % out; T = 0 also has K = 1 and the half.
+    assert note() == "7 rows of about 50 prompts"
+    assert note(eval={"max_prompts": 7}) == "7 rows of about 7 prompts"
+    assert note(eval={"max_prompts": None, "suite": "mt-bench"}) == "7 rows of all prompts"
+    assert note(eval={"suite": "mt-bench"}, train={"ttt_steps": 2}) == "6 rows of 64 prompts"
+    assert note(eval={"suite": "mt-bench"}, train={"ttt_steps": 1}) == "5 rows of 64 prompts"
+    assert note(regenerate={"samples": 3}) == "7 rows of about 50 prompts"
+
+
 def test_prompts_of_unknown_number(llama_8b: Path, tmp_path: Path) -> None:
     settings = recipe(llama_8b, prompts={"source": "no.jsonl"})
     lines = list(estimate_table(settings, tmp_path, STAGES))
-    assert "unknown: there is no no.jsonl, and prompts.max_prompts is not set" in lines[3]
-    assert "32.8 kB per token" in lines[4]
+    assert "  answers: unknown: there is no no.jsonl, and prompts.max_prompts is not set" in lines
+    assert "  store: 32.8 kB per token" in lines
     online = recipe(llama_8b, prompts={"source": "no.jsonl"}, record={"online": True})
     for known in (
         lines,
@@ -201,7 +216,7 @@ def test_prompts_of_unknown_number(llama_8b: Path, tmp_path: Path) -> None:
 
 def test_warnings_about_memory_and_disk(llama_8b: Path, tmp_path: Path) -> None:
     small = recipe(llama_8b, hardware={"gpu": "RTX4090"}, regenerate={"batch": 256})
-    lines = "\n".join(estimate_table(small, tmp_path, STAGES))
+    lines = " ".join(" ".join(estimate_table(small, tmp_path, STAGES)).split())
     assert "the target and its KV cache take" in lines
     assert re.search("target.gpus=[23] is enough", lines)
     assert "warning: training takes" in lines
@@ -270,7 +285,8 @@ def test_a_plan_of_a_cpu_describes_a_cpu(tmp_path: Path) -> None:
     on_gpu = load_recipe(path, [prompts, "hardware.gpu=H100"])
     lines = list(estimate_table(on_cpu, tmp_path, STAGES))
     text = "\n".join(lines)
-    assert lines[0].startswith("estimate (a CPU, whose times are not estimated; hardware.gpu=")
+    assert lines[0] == "estimate (a CPU), from the target's config.json:"
+    assert "  a CPU's times are not estimated; hardware.gpu=H100 plans for a GPU" in lines
     assert lines[1].split() == ["disk", "memory"]
     assert "GPU memory" not in text
     assert "minute" not in text
