@@ -18,7 +18,7 @@ from draftlab.engine.counters import Counters
 from draftlab.errors import UserError
 from draftlab.evaluate.results import SCHEMA_VERSION, Lossless, Report, Row
 from draftlab.evaluate.statistics import acceptance_interval, repetition_rate
-from draftlab.intervals import bootstrap_interval, ratio_interval
+from draftlab.intervals import bootstrap_interval, expanded_interval, ratio_interval
 from tests.helpers import sample_report as sample
 
 K = st.integers(1, 7)
@@ -162,6 +162,16 @@ def test_prompts_without_a_draft_do_not_count_for_an_interval() -> None:
     assert acceptance_interval([undrafted] * 40 + [drafted] * 5) is None
     # resamples without a drafted prompt have no AL; they must not turn the interval to NaN
     assert acceptance_interval([undrafted] * 200 + [drafted] * 6) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize("n", [6, 30])
+def test_an_interval_ends_where_students_does(n: int) -> None:
+    """Resamples of a mean vary by the sample's variance, which divides by n."""
+    chances = (np.arange(200_000) + 0.5) / 200_000
+    resamples = stats.norm.ppf(chances) * math.sqrt((n - 1) / n)  # unbiased: 1
+    for level in (0.8, 0.95):
+        interval = expanded_interval(resamples, n, level)
+        assert interval == pytest.approx(stats.t.interval(level, n - 1), rel=1e-3)
 
 
 def test_prompts_with_the_denominator_0_do_not_count() -> None:

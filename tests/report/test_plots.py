@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 
 import matplotlib
@@ -15,7 +14,6 @@ from draftlab.evaluate.results import Report
 from draftlab.report import write_html
 from draftlab.report.canvas import png
 from draftlab.report.plots import (
-    PLOTS,
     acceptance_by_position,
     plots,
     speedup_by_batch,
@@ -51,23 +49,6 @@ def test_acceptance_by_position_draws_each_head_with_its_largest_k() -> None:
             assert line.get_label().startswith(row.head)
         for different in ("color", "marker"):
             assert len({getattr(line, f"get_{different}")() for line in lines}) == len(shown)
-
-
-def test_argmax_and_sampled_drafts_differ_in_colour_marker_and_legend() -> None:
-    for figure in drawn(sample.timed_report()).values():
-        styles: dict[str, set[tuple[str, str]]] = {"argmax": set(), "sampled": set()}
-        handles, labels = figure.axes[0].get_legend_handles_labels()
-        assert set(labels) == set(legend(figure))
-        for handle, label in zip(handles, labels, strict=True):
-            line = handle.lines[0] if hasattr(handle, "lines") else handle
-            for mode, found in styles.items():
-                if mode in label:
-                    found.add((line.get_color(), line.get_marker()))
-                    assert (line.get_markerfacecolor() == "white") == (mode == "argmax")
-        assert styles["argmax"]
-        for one, other in product(*styles.values()):
-            assert one[0] != other[0]
-            assert one[1] != other[1]
 
 
 def test_tpot_by_k_has_measurements_and_the_advisers_lines() -> None:
@@ -148,20 +129,6 @@ def test_every_plot_has_labels_and_units_and_its_file_the_conditions(tmp_path: P
         with Image.open(tmp_path / f"{name}.png") as image:
             for condition in ("target draftlab-embedded-12m", "dtype float32", "prompts 64"):
                 assert condition in image.info["Description"]
-
-
-def test_a_caption_names_heads_and_temperatures() -> None:
-    reports = sample.timed_report(), sample.loaded_report()
-    captions = {one.figure.name: one.text for report in reports for one in plots(report)}
-    for name, end in {
-        "tpot_by_k_1": "Head head; T = 0.",
-        "tpot_by_k_2": "Head head; T = 0.8.",
-        "speedup_by_batch_2": "Head head; T = 0.8.",
-        "goodput_1": "Head a head; T = 0.",
-    }.items():
-        assert captions[name] == [f"{PLOTS[name.rstrip('_12')][1]} {end}"]
-    rows = [sample.row(head=head) for head in ("a", "b")]
-    assert plots(sample.report(rows))[0].text[0].endswith(" Heads a, b; T = 0.")
 
 
 def test_png_files_are_reproducible_and_change_nothing_global() -> None:
