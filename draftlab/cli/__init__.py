@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from draftlab.cli.chat import chat
 from draftlab.cli.console import Debug, Json, Verbs, guard, monitor, output, show_report
 from draftlab.cli.doctor import doctor
 from draftlab.cli.eval import eval_
@@ -181,6 +182,7 @@ def train(
 
 
 app.command("eval")(eval_)
+app.command()(chat)
 app.command()(export)
 app.command("import")(import_)
 app.command()(doctor)

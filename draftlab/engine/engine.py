@@ -71,6 +71,7 @@ class Engine:
 
     Attributes:
         max_in_flight: steps that the device may be ahead of the host.
+        on_step: called with a sequence after the tokens of a step were added to it; None: nothing.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class Engine:
         if on_gpu and self.cache.states is None:
             self.small_prefill = SmallPrefill(self.step, self.graphs, prefill_tokens)
         self.max_in_flight = 1 if on_gpu else 0
+        self.on_step: Callable[[Sequence], None] | None = None
 
     @torch.inference_mode()
     def generate(self, requests: Collection[Request]) -> Iterator[Generation]:
@@ -230,6 +232,8 @@ class Engine:
                 if sequence.epoch != epoch:
                     continue  # it has left the batch since
                 sequence.add_result(tokens, accepted, num_drafts, probability, confidence)
+                if self.on_step is not None:
+                    self.on_step(sequence)
                 if sequence.finish:
                     scheduler.remove(sequence)
                     yield sequence.result()

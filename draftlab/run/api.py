@@ -18,6 +18,7 @@ from draftlab.files import check_folder, read_json, same_fingerprint
 from draftlab.formatting import count_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head
+from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.report import write_html
 from draftlab.run.held_out_prompts import NAMED_BY_USER, default_suite
@@ -71,15 +72,21 @@ def check_trained_for(
         )
 
 
-def _load_named(folder: Path, name: str, target: Target) -> NamedHead:
-    """Load a head with a target's device and dtype."""
-    head = load_head(
-        folder,
-        target_tensors=target.parts.shared_tensors,
-        dtype=target.dtype,
-        device=target.device,
-    )
-    return NamedHead(name, head, folder)
+def load_trained_head(
+    folder: Path, target: Target, tokenizer: Any, *, raw: bool = False
+) -> DraftHead:
+    """Load a head with a target's device and dtype.
+
+    Raises:
+        UserError: see `check_trained_for`.
+    """
+    check_trained_for(load_config(folder), target, tokenizer, folder, raw=raw)
+    return _load(folder, target)
+
+
+def _load(folder: Path, target: Target) -> DraftHead:
+    shared = target.parts.shared_tensors
+    return load_head(folder, target_tensors=shared, dtype=target.dtype, device=target.device)
 
 
 def _load_compared(
@@ -97,7 +104,7 @@ def _load_compared(
                 f"{config.target.name}"
             )
             continue
-        yield _load_named(folder, name_in_reports(folder, names), target)
+        yield NamedHead(name_in_reports(folder, names), _load(folder, target), folder)
 
 
 def evaluate_head(
@@ -144,10 +151,9 @@ def evaluate_head(
     tokenizer = load_tokenizer(target_settings)
     heads = []
     if head_folder is not None:
-        config = load_config(head_folder)
-        check_trained_for(config, target, tokenizer, head_folder, raw=settings.raw)
+        head = load_trained_head(head_folder, target, tokenizer, raw=settings.raw)
         name = head_name or name_in_reports(head_folder)
-        heads.append(_load_named(head_folder, name, target))
+        heads.append(NamedHead(name, head, head_folder))
         heads += _load_compared(settings, {name}, target, tokenizer, monitor)
     max_prompt = target.max_length - max(settings.max_new_tokens, settings.timing_tokens)
     options: dict[str, Any] = {"raw": settings.raw, "max_prompt_tokens": max(max_prompt, 1)}

@@ -62,7 +62,7 @@ class TargetSettings(Settings):
     """Folder of a LoRA adapter (peft) that is merged into the target's weights, once, in the cache;
     None: the target as it is."""
     revision: str | None = None
-    """Commit, tag or branch on the Hub; None: the default branch. Local folders ignore it."""
+    """Commit, tag or branch on the Hub; None: the default branch. Folders and files have none."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Compute dtype; "auto": the checkpoint's on a GPU, float32 on a CPU."""
     device: str = "auto"

@@ -35,6 +35,7 @@ from draftlab.text.chat_template import stop_ids
 from draftlab.text.suites import load_suite
 
 HERE = Path(__file__).resolve().parent
+HELD_OUT = "embedded:heldout"
 GREEDY = Sampling()
 EQUAL, DIFFERENT, UNUSABLE, SKIPPED = 0, 1, 2, 77
 
@@ -46,7 +47,7 @@ class Subject:
     Attributes:
         name: the head's name in tables.
         folder: the head's folder.
-        prompts: ids and token ids of the first held-out prompts.
+        prompts: ids and token ids of the first prompts.
         stops: tokens that end an answer.
     """
 
@@ -92,7 +93,8 @@ def subject_options(
     """
     parser.add_argument("--head", help="head folder or 'reference'; default: the latest run's")
     parser.add_argument("--target", help="its target; default: the run's, or the embedded one")
-    parser.add_argument("--prompts", type=int, default=prompts, help="first held-out prompts")
+    parser.add_argument("--suite", default=HELD_OUT, help="default: the embedded target's")
+    parser.add_argument("--prompts", type=int, default=prompts, help="first prompts of the suite")
     if new_tokens is not None:
         parser.add_argument("--k", type=int, default=k, help="drafts a step")
         parser.add_argument("--max-new-tokens", type=int, default=new_tokens)
@@ -114,7 +116,9 @@ def _pattern(text: str) -> re.Pattern[str]:
         raise ArgumentTypeError(f"expected a regular expression, found {text}: {error}") from error
 
 
-def load_subject(head: str | None, target: str | None, prompts: int) -> Subject:
+def load_subject(
+    head: str | None, target: str | None, prompts: int, suite: str = HELD_OUT
+) -> Subject:
     """Load the requested head; by default the latest run's, else the reference head."""
     chosen = choose(head, target)
     settings = chosen.target.model_copy(update={"dtype": "float32", "device": "cpu"})
@@ -128,7 +132,7 @@ def load_subject(head: str | None, target: str | None, prompts: int) -> Subject:
         ),
         settings,
         loaded,
-        load_suite("embedded:heldout", tokenizer, Monitor()).prompts[:prompts],
+        load_suite(suite, tokenizer, Monitor()).prompts[:prompts],
         stop_ids(tokenizer, loaded.folder),
     )
 

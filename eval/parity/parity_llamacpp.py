@@ -9,8 +9,10 @@ still to come, less one (`tools/server/server-context.cpp`, `get_n_draft_max`), 
 nothing from a drafted stop token on. vLLM and draftlab draft K, count what was accepted, and
 discard tokens after the end.
 
---quantized KIND adds a row with quantised target and head (Q4_K_M). They are another model, so
-acceptance is only reported, and must be above 0. The exit status is that of parity_vllm.py.
+--quantized KIND adds a row with quantised target and head (Q4_K_M), and with --target FILE.gguf
+that file is served. llama.cpp then computes with the quantised weights, draftlab with the numbers
+that they stand for: another model, so acceptance is only reported, and must be above 0. The exit
+status is that of parity_vllm.py.
 """
 
 from __future__ import annotations
@@ -46,13 +48,18 @@ from draftlab.servers.vllm_engine import required_positions
 
 @dataclass(frozen=True)
 class Work:
-    """The comparison of one head."""
+    """The comparison of one head.
+
+    Attributes:
+        gguf: the target's own file; None: the target is converted.
+    """
 
     subject: Subject
     llama: LlamaCpp
     k: int
     max_new_tokens: int
     place: Path
+    gguf: Path | None = None
 
     def ours(self) -> list[Generation]:
         """Decode with draftlab's engine."""
@@ -67,7 +74,7 @@ class Work:
         export = self.place / "export"
         self.subject.export(export, self.k, "llamacpp")
         folder = self.subject.target.folder
-        target = self.place.parent / f"{self.subject.target.fingerprint}.gguf"
+        target = self.gguf or self.place.parent / f"{self.subject.target.fingerprint}.gguf"
         if not target.exists():  # the same for all heads
             self.llama.convert_target(folder, target)
         head = self.llama.convert_head(export, folder)
@@ -144,7 +151,8 @@ def compare(work: Work, quantized: str | None = None) -> bool:
     total = sum(expected, Counters(work.k))
     accepted = sum(a.accepted for a in theirs)
     mine, other = figures(total), f"{drafts:,} / {accepted:,} / {accepted_at}"
-    if quantized:
+    weights = quantized or (work.gguf.name if work.gguf else "float32")
+    if weights != "float32":
         fault = None if accepted > 0 else "no draft was accepted"
         lengths = f"AL {total.acceptance_length:.2f} and {1 + accepted / max(drafts, 1):.2f}"
         verdict = f"(another model) {lengths}"
@@ -153,7 +161,6 @@ def compare(work: Work, quantized: str | None = None) -> bool:
         if fault is None and list(total.accepted_at) != accepted_at:
             fault = f"accepted_at: draftlab {list(total.accepted_at)}, llama.cpp {accepted_at}"
         verdict = "EQUAL"
-    weights = quantized or "float32"
     tokens = sum(len(g.token_ids) for g in ours)
     print(
         f"{work.llama.version()}, K={work.k} {work.subject.name}, {weights}, {len(ours)} prompts, "
@@ -189,7 +196,9 @@ def run(options: argparse.Namespace) -> int:
             for kind in dict.fromkeys([None, options.quantized]):
                 place = Path(folder) / f"work-{number}-{kind}"
                 place.mkdir()
-                work = Work(subject, llama, options.k, options.max_new_tokens, place)
+                gguf = options.target and Path(options.target)
+                gguf = gguf if gguf and gguf.suffix == ".gguf" else None
+                work = Work(subject, llama, options.k, options.max_new_tokens, place, gguf)
                 status = status if compare(work, kind) else DIFFERENT
     return status
 

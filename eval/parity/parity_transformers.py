@@ -76,7 +76,7 @@ def first_difference(
 
 def run(options: argparse.Namespace) -> int:
     """Compare; return the exit status."""
-    subject = load_subject(options.head, options.target, options.prompts)
+    subject = load_subject(options.head, options.target, options.prompts, options.suite)
     requests = subject.requests(options.max_new_tokens)
     plain, drafted = (
         decoded(

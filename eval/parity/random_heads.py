@@ -80,7 +80,7 @@ def chosen_subjects(
     Raises:
         UserError: no shape matches the pattern of --random.
     """
-    subject = load_subject(options.head, options.target, options.prompts)
+    subject = load_subject(options.head, options.target, options.prompts, options.suite)
     if options.random is None:
         yield subject
         return

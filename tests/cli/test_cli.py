@@ -24,8 +24,8 @@ from draftlab.pipeline import pipeline
 from tests.helpers.small_run import draftlab, finished, snapshot
 
 VERBS = (
-    "run", "prepare", "record", "train", "eval", "doctor", "export", "import", "push", "inspect",
-    "recipe", "store", "version",
+    "run", "prepare", "record", "train", "eval", "chat", "doctor", "export", "import", "push",
+    "inspect", "recipe", "store", "version",
 )  # fmt: skip
 
 
