@@ -33,6 +33,7 @@ from draftlab.servers.vllm_process import find_python
 from draftlab.store.object_store import check_scheme
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.shard_files import open_shard_files
+from draftlab.target_model.adapter import read_adapter
 from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.boundaries import default_boundaries
 from draftlab.target_model.loading import load_tokenizer, quiet_transformers
@@ -144,6 +145,12 @@ def _check_inputs(planned: Planned) -> None:
     for stage in planned.stages:
         if error := missing_input(planned.recipe, stage):
             raise error
+
+
+def _check_adapter(planned: Planned) -> None:
+    """Check that the target's adapter is one, which a plan does not merge."""
+    if planned.plan and (adapter := planned.recipe.target.adapter) is not None:
+        read_adapter(Path(adapter).expanduser())
 
 
 def _check_url(planned: Planned) -> None:
@@ -308,6 +315,7 @@ def check_head(recipe: Recipe, config: Any, tokenizer_hash: str = "") -> tuple[D
 
 CHECKS: tuple[Callable[[Planned], Iterable[str] | None], ...] = (
     _check_inputs,
+    _check_adapter,
     _check_url,
     _check_machine,
     _check_target,

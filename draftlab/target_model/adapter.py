@@ -42,7 +42,7 @@ def merged_folder(base: Path, adapter: Path) -> Path:
     Raises:
         UserError: it is no LoRA adapter, not one of this checkpoint, or of an unknown kind.
     """
-    config, weights = _read(adapter)
+    config, weights = read_adapter(adapter)
     identity = f"{fingerprint(base)} {sha256_file(adapter / CONFIG)} {sha256_file(weights)}"
     folder = cache_folder() / "adapters" / f"{adapter.resolve().name}-{sha256_text(identity)[:16]}"
     if (folder / "config.json").is_file():
@@ -70,8 +70,12 @@ def merged_folder(base: Path, adapter: Path) -> Path:
     return folder
 
 
-def _read(adapter: Path) -> tuple[dict[str, Any], Path]:
-    """Return the config and the file of the weights."""
+def read_adapter(adapter: Path) -> tuple[dict[str, Any], Path]:
+    """Return the config and the file of the weights.
+
+    Raises:
+        UserError: it is no LoRA adapter, or of an unknown kind.
+    """
     if not (adapter / CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
         raise UserError(
             f"expected a LoRA adapter, a folder with {CONFIG} and {WEIGHTS}, found none",
