@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -48,17 +49,23 @@ def doctor(
         from draftlab.doctor.diagnose import diagnose
         from draftlab.doctor.diagnosis import print_diagnosis
         from draftlab.doctor.target_session import TargetSession
+        from draftlab.run.held_out_prompts import default_suite, held_out_prompts
         from draftlab.run.resolve import find_head, find_target, recipe_of, run_of
 
         folder = find_head(head, any_layout=True)
         target_settings = find_target(
             folder, target, device, trust_remote_code=trust_remote_code, monitor=monitor
         )
-        run = run_of(folder)
-        suites = recipe_of(run).eval.suite if run else None
-        defaults = DoctorSettings(prompts=suites[0]) if suites else DoctorSettings()
+        defaults, held_out = DoctorSettings(), None
+        if run := run_of(folder):
+            recipe = recipe_of(run)
+            if suites := recipe.eval.suite or default_suite(recipe.target):
+                defaults = DoctorSettings(prompts=suites[0])
+            else:
+                held_out = partial(held_out_prompts, recipe, run)
         settings = OPTIONS.apply(defaults, chosen)
-        diagnosis = diagnose(folder, TargetSession(target_settings, settings, monitor))
+        session = TargetSession(target_settings, settings, monitor, held_out)
+        diagnosis = diagnose(folder, session)
         if as_json:
             echo_json(diagnosis.model_dump_json(by_alias=True, indent=2))
         else:

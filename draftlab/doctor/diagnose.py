@@ -138,7 +138,7 @@ def usable_templates(default: bool, session: TargetSession, k: int) -> frozenset
         raise UserError(
             f"expected answers with places to draft {k} tokens, found none in "
             f"{len(scoring_set.spans)} answers",
-            where=session.settings.prompts,
+            where=session.suite_name,
             do="give more prompts (--max-prompts), more tokens of each answer (--max-new-tokens), "
             "or prompts that this target answers at length",
         )

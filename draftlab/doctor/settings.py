@@ -10,8 +10,9 @@ from draftlab.settings import Settings
 class DoctorSettings(Settings):
     """The prompts and drafts that a head is scored on."""
 
-    prompts: str = "embedded:heldout"
-    """A suite, as `eval.suite` names them; on the command line by default that of the run."""
+    prompts: str | None = None
+    """A suite, as `eval.suite` names them; None: that of the run's evaluation, and for a head
+    without a run "embedded:heldout"."""
     max_prompts: int = Field(default=64, ge=2)
     """Prompts drawn from it; intervals are over these. With too few there is no verdict."""
     max_new_tokens: int = Field(default=64, ge=8)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -15,9 +15,11 @@ from draftlab.doctor.hypotheses import HeadVariant
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.errors import UserError
 from draftlab.evaluate.statistics import repetition_rate
 from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import target_config
+from draftlab.run.api import HELD_OUT
 from draftlab.store.store import Record
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_target, load_tokenizer
@@ -26,7 +28,8 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.parts import load_parts
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids
-from draftlab.text.suites import load_suite
+from draftlab.text.conversations import Conversation
+from draftlab.text.suites import Suite, conversation_suite, load_suite
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import Batch, pack
 
@@ -91,7 +94,7 @@ def input_norm(target: Target, boundary: int) -> torch.nn.Module | None:
 
 
 def generate_answers(
-    target: Target, requests: Sequence[Request], monitor: Monitor
+    target: Target, requests: Sequence[Request], monitor: Monitor, stage: str
 ) -> list[Generation]:
     """Return the target's answers in the order of the requests."""
     longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + 1
@@ -104,7 +107,7 @@ def generate_answers(
     answers: dict[str, Generation] = {}
     for generation in engine.generate(requests):
         answers[generation.id] = generation
-        monitor.progress("doctor: the target answers", len(answers), len(requests))
+        monitor.progress(stage, len(answers), len(requests))
     return [answers[request.id] for request in requests]
 
 
@@ -127,12 +130,22 @@ def make_scoring_set(
 
 
 class TargetSession:
-    """A target, its tokenizer and its greedy answers, which all diagnosed heads share."""
+    """A target, its tokenizer and its greedy answers, which all diagnosed heads share.
+
+    Args:
+        held_out: returns the prompts for settings that name none; None: the built-in ones are.
+    """
 
     def __init__(
-        self, target_settings: TargetSettings, settings: DoctorSettings, monitor: Monitor
+        self,
+        target_settings: TargetSettings,
+        settings: DoctorSettings,
+        monitor: Monitor,
+        held_out: Callable[[], list[Conversation]] | None = None,
     ) -> None:
         self.target_settings, self.settings, self.monitor = target_settings, settings, monitor
+        self._held_out = held_out
+        self.suite_name = settings.prompts or (HELD_OUT if held_out else "embedded:heldout")
         self.scoring_set = cache(self._scoring_set)
         self._answers = cache(self._generate)
 
@@ -172,22 +185,30 @@ class TargetSession:
         remote_code = self.target_settings.trust_remote_code
         return load_parts(self.folder, trust_remote_code=remote_code).shared_tensors
 
+    def _suite(self, template: bool) -> Suite:
+        room = self.target.max_length - self.settings.max_new_tokens
+        options: dict[str, Any] = {"raw": not template, "max_prompt_tokens": max(room, 1)}
+        arguments = self.tokenizer, self.monitor
+        if self.settings.prompts is None and self._held_out is not None:
+            try:
+                conversations = self._held_out()
+            except UserError as error:
+                raise UserError(
+                    error.what, where=error.where, do="name prompts: --prompts"
+                ) from None
+            return conversation_suite(self.suite_name, conversations, *arguments, **options)
+        modes = self.target_settings.modes
+        return load_suite(self.suite_name, *arguments, modes=modes, **options)
+
     def _generate(self, template: bool) -> tuple[list[Request], list[Generation]]:
         target, settings = self.target, self.settings
-        suite = load_suite(
-            settings.prompts,
-            self.tokenizer,
-            self.monitor,
-            raw=not template,
-            max_prompt_tokens=max(target.max_length - settings.max_new_tokens, 1),
-            modes=self.target_settings.modes,
-        )
         stops = stop_ids(self.tokenizer, target.folder)
         requests = [
             Request(name, ids, settings.max_new_tokens, Sampling(), stops)
-            for name, ids in suite.sample(settings.max_prompts, seed=0).prompts
+            for name, ids in self._suite(template).sample(settings.max_prompts, seed=0).prompts
         ]
-        return requests, generate_answers(target, requests, self.monitor)
+        stage = "doctor: the target answers" + " plain text" * (not template)
+        return requests, generate_answers(target, requests, self.monitor, stage)
 
     def _scoring_set(self, template: bool, k: int) -> ScoringSet:
         """Return the greedy answers to chats (`template`) or plain text, for k drafts per step."""
@@ -199,7 +220,7 @@ class TargetSession:
         return {
             "k": k,
             "prompts": len(requests),
-            "suite": self.settings.prompts,
+            "suite": self.suite_name,
             "template": template,
             "max_new_tokens": self.settings.max_new_tokens,
             "answer_tokens": sum(len(g.token_ids) for g in answers),

@@ -192,7 +192,7 @@ def score_finding(search: VariantSearch, provenance: dict[str, Any]) -> Finding 
             TOO_FEW,
             f"not enough prompts: {count_text(missing, 'more prompt')} at least would tell "
             f"{count_text(len(search.others), 'other variant')} from chance; {what}",
-            f"give --max-prompts {first.num_prompts + missing} or more",
+            f"give --max-prompts {first.num_prompts + missing} or more, and --prompts with as many",
         )
     what += f", where {MIN_FIRST_ACCEPTED:.0%} are expected of a trained head"
     if first.interval[0] >= MIN_FIRST_ACCEPTED:

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.helpers.small_run import copy_of_finished, draftlab, snapshot
 
@@ -42,6 +43,24 @@ def test_diagnosis_of_a_runs_head_writes_nothing(workspace: Path) -> None:
     kinds = {f["kind"] for f in diagnosis["findings"]}
     assert kinds >= {"max_position_embeddings", "config.json", "changed file"}
     assert diagnosis["readings"][0]["name"] == "as stored"
+
+
+def test_a_run_without_a_suite_has_the_prompts_that_its_training_held_out(workspace: Path) -> None:
+    """As its evaluation has; the built-in prompts are for the built-in target."""
+    path = workspace / "runs" / "small" / "recipe.yaml"
+    recipe = yaml.safe_load(path.read_text())
+    recipe["eval"]["suite"] = None
+    path.write_text(yaml.safe_dump(recipe))
+    result = draftlab(workspace, "doctor", "small", *OPTIONS, "--json")
+    conditions = json.loads(result.stdout)["conditions"]
+    assert (conditions["suite"], conditions["prompts"]) == ("held-out prompts of the run", 2)
+    assert "doctor: the target answers: 2/2" in result.stderr
+    named = draftlab(workspace, "doctor", "small", *OPTIONS, "--prompts", "prompts.jsonl", "--json")
+    assert json.loads(named.stdout)["conditions"]["suite"] == "prompts.jsonl"
+    shutil.rmtree(workspace / "runs" / "small" / "store")
+    result = draftlab(workspace, "doctor", "small", *OPTIONS)
+    assert result.exit_code == 2
+    assert "name prompts: --prompts" in " ".join(result.output.split())
 
 
 def test_every_fault_of_a_runs_files_is_reported_without_answers(workspace: Path) -> None:
