@@ -155,6 +155,8 @@ def short_hash(text: str) -> str:
 def target_name(report: Report) -> str:
     """Return the target's name, with the start of its fingerprint if it is recorded."""
     name = str(report.target.get("name") or report.target.get("path") or "unnamed target")
+    if adapter := report.target.get("adapter"):
+        name += f" with adapter {adapter}"
     fingerprint = report.target.get("fingerprint")
     return f"{name} ({short_hash(str(fingerprint))})" if fingerprint else name
 

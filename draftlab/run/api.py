@@ -23,6 +23,7 @@ from draftlab.progress import Monitor
 from draftlab.report import write_html
 from draftlab.run.held_out_prompts import NAMED_BY_USER, default_suite
 from draftlab.run.resolve import find_head, name_in_reports
+from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.locate import local_target, resolve_target
 from draftlab.target_model.model import Target
@@ -42,18 +43,28 @@ HELD_OUT = "held-out prompts of the run"
 
 
 def check_trained_for(
-    head: HeadConfig, target: Target, tokenizer: Any, folder: Path, *, raw: bool = False
+    head: HeadConfig,
+    target: Target,
+    tokenizer: Any,
+    folder: Path,
+    *,
+    raw: bool = False,
+    base: str | None = None,
 ) -> None:
     """Check that a head was trained for this target, tokenizer and chat template.
 
     Args:
         raw: prompts are plain text, so that the chat template is not checked.
+        base: fingerprint of the target with another adapter or none, which the head may also have
+            been trained for.
 
     Raises:
         UserError: the head was trained for another one.
     """
+    trained = head.target.fingerprint
+    is_base = base is not None and same_fingerprint(trained, base)
     pairs = {
-        "target": (head.target.fingerprint, target.fingerprint),
+        "target": (trained, trained if is_base else target.fingerprint),
         "tokenizer": (head.target.tokenizer_sha256, tokenizer_sha256(tokenizer)),
     }
     if not raw:
@@ -72,15 +83,9 @@ def check_trained_for(
         )
 
 
-def load_trained_head(
-    folder: Path, target: Target, tokenizer: Any, *, raw: bool = False
-) -> DraftHead:
-    """Load a head with a target's device and dtype.
-
-    Raises:
-        UserError: see `check_trained_for`.
-    """
-    check_trained_for(load_config(folder), target, tokenizer, folder, raw=raw)
+def load_trained_head(folder: Path, target: Target, tokenizer: Any, **options: Any) -> DraftHead:
+    """Load a head with a target's device and dtype, after `check_trained_for` with its options."""
+    check_trained_for(load_config(folder), target, tokenizer, folder, **options)
     return _load(folder, target)
 
 
@@ -117,6 +122,7 @@ def evaluate_head(
     target: Target | None = None,
     head_name: str | None = None,
     held_out: Callable[[], list[Conversation]] | None = None,
+    trained_for: TargetSettings | None = None,
     writing: AbstractContextManager[object] | None = None,
 ) -> Report:
     """Evaluate a head, and write report.json, report.html and plots into `out`.
@@ -127,6 +133,8 @@ def evaluate_head(
         head_name: the name in the report; None: the folder's name.
         held_out: returns the prompts that the head's training held out, for settings without a
             suite; None: they are not known.
+        trained_for: the head's own target; None: `target_settings`. With another adapter it is
+            evaluated all the same.
         writing: is entered once all is measured, and left once the report is written.
 
     Raises:
@@ -151,7 +159,14 @@ def evaluate_head(
     tokenizer = load_tokenizer(target_settings)
     heads = []
     if head_folder is not None:
-        head = load_trained_head(head_folder, target, tokenizer, raw=settings.raw)
+        base = None
+        if trained_for is not None and trained_for.adapter != target_settings.adapter:
+            base = fingerprint(resolve_target(trained_for))
+            monitor.say(
+                f"warning: eval: the head was trained with target.adapter={trained_for.adapter}, "
+                f"and is measured with {target_settings.adapter}"
+            )
+        head = load_trained_head(head_folder, target, tokenizer, raw=settings.raw, base=base)
         name = head_name or name_in_reports(head_folder)
         heads.append(NamedHead(name, head, head_folder))
         heads += _load_compared(settings, {name}, target, tokenizer, monitor)
@@ -183,6 +198,8 @@ def evaluate_head(
         suites = [conversation_suite(HELD_OUT, conversations, tokenizer, monitor, **options)]
     stops = stop_ids(tokenizer, target.folder)
     report = Evaluator(target, heads, suites, stops, settings, monitor=monitor).run()
+    if target_settings.adapter is not None:
+        report.target["adapter"] = Path(target_settings.adapter).name
     with writing or nullcontext():
         write_report(report, out)
     return report

@@ -93,6 +93,7 @@ class HeadWorkspace:
                 folder,
                 monitor=monitor,
                 head_name=self.name,
+                trained_for=self.target,
                 held_out=held_out,
                 # Recorded only then, so that an interruption keeps the former report.
                 writing=self._recorded("eval", inputs, out),

@@ -13,10 +13,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from draftlab.errors import UserError
+from draftlab.evaluate.results import Report
 from draftlab.files import CACHE
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.locate import local_target, resolve_target
 from draftlab.target_model.settings import TargetSettings
+from tests.helpers.small_run import copy_of_finished, draftlab
 from tests.helpers.toys import toy_target_folder
 
 IDS = torch.arange(1, 30)[None]
@@ -181,3 +183,27 @@ def test_an_adapter_of_the_hub_is_no_target(
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(adapter))
     with pytest.raises(UserError, match="expected a checkpoint, found a LoRA adapter"):
         resolve_target(TargetSettings(path="org/style"))
+
+
+def test_a_head_is_measured_under_an_adapter_that_it_was_not_trained_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CACHE, str(tmp_path / "cache"))
+    workshop = copy_of_finished(tmp_path / "workshop")
+    write_adapter(workshop / "toy", workshop / "style")
+    result = draftlab(workshop, "eval", "--run", "small", "--adapter", "style", "--out", "styled")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.output.split())
+    assert "the head was trained with target.adapter=None, and is measured with style" in said
+    plain, styled = (
+        Report.read(workshop / name / "report.json") for name in ("runs/small/eval", "styled")
+    )
+    assert plain.target["fingerprint"] != styled.target["fingerprint"]
+    assert styled.target["adapter"] == "style"
+    assert "target toy with adapter style (" in said
+    assert all(row.acceptance_length for row in styled.rows if row.k)
+    toy_target_folder(workshop / "other", layers=6, hidden=32, seed=1)
+    options = ("--head", "runs/small/head", "--target", "other", "--adapter", "style")
+    result = draftlab(workshop, "eval", *options, "--suite", "prompts.jsonl")
+    assert result.exit_code == 2
+    assert "which is not this target" in result.output
