@@ -140,10 +140,11 @@ def moved_into(folder: Path) -> Iterator[Path]:
 
     A file of that name then shows that all others are there, too.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(f".{os.getpid()}.tmp", ".", folder.parent))
     try:
         yield work
+        folder.mkdir(exist_ok=True)
         for path in sorted(work.iterdir(), key=lambda path: path.name == "config.json"):
             _use_umask(path)
             os.replace(path, folder / path.name)

@@ -121,11 +121,13 @@ def categories(title: str, rows: Sequence[Row], shown: Iterable[Row], kind: Any)
     for row in shown:
         label = labels[id(row)]
         groups.append((label if "K = " in label else f"{label}, K = {row.k}", row.categories))
-    text = (
+    text = [
         "The speed-up is made of the category's own tokens a step and the step times of all timed "
         "prompts."
-    )
-    return Section(title, [text], filled(grouped("row", CATEGORY, groups)), kind=kind)
+    ]
+    if not any(one.speedup for row in shown for one in row.categories):
+        text = []
+    return Section(title, text, filled(grouped("row", CATEGORY, groups)), kind=kind)
 
 
 def _positions(rows: Sequence[Row]) -> Section:

@@ -207,7 +207,8 @@ def _quantisation(model: PreTrainedModel, dequantised: bool) -> Iterator[str]:
 def _made_of(settings: TargetSettings, folder: Path) -> Iterator[str]:
     """Yield lines that say of what the checkpoint in the cache was made."""
     if settings.path.endswith(".gguf"):
-        yield f"target: the weights of {settings.path} are dequantised, in 16 bits, in {folder}"
+        place = folder if settings.adapter is None else folder.parents[1] / "gguf"
+        yield f"target: the weights of {settings.path} are dequantised, in 16 bits, in {place}"
     if settings.adapter is not None:
         yield f"target: the LoRA adapter {settings.adapter} is merged, in {folder}"
 

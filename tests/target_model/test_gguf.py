@@ -155,6 +155,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, file: Path) -> No
     refused(part, "found a part of one")
     file.write_bytes(file.read_bytes()[:400])
     refused(file, "does not load(?s:.*)fetch the file again")
+    assert not any((tmp_path / "cache" / "gguf").iterdir()), "no empty folder stays"
     with pytest.raises(UserError, match="found neither"):
         local_target(TargetSettings(path="folder/none.gguf"))  # no id on the Hub
     refused(tmp_path / "none.gguf", "expected a checkpoint folder with config.json or a GGUF file")
