@@ -245,6 +245,16 @@ def _cutoff_text(export: Export) -> str:
     )
 
 
+def template_text(head: HeadConfig) -> str:
+    """Return what requests send to the chat template, if the head was trained with arguments."""
+    modes = head.provenance.get("template_arguments") or [{}]
+    if modes == [{}]:
+        return ""
+    bodies = (json.dumps({"chat_template_kwargs": mode}, ensure_ascii=False) for mode in modes)
+    text = "The head was trained with these template arguments, of which a request sends one:"
+    return f"\n## Chat template\n\n{text}\n\n{code_block(*bodies)}"
+
+
 def readme_text(head: HeadConfig, target_name: str, layout: str) -> str:
     """Return README.md: the layout, its version, and the target."""
     title = get_family(head.family).title

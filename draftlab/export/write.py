@@ -14,7 +14,7 @@ from draftlab.errors import UserError
 from draftlab.evaluate.headline import fastest_k
 from draftlab.evaluate.results import Report
 from draftlab.export.destination import atomic_folder, check_destination
-from draftlab.export.launch_text import is_hub_id, readme_text
+from draftlab.export.launch_text import is_hub_id, readme_text, template_text
 from draftlab.export.layout import (
     CONFIG,
     LAUNCH,
@@ -210,7 +210,8 @@ def write_planned(planned: PlannedExport, *, trust_remote_code: bool) -> Path:
         write_json(folder / CONFIG, layout.config(export))
         for name, content in layout.json_files(export).items():
             write_json(folder / name, content)
-        write_text(folder / LAUNCH, layout.launch(export, destination))
+        launch = layout.launch(export, destination) + template_text(export.head)
+        write_text(folder / LAUNCH, launch)
         write_text(folder / README, readme_text(export.head, export.target_name, layout.title))
         del tensors  # the comparison reads them again
         verify_export(

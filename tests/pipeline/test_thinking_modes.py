@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftlab.evaluate.results import Report
+from draftlab.export.launch_text import stated_k
 from draftlab.store.store import Store
 from draftlab.text.conversations import read_conversations
 from tests.helpers.small_run import draftlab, new_workshop, refused, snapshot
@@ -56,6 +57,16 @@ def test_a_mix_is_answered_recorded_and_evaluated(folder: Path) -> None:
     assert sorted(modes, key=str) == [PLAIN, THINK]
     assert draftlab(folder, "inspect", "runs/small").stdout.count(json.dumps(modes)) == 2
     assert categories(folder / "runs/small/eval/report.json") == MODES
+
+
+def test_an_export_says_what_requests_send(folder: Path) -> None:
+    assert draftlab(folder, "export", "--to", "vllm", "--out", "served").exit_code == 0
+    launch = (folder / "served/launch.md").read_text().splitlines()
+    assert [line for line in launch if "chat_template_kwargs" in line] == [
+        json.dumps({"chat_template_kwargs": mode})
+        for mode in Store.open(folder / "runs/small/store").manifest.template_arguments
+    ]
+    assert stated_k("\n".join(launch)) == 2
 
 
 def test_a_suite_in_both_modes_has_al_and_speed_up_of_each(folder: Path) -> None:
