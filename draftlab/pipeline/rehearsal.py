@@ -7,7 +7,6 @@ settings are the recipe's. Mistakes in them show within minutes, on a CPU.
 
 from __future__ import annotations
 
-import copy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from draftlab.run.folder import RUNS
 from draftlab.target_model.auto_model import auto_class
 from draftlab.target_model.loading import quiet_transformers
 from draftlab.target_model.locate import TOKENIZER_FILES, resolve_target
+from draftlab.target_model.stand_in import stand_in_config
 from draftlab.text.prompts import EMBEDDED_PROMPTS, prompt_file
 
 REHEARSALS = RUNS / "rehearsals"
@@ -66,42 +66,6 @@ REPLACED = {
     "eval.compare": [],
 }
 """Settings whose values a rehearsal replaces: they need the real target, its GPUs or a network."""
-WIDTHS = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "intermediate_size_mlp": 96,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "head_dim": 16,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_shared_expert_intermediate_size": 32,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 16,
-    "ssm_state_size": 16,
-    "n_groups": 2,
-    "chunk_size": 16,
-    "mamba_chunk_size": 16,
-    "query_pre_attn_scalar": 16,
-    "projector_output_dim": 16,
-    "projector_input_dim": 16,
-    "vision_output_dim": 16,
-    "image_size": 16,
-    "patch_size": 8,
-}
-"""Largest values of a stand-in's config fields."""
-INITIALIZER_RANGE = 0.12
-"""Standard deviation of a stand-in's weights: products of width 64 keep the size of their inputs.
-With 0.3 and many layers the states amplify rounding until draftlab refuses the target."""
 TARGET = "target"
 """Folder of the stand-in in a rehearsal's folder."""
 
@@ -220,46 +184,3 @@ def make_stand_in(recipe: Recipe, folder: Path) -> None:
             where=source,
             do="copy the target's tokenizer files there, or log in to the Hub and try again",
         )
-
-
-def stand_in_config(config: Any) -> Any:
-    """Return a copy of a target's config with the widths of `WIDTHS`.
-
-    The number of layers, the vocabulary, windows and the ratio of query heads to key-value heads
-    stay. Quantisation goes, since random weights are not quantised.
-    """
-    fields = _shrink(copy.deepcopy(config.to_dict()))
-    return type(config).from_dict(fields)
-
-
-def _shrink(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config, or of a part of it, with small widths."""
-    fields.pop("quantization_config", None)
-    for key, value in fields.items():
-        if isinstance(value, dict) and key.endswith("_config"):
-            fields[key] = _shrink(value)
-            if key == "vision_config":
-                fields[key] |= {"num_hidden_layers": 1, "num_attention_heads": 2}
-        elif key in WIDTHS and isinstance(value, int):
-            fields[key] = min(value, WIDTHS[key])
-    rope = fields.get("rope_parameters") or {}
-    heads, kv_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
-    if heads and kv_heads:
-        fields["num_key_value_heads"] = min(kv_heads, 2)
-        fields["num_attention_heads"] = heads // kv_heads * fields["num_key_value_heads"]
-        # Exports need a multiple, and Qwen2-VL has no other width of a head.
-        if "mrope_section" in rope or fields["hidden_size"] % fields["num_attention_heads"]:
-            fields["hidden_size"] = fields["num_attention_heads"] * WIDTHS["head_dim"]
-        fields["head_dim"] = WIDTHS["head_dim"]
-    if fields.get("mamba_d_ssm"):
-        fields["mamba_d_ssm"] = fields["mamba_n_heads"] * fields["mamba_d_head"]
-    for key in ("short_factor", "long_factor"):
-        if key in rope:
-            rope[key] = rope[key][: WIDTHS["head_dim"] // 2]
-    if "mrope_section" in rope:  # frequencies of time, height and width
-        share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
-        half = int(WIDTHS["head_dim"] * share) // 2
-        rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
-    if "initializer_range" in fields:
-        fields["initializer_range"] = INITIALIZER_RANGE
-    return fields

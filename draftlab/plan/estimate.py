@@ -84,9 +84,9 @@ class RecipeSizes:
         self.recipe, self.gpu = recipe, GPUS.get(recipe.hardware.gpu or "")
         no_gpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
         self.on_cpu = self.gpu is None and no_gpu
-        head, _ = check_head(recipe, config)
         with explain_loading("the target", recipe.target.path):
             self.target = TargetSize(recipe, config, on_cpu=self.on_cpu)
+        head, _ = check_head(recipe, config)
         self.architecture = (config.architectures or [type(config).__name__])[0]
         self.conversations = Conversations.of(recipe, self.target.max_length)
         self.identity = planned_identity(recipe, config)

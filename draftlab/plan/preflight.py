@@ -44,6 +44,7 @@ from draftlab.target_model.locate import (
     resolve_target,
 )
 from draftlab.target_model.parts import check_llama_style, text_decoder
+from draftlab.target_model.stand_in import check_architecture
 from draftlab.text.chat_template import stop_ids, tokenizer_sha256
 from draftlab.text.mask_token import choose_mask_token
 from draftlab.text.prompts import prompt_file
@@ -216,8 +217,6 @@ def _check_tokenizer(planned: Planned) -> Iterable[str]:
         )
         return
     family = get_family(recipe.head.family)
-    if family.uses_target_lm_head and not planned.plan:
-        check_llama_style(folder, trust_remote_code=recipe.target.trust_remote_code)
     rows = planned.config.get_text_config().vocab_size
     if planned.runs("answers", "store", "eval"):
         yield from check_tokenizer(tokenizer, folder, rows, recipe.target.modes)
@@ -227,11 +226,28 @@ def _check_tokenizer(planned: Planned) -> Iterable[str]:
         )
 
 
-def _check_target(planned: Planned) -> None:
-    """Check that transformers has the target's text model, with layers and a final norm."""
-    settings = planned.recipe.target
+def _check_target(planned: Planned) -> Iterable[str]:
+    """Check that draftlab can use the target's text model, on a small random one."""
+    recipe, settings = planned.recipe, planned.recipe.target
+    trust = settings.trust_remote_code
+    answers = planned.runs("answers") and recipe.regenerate.enabled
+    engine = None
+    if planned.runs("eval"):  # a comparison with vLLM is with draftlab's engine
+        engine = "reference" if recipe.eval.engine == "reference" else "paged"
+    elif answers and recipe.regenerate.backend == "paged":
+        engine = "paged"
     with explain_loading("the target", settings.path):
-        text_decoder(meta_model(planned.config, trust_remote_code=settings.trust_remote_code))
+        text_decoder(meta_model(planned.config, trust_remote_code=trust))
+        untested = planned.runs("answers", "store", "head", "eval") and check_architecture(
+            planned.config, settings.path, engine=engine, trust_remote_code=trust
+        )
+    if get_family(recipe.head.family).uses_target_lm_head:
+        check_llama_style(planned.config, settings.path, trust_remote_code=trust)
+    if untested:
+        yield (
+            "warning: target: draftlab tests the architecture only once the weights are loaded, "
+            f"since transformers makes no small model of it ({untested})"
+        )
 
 
 def _check_quantisation(planned: Planned) -> Iterable[str]:

@@ -35,6 +35,12 @@ def _first(config: Any, *names: str) -> Any:
     return next((value for name in names if (value := getattr(config, name, None))), None)
 
 
+def _key_width(layer: Any) -> int:
+    """Return the channels of one position's keys in a layer with this config."""
+    heads = _first(layer, "num_key_value_heads", "num_attention_heads")
+    return heads * (_first(layer, "head_dim") or layer.hidden_size // layer.num_attention_heads)
+
+
 class TargetSize:
     """The size of a target with this config, as the recipe loads it.
 
@@ -66,12 +72,11 @@ class TargetSize:
         self.stored_each: int = dtype.itemsize
         auto = 4 if on_cpu else self.stored_each
         self.bytes_each = {"float32": 4, "auto": auto}.get(recipe.target.dtype, 2)
-        heads = _first(text, "num_key_value_heads", "num_attention_heads")
-        width = _first(text, "head_dim") or text.hidden_size // text.num_attention_heads
-        kept = 2 * heads * width
+        layers = [text.per_layer_config[i] for i in range(text.num_hidden_layers)]
+        kept = 2 * sum(map(_key_width, layers)) / len(layers)
         if latent := _first(text, "kv_lora_rank"):
             kept = latent + text.qk_rope_head_dim
-        self.kv_bytes: int = attention_layers(decoder) * kept * self.bytes_each
+        self.kv_bytes = round(attention_layers(decoder) * kept * self.bytes_each)
         self.state_bytes = planned_state_bytes(decoder)
         self.max_length = freeze_rope(decoder) or max_positions(text)
         self.quantised = any(getattr(c, "quantization_config", None) for c in (config, text))

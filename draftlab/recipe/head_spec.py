@@ -159,7 +159,7 @@ def head_config(
             do="name=other starts a run beside this one, with a store of its own",
         )
     full_config = target or target_config(recipe.target)
-    config = full_config.get_text_config()
+    config = full_config.get_text_config().per_layer_config[0]  # layers of Gemma 4 differ in width
     names, size = family.intermediate_size_names, config.hidden_size
     heads = settings.num_attention_heads or _number(config, "num_attention_heads")
     kv_heads = settings.num_key_value_heads or getattr(config, "num_key_value_heads", None)
@@ -206,7 +206,7 @@ def _number(config: Any, *names: str) -> int:
     """Return the number that the target's config has under the first of `names` that is set."""
     for name in names:
         if (value := getattr(config, name, None)) is not None:
-            return int(value)
+            return int(value[0] if isinstance(value, list) else value)  # Gemma 3n has one a layer
     raise UserError(
         f"expected {names[-1]} in the target's config, found none ({config.model_type})",
         where=f"head.{names[-1]}",

@@ -31,6 +31,20 @@ if TYPE_CHECKING:
 ATTENTION = "draftlab"
 
 
+def text_attention(config: Any) -> dict[str, str]:
+    """Return transformers' option that gives this attention to a config's text model alone.
+
+    Vision towers may look their attention up in tables of their own.
+    """
+    text = config.get_text_config()
+    parts = {name: getattr(config, name, None) for name in config.sub_configs}
+    return {"": ATTENTION} | {
+        name: ATTENTION
+        for name, part in parts.items()
+        if part is not None and part.get_text_config() is text
+    }
+
+
 @dataclass(frozen=True)
 class MaskRule:
     """The keys that a query at position q sees: max(q − window + 1, q // chunk · chunk, 0) … q."""

@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 Experiment = Callable[["Target"], tuple[Tensor, Tensor]]
 Reduction = Callable[[Tensor], Tensor]
+WITHOUT_ENGINE = (
+    "use another target; or let vLLM answer (regenerate.backend=vllm), then `draftlab train` and "
+    "`draftlab export`: only `eval` decodes with draftlab's engine"
+)
+"""What to do with a target that draftlab's engine cannot decode."""
 _LARGE_LENGTH = 1_000_000  # a cache length that changes every temperature
 
 
@@ -155,8 +160,7 @@ def raise_fault(target: Target, *experiment: Any) -> None:
         raise UserError(
             f"{type(target.decoder).__name__} {fault}, so drafts cannot be verified with it",
             where=target.folder,
-            do="use another target, or let vLLM answer, record and evaluate: "
-            "regenerate.backend=vllm, record.backend=vllm, eval.engine=vllm",
+            do=WITHOUT_ENGINE,
         )
 
 

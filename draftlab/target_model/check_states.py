@@ -10,6 +10,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.check_capabilities import (
+    WITHOUT_ENGINE,
     close_tolerance,
     ids_and_positions,
     raise_fault,
@@ -28,8 +29,7 @@ def check_states(target: Target) -> None:
             f"expected a convolution or a recurrence that draftlab can run for a few tokens, found "
             f"none in layer {layer}: its state cannot follow the accepted drafts",
             where=target.folder,
-            do="let vLLM answer, record and evaluate: regenerate.backend=vllm, "
-            "record.backend=vllm, eval.engine=vllm",
+            do=WITHOUT_ENGINE,
         )
     close = close_tolerance(target)  # other tokens beside a row change the rounding of its experts
     raise_fault(target, "keeps a state of tokens that were rejected", _after_other_drafts, *close)

@@ -23,7 +23,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftlab.errors import UserError
 from draftlab.process_environment import name_accelerator
-from draftlab.target_model.attention import ATTENTION
+from draftlab.target_model.attention import text_attention
 from draftlab.target_model.auto_model import auto_class, drop_other_modules
 from draftlab.target_model.locate import (
     TOKENIZER_FILES,
@@ -105,7 +105,7 @@ def load_model(
             model, info = auto_class(config).from_pretrained(
                 folder,
                 dtype=dtype,
-                attn_implementation=ATTENTION,
+                attn_implementation=text_attention(config),
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, by name
                 **options,

@@ -127,11 +127,16 @@ def explain_loading(
     where: Path | str,
     do: str = "check that config.json fits the weights and that all files are complete",
 ) -> Iterator[None]:
-    """Turn what transformers, safetensors or a checkpoint's own code raises into a `load_error`."""
+    """Turn what transformers, safetensors or a checkpoint's own code raises into a `load_error`.
+
+    A `UserError` that names no place gets this one.
+    """
     try:
         yield
-    except UserError:
-        raise
+    except UserError as error:
+        if error.where:
+            raise
+        raise UserError(error.what, where=where, do=error.do) from None
     except Exception as error:  # they raise many types
         raise load_error(what, where, error, do) from None
 

@@ -242,6 +242,15 @@ class Target:
                     **{cache_name(self.decoder.forward): cache},
                 )
         last = recorded[self.num_layers]
+        for boundary, state in recorded.items():
+            if state.numel() != last.numel():
+                raise UserError(
+                    f"expected states of width {last.shape[-1]} at boundary {boundary}, found "
+                    f"{list(state.shape)} for {list(token_ids.shape)} tokens: layers of "
+                    f"{type(self.decoder).__name__} pass on several streams",
+                    where=self.folder,
+                    do="use another target",
+                )
         # Pipeline-parallel layers leave their states on their own devices.
         return HiddenStates.of([recorded[b].to(last.device) for b in boundaries], last)
 
@@ -255,7 +264,8 @@ class Target:
         """Compare logits from `parts` with the model's own on a few tokens.
 
         Raises:
-            UserError: they differ, so draftlab lacks a logit transformation of this architecture.
+            UserError: they differ, so draftlab lacks a logit transformation of this architecture;
+                or layers pass on more than a state for each token.
         """
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
         expected = self.model(input_ids=ids, use_cache=False).logits.float()
@@ -265,7 +275,7 @@ class Target:
                 where=self.folder,
                 do="fetch its weights again, or try target.dtype=float32",
             )
-        actual = self.logits(self.states(ids).last)
+        actual = self.logits(self.states(ids, tuple(range(self.num_layers))).last)
         error = (expected - actual).abs().max() / expected.abs().max().clamp(min=1e-6)
         tolerance = 1e-4 if self.dtype == torch.float32 else 3e-2
         if not bool(error <= tolerance):

@@ -158,15 +158,18 @@ def _logit_scale(config: Any) -> float:
     return math.prod(map(float, factors)) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
-def check_llama_style(folder: Path, *, trust_remote_code: bool = False) -> None:
+def check_llama_style(config: Any, where: Path | str, *, trust_remote_code: bool = False) -> None:
     """Check that an EAGLE head can compute the target's final norm and logits; reads no weights.
+
+    Args:
+        config: the target's.
+        where: the target, for the error.
 
     Raises:
         UserError: logits are scaled or capped, or the final norm is not an RMS norm times its
             weight.
     """
-    with explain_loading("the target", folder):
-        config = load_config(folder, trust_remote_code=trust_remote_code)
+    with explain_loading("the target", where):
         text = config.get_text_config()
         model = meta_model(config, trust_remote_code=trust_remote_code)
         norm = copy.deepcopy(text_decoder(model)[2]).to_empty(device="cpu").float()
@@ -187,7 +190,7 @@ def check_llama_style(folder: Path, *, trust_remote_code: bool = False) -> None:
         raise UserError(
             f"expected a Llama-style target for an EAGLE head, found {type(model).__name__}: "
             + ", ".join(faults),
-            where=folder,
+            where=where,
             do="train an EAGLE3 head: head.family=eagle3",
         )
 

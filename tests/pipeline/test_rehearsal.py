@@ -12,16 +12,24 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from transformers import FalconH1Config
+from transformers import (
+    DeepseekV3Config,
+    FalconH1Config,
+    Gemma4TextConfig,
+    OlmoeConfig,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen3NextConfig,
+)
 
 from draftlab.errors import UserError
 from draftlab.heads.folder import load_config
-from draftlab.pipeline.rehearsal import stand_in_config
 from draftlab.plan.estimate import RecipeSizes, estimate_table
 from draftlab.recipe import head_spec
 from draftlab.recipe.recipe import load_recipe
 from draftlab.target_model.locate import resolve_target, shipped_config
 from draftlab.target_model.settings import TargetSettings
+from draftlab.target_model.stand_in import check_architecture, stand_in_config
 from tests.helpers.small_run import RECIPES, copy_of_finished, draftlab, write_prompts
 from tests.helpers.toys import toy_tokenizer
 
@@ -77,6 +85,20 @@ def test_a_stand_in_of_falcon_h1_keeps_the_width_of_its_states(config: FalconH1C
     small = stand_in_config(config)
     width = small.mamba_d_ssm or small.mamba_expand * small.hidden_size
     assert width == small.mamba_n_heads * small.mamba_d_head < 512
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DeepseekV3Config(num_hidden_layers=3),
+        Gemma4TextConfig(),
+        OlmoeConfig(num_hidden_layers=3),
+        Phi3Config(num_hidden_layers=3),
+        Qwen3NextConfig(num_hidden_layers=4),
+    ],
+)
+def test_a_small_model_of_default_shapes_decodes(config: PreTrainedConfig) -> None:
+    assert check_architecture(config, "target", engine="paged") is None
 
 
 def test_an_installed_deepspeed_says_nothing_when_a_stand_in_is_saved(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from draftlab.files import CACHE
 from draftlab.heads.folder import load_config
 from tests.helpers.gguf_file import write_gguf
-from tests.helpers.multimodal_zoo import multimodal_folder
+from tests.helpers.multimodal_zoo import random_folder
 from tests.helpers.small_run import draftlab, new_workshop
 from tests.helpers.toys import toy_target_folder, toy_tokenizer
 from tests.helpers.zoo import zoo_folder_with_tokenizer
@@ -39,7 +39,7 @@ def test_a_multimodal_checkpoint(folder: Path) -> None:
     tokenizer = toy_tokenizer()
     names = ("bos", "eos", "pad")
     ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in names}
-    multimodal_folder(folder / "vl", "qwen3_vl", vocab_size=len(tokenizer), **ids)
+    random_folder(folder / "vl", "qwen3_vl", vocab_size=len(tokenizer), **ids)
     tokenizer.save_pretrained(folder / "vl")
     output = run(folder, "target=vl")
     assert "the text model, only; these tensors of the checkpoint are not used" in output

@@ -13,6 +13,7 @@ from draftlab.errors import UserError
 from draftlab.export.layout import serving_warnings
 from draftlab.recipe.recipe import parse_recipe
 from tests.helpers.small_run import draftlab, new_workshop
+from tests.helpers.zoo import zoo_folder_with_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +136,46 @@ def test_the_plan_and_the_run_refuse_with_the_same_words(
     assert refusals[0] == refusals[1]
     assert message in refusals[0]
     assert not (workshop / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "message"),
+    [
+        ("minimax", {"num_local_experts": 4}, "MiniMaxModel could not be tested with"),
+        ("jetmoe", {"num_local_experts": 4, "kv_channels": 8}, "that pages of keys do not serve"),
+        ("phi", {}, "an lm_head without bias"),
+        (
+            "gemma3n_text",
+            {"num_kv_shared_layers": 0, "activation_sparsity_pattern": [0.0] * 4},
+            "layers of Gemma3nTextModel pass on several streams",
+        ),
+    ],
+)
+def test_a_target_that_the_engine_cannot_decode_is_refused_before_anything_runs(
+    kind: str, fields: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    workshop = new_workshop(tmp_path)
+    zoo_folder_with_tokenizer(workshop / kind, kind, **fields)
+    for words in (("run",), ("run", "--plan"), ("prepare", "--plan")):
+        result = draftlab(workshop, words[0], "small.yaml", f"target={kind}", *words[1:])
+        assert result.exit_code == 2, result.output
+        assert message in " ".join(result.stderr.split())
+        assert f"where: {kind}" in result.stderr
+    assert not (workshop / "runs").exists()
+
+
+def test_an_architecture_without_a_small_model_is_tested_after_loading(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(config: object, *_: object) -> object:
+        raise ValueError("expected 7 heads")
+
+    monkeypatch.setattr("draftlab.target_model.stand_in.stand_in_config", refuse)
+    result = draftlab(workshop, "run", "small.yaml", "--plan")
+    assert result.exit_code == 0, result.output
+    output = " ".join(result.output.split())
+    assert "only once the weights are loaded" in output
+    assert "no small model of it (ValueError: expected 7 heads)" in output
 
 
 def test_a_window_that_no_layer_has_is_refused() -> None:

@@ -12,11 +12,12 @@ from transformers import Llama4Config
 from draftlab.plan.estimate import RecipeSizes, estimate_table
 from draftlab.plan.sizes import Conversations, TargetSize
 from draftlab.recipe.hardware import GPUS
-from draftlab.recipe.head_spec import target_config
+from draftlab.recipe.head_spec import planned_head, planned_identity, target_config
 from draftlab.run.stages import STAGES
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
 from tests.helpers.estimates import head_size, recipe
+from tests.helpers.multimodal_zoo import random_folder
 from tests.helpers.small_run import write_prompts
 from tests.helpers.zoo import zoo_config, zoo_folder
 
@@ -143,3 +144,13 @@ def test_positions_of_longrope_are_those_that_the_target_supports(tmp_path: Path
     used = load_target(TargetSettings(path=str(folder), device="cpu")).max_length
     assert TargetSize(settings, target_config(settings.target)).max_length == used
     assert used < zoo_config("phi3").max_position_embeddings
+
+
+def test_layers_of_two_widths_keep_keys_of_two_widths(tmp_path: Path) -> None:
+    folder = random_folder(tmp_path, "gemma4_text")
+    settings = recipe(folder, target={"dtype": "float32"})
+    target = load_target(TargetSettings(path=str(folder), device="cpu"))
+    size = TargetSize(settings, target_config(settings.target))
+    assert size.kv_bytes == sum(target.kv_bytes.values()) == 2 * 4 * 2 * (3 * 16 + 32)
+    head = planned_head(settings, target.config, planned_identity(settings, target.config))
+    assert head.config.head_dim == 16

@@ -17,7 +17,7 @@ from draftlab.recipe.recipe import Recipe
 from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.locate import load_config
 from draftlab.target_model.parts import load_parts
-from tests.helpers.multimodal_zoo import KINDS, multimodal_folder
+from tests.helpers.multimodal_zoo import KINDS, random_folder
 from tests.helpers.zoo import assert_close, load_on_cpu
 
 IDS = torch.tensor([[5, 9, 7, 11, 5, 31, 17, 8, 12, 44, 21, 6]])
@@ -25,7 +25,7 @@ IDS = torch.tensor([[5, 9, 7, 11, 5, 31, 17, 8, 12, 44, 21, 6]])
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_text_model_gives_the_whole_model_s_tokens(tmp_path: Path, kind: str) -> None:
-    folder = multimodal_folder(tmp_path, kind)
+    folder = random_folder(tmp_path, kind)
     model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
     target = load_on_cpu(folder)
     assert target.num_layers == 4
@@ -47,6 +47,7 @@ def test_the_text_model_gives_the_whole_model_s_tokens(tmp_path: Path, kind: str
     assert others > 0, "vision weights stay in memory"
     size = TargetSize(Recipe(name="plan"), load_config(folder, trust_remote_code=False))
     assert size.parameters == sum(p.numel() for p in target.model.parameters())
+    assert size.kv_bytes == sum(target.kv_bytes.values())
 
 
 def test_models_without_a_causal_text_model_are_refused_by_their_config() -> None:

@@ -15,7 +15,7 @@ from draftlab.recipe.recipe import load_recipe
 from draftlab.store.store import Store
 from draftlab.target_model.parts import check_llama_style
 from tests.helpers.small_run import RECIPES, copy_of_finished, draftlab, new_workshop
-from tests.helpers.zoo import zoo_folder, zoo_folder_with_tokenizer
+from tests.helpers.zoo import zoo_config, zoo_folder_with_tokenizer
 
 EAGLE = ("head.family=eagle", "export.formats=[vllm]")
 PEAGLE = ("head.family=peagle", "head.num_layers=2", "train.ttt_steps=3")
@@ -91,15 +91,15 @@ def test_targets_whose_logits_it_cannot_make_are_refused(tmp_path: Path) -> None
     new_workshop(tmp_path)
     zoo_folder_with_tokenizer(tmp_path / "gemma", "gemma2")
     text = output_of(tmp_path, "train", "small.yaml", "target=gemma", *EAGLE)
+    plan = output_of(tmp_path, "train", "small.yaml", "target=gemma", *EAGLE, "--plan")
+    assert plan.endswith(text)
     assert "for an EAGLE head, found Gemma2ForCausalLM: its final norm" in text
     assert "(Gemma2RMSNorm) is not Llama's, its logits are capped" in text
     assert not (tmp_path / "runs").exists()
     for kind in ("llama", "qwen3", "mistral", "gpt_oss"):
-        zoo_folder(tmp_path / kind, kind)
-        check_llama_style(tmp_path / kind)
-    zoo_folder(tmp_path / "granite", "granite")
+        check_llama_style(zoo_config(kind), kind)
     with pytest.raises(UserError, match="its logits are scaled"):
-        check_llama_style(tmp_path / "granite")
+        check_llama_style(zoo_config("granite"), "granite")
 
 
 def test_a_parallel_head_starts_from_the_runs_chain_head(tmp_path: Path) -> None:

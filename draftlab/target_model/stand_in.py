@@ -1,0 +1,216 @@
+"""Small random models of a target's architecture, on the CPU.
+
+A rehearsal runs on one, and a plan tries on one what the engine needs of the architecture.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from draftlab.target_model.attention import text_attention
+from draftlab.target_model.auto_model import auto_class, drop_other_modules, meta_model
+from draftlab.target_model.loading import quiet_transformers
+from draftlab.target_model.model import Target
+from draftlab.target_model.parts import text_decoder
+from draftlab.target_model.replacements import replace_layers
+
+WIDTHS = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "intermediate_size_mlp": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+    "head_dim": 16,
+    "num_local_experts": 4,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "num_expert_group": 2,
+    "moe_shared_expert_intermediate_size": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 16,
+    "mamba_chunk_size": 16,
+    "query_pre_attn_scalar": 16,
+    # Multi-head latent attention, and groups of experts.
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "hidden_size_per_layer_input": 16,
+    "projector_output_dim": 16,
+    "projector_input_dim": 16,
+    "vision_output_dim": 16,
+    "image_size": 16,
+    "patch_size": 8,
+}
+"""Largest values of a stand-in's config fields."""
+INITIALIZER_RANGE = 0.12
+"""Standard deviation of a stand-in's weights: products of width 64 keep the size of their inputs.
+With 0.3 and many layers the states amplify rounding until draftlab refuses the target."""
+
+LENGTHS = ("num_hidden_layers", "depth", "num_layers", "encoder_layers")
+"""Names of numbers of layers."""
+TRIED = {"layers": 8, "vocab_size": 512}
+"""Sizes of a model that is tried: rounding grows from layer to layer, and random routers may then
+choose other experts."""
+MOST_PARAMETERS = 200_000_000
+"""Of a model that is tried: one with more has widths of unknown names."""
+
+
+def stand_in_config(
+    config: Any, *, layers: int | None = None, vocab_size: int | None = None
+) -> Any:
+    """Return a copy of a target's config with the widths of `WIDTHS`.
+
+    Windows and the ratio of query heads to key-value heads stay. Quantisation goes, since random
+    weights are not quantised.
+
+    Args:
+        layers, vocab_size: the largest numbers of them; None: they stay.
+    """
+    fields = copy.deepcopy(config.to_dict())
+    if layers is not None:
+        fields = _cut(fields, layers)
+    if vocab_size is not None:
+        _limit_tokens(fields, vocab_size)
+    return type(config).from_dict(_shrink(fields))
+
+
+def _cut(fields: dict[str, Any], layers: int) -> dict[str, Any]:
+    """Return the fields of a config, or of a part of it, with its first layers."""
+    number, cut = fields.get("num_hidden_layers"), {}
+    for key, value in fields.items():
+        if key == "per_layer_config" and value:
+            kept = {str(int(i)): layer for i, layer in value.items() if int(i) < layers}
+            last = value.get(str(number - 1))  # Gemma 4's last layer has full attention
+            cut[key] = kept | ({str(layers - 1): last} if last else {})
+        elif isinstance(value, dict):
+            cut[key] = _cut(value, layers)
+        elif isinstance(value, list) and len(value) == number:
+            cut[key] = value[:layers]
+        elif key == "num_kv_shared_layers" and value:
+            cut[key] = min(value, layers // 4)
+        else:
+            is_number = key in LENGTHS and isinstance(value, int)
+            cut[key] = min(value, layers) if is_number else value
+    return cut
+
+
+def _limit_tokens(fields: dict[str, Any], vocab_size: int) -> None:
+    """Limit the vocabulary and the token ids of a config and its parts, in place."""
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            _limit_tokens(value, vocab_size)
+        elif key in ("vocab_size", "vocab_size_per_layer_input") and value:
+            fields[key] = min(value, vocab_size)
+        elif str(key).endswith("_token_id") and isinstance(value, int):
+            fields[key] = min(value, vocab_size - 1)
+
+
+def check_architecture(
+    config: Any, name: str, *, engine: str | None, trust_remote_code: bool = False
+) -> str | None:
+    """Check on a small random model what draftlab needs of a target's architecture.
+
+    Args:
+        config: the target's.
+        name: the target's, for errors.
+        engine: the engine that is to decode with the target; None: none is.
+
+    Returns:
+        Why nothing was checked: transformers makes no such model of small widths. Else None.
+
+    Raises:
+        UserError: draftlab cannot use the architecture.
+    """
+    with quiet_transformers():
+        try:
+            small = stand_in_config(config, **TRIED)
+            skeleton = meta_model(small, trust_remote_code=trust_remote_code)
+            size = sum(parameter.numel() for parameter in skeleton.parameters())
+            if size > MOST_PARAMETERS:
+                return (
+                    f"its config has other names for its widths, and {size:,} parameters are left"
+                )
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                model = auto_class(small).from_config(
+                    small,
+                    attn_implementation=text_attention(small),
+                    trust_remote_code=trust_remote_code,
+                )
+            model = model.float().eval()
+            with torch.no_grad():
+                model(input_ids=torch.arange(1, 9)[None], use_cache=False)
+        except Exception as error:  # whatever a modelling file raises at sizes it did not expect
+            return f"{type(error).__name__}: {error}".partition("\n")[0]
+        drop_other_modules(model, text_decoder(model)[0])
+        replace_layers(model)
+        target = Target(model.requires_grad_(False), Path(name), name)
+        target.check_parts()
+        if engine == "paged":
+            target.new_paged_cache(2, 1)
+        elif engine == "reference":
+            target.new_cache(1, 1)
+    return None
+
+
+def _shrink(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config, or of a part of it, with small widths."""
+    fields.pop("quantization_config", None)
+    heads, kv_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
+    width = fields.get("head_dim")
+    # Norms of OLMoE and BitNet need heads as wide as the states.
+    joined = "qk_rope_head_dim" not in fields and (
+        not width or not heads or heads * width == fields["hidden_size"]
+    )
+    for key, value in fields.items():
+        if isinstance(value, dict) and key.endswith("_config"):
+            fields[key] = _shrink(value)
+            if key == "vision_config":
+                fields[key] |= {"num_hidden_layers": 1, "num_attention_heads": 2}
+        elif key in WIDTHS and isinstance(value, int):
+            fields[key] = min(value, WIDTHS[key])
+    rope = fields.get("rope_parameters") or {}
+    if heads and kv_heads:
+        fields["num_key_value_heads"] = min(kv_heads, 2)
+        fields["num_attention_heads"] = heads // kv_heads * fields["num_key_value_heads"]
+        heads = fields["num_attention_heads"]
+        width, rest = divmod(fields["hidden_size"], heads)
+        # Exports need a multiple, and Qwen2-VL has no other width of a head.
+        widen = bool(rest) or "mrope_section" in rope
+        fields["head_dim"] = WIDTHS["head_dim"]
+        if joined and not widen and width >= 8:
+            fields["head_dim"] = width
+        elif joined or widen:
+            fields["hidden_size"] = heads * fields["head_dim"]
+    if fields.get("mamba_d_ssm"):
+        fields["mamba_d_ssm"] = fields["mamba_n_heads"] * fields["mamba_d_head"]
+    for key in ("short_factor", "long_factor"):
+        if key in rope:
+            rope[key] = rope[key][: fields["head_dim"] // 2]
+    if "mrope_section" in rope:  # frequencies of time, height and width
+        share = rope.get("partial_rotary_factor") or fields.get("partial_rotary_factor") or 1.0
+        half = int(WIDTHS["head_dim"] * share) // 2
+        rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+    if "initializer_range" in fields:
+        fields["initializer_range"] = INITIALIZER_RANGE
+    return fields
