@@ -91,21 +91,22 @@ MAX_PAIRS = 3  # variants with two changes that the table shows
 
 
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
-    """Print a diagnosis; the verdict is the first line."""
+    """Print a diagnosis; the verdict is the first line. Only a terminal wraps lines."""
+    wide = not console.is_terminal
     colour = {"healthy": "green", "faulty": "red"}.get(diagnosis.state, "yellow")
     verdict = Text(f"{diagnosis.state}: {diagnosis.verdict}", style=f"bold {colour}")
-    console.print(verdict, soft_wrap=True)
+    console.print(verdict, soft_wrap=wide)
     subject = f"head {diagnosis.head} ({diagnosis.layout} layout), target {diagnosis.target}"
-    console.print(Text(subject, style="dim"), soft_wrap=True)
+    console.print(Text(subject, style="dim"), soft_wrap=wide)
     if diagnosis.findings:
         console.print()
     for finding in diagnosis.findings:
         colour = "red" if finding.severity == "fault" else "yellow"
         line = Text(f"{finding.severity}: ", style=colour).append(finding.what, style="default")
-        console.print(line, soft_wrap=not console.is_terminal)
+        console.print(line, soft_wrap=wide)
         if finding.do:
             do = Text(f"  do: {finding.do}", style="dim")
-            console.print(do, soft_wrap=not console.is_terminal)
+            console.print(do, soft_wrap=wide)
     if not diagnosis.readings:
         return
     pairs = [variant for variant in diagnosis.readings if len(variant.changes) > 1][:MAX_PAIRS]
@@ -125,7 +126,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
         "), and how much likelier the head finds the target's tokens. * marks a significantly "
         "better fit."
     )
-    console.print(Text(legend, style="dim"), soft_wrap=not console.is_terminal)
+    console.print(Text(legend, style="dim"), soft_wrap=wide)
 
 
 def _table(variants: list[ScoredVariant]) -> Table:

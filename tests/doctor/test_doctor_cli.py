@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
+from draftlab.doctor.diagnosis import Diagnosis, fault, print_diagnosis
 from tests.helpers.small_run import copy_of_finished, draftlab, snapshot
 
 OPTIONS = ("--k", "2", "--device", "cpu")
@@ -61,6 +64,26 @@ def test_a_run_without_a_suite_has_the_prompts_that_its_training_held_out(worksp
     result = draftlab(workspace, "doctor", "small", *OPTIONS)
     assert result.exit_code == 2
     assert "name prompts: --prompts" in " ".join(result.output.split())
+
+
+def test_lines_wrap_on_a_terminal_alone() -> None:
+    diagnosis = Diagnosis(
+        healthy=False,
+        state="faulty",
+        verdict="a fault of many words " * 8,
+        head="runs/small/head",
+        layout="draftlab",
+        target="a/long/way/" * 8 + "to a target",
+        conditions={},
+        findings=[fault("shape", "a fault of many words " * 8, "what to do about it " * 8)],
+        readings=[],
+    )
+    for terminal in (True, False):
+        console = Console(file=io.StringIO(), width=80, force_terminal=terminal, color_system=None)
+        print_diagnosis(diagnosis, console)
+        printed = console.file.getvalue().splitlines()
+        assert (max(map(len, printed)) <= 80) == terminal
+        assert (len(printed) == 5) != terminal
 
 
 def test_every_fault_of_a_runs_files_is_reported_without_answers(workspace: Path) -> None:
