@@ -98,17 +98,16 @@ def test_a_chains_probabilities_equal_dense_passes(passes: str, head: Eagle3Head
 
 
 @pytest.mark.parametrize(
-    ("layers", "changes"),
+    ("k", "layers", "changes"),
     [
-        (1, {}),
-        (1, {"norm_before_residual": True}),
-        (2, {"qk_norm": True}),
-        (2, {"rope_parameters": YARN | {"original_max_position_embeddings": 8}}),
-        (4, {}),
+        (1, 1, {}),
+        (K, 1, {"norm_before_residual": True}),
+        (K, 2, {"qk_norm": True}),
+        (K, 2, {"rope_parameters": YARN | {"original_max_position_embeddings": 8}}),
+        (K, 4, {}),
     ],
 )
 @pytest.mark.parametrize("passes", PASSES)
-@pytest.mark.parametrize("k", [1, K])
 def test_parallel_probabilities_equal_a_dense_pass(
     k: int, passes: str, layers: int, changes: dict, target: Target
 ) -> None:
@@ -158,10 +157,13 @@ def test_a_blocks_prompt_in_chunks_equals_the_whole_prompt(
     torch.testing.assert_close(actual.distribution.logits, expected.distribution.logits)
 
 
-@pytest.mark.parametrize("missing", [0, 20])  # tokens that the draft vocabulary lacks
 @pytest.mark.parametrize(
-    ("kind", "k"),
-    [("dspark", 4), ("dflash", 4), ("sliding", 4), *(("causal", k) for k in (1, 2, 3, 4))],
+    ("kind", "k", "missing"),  # tokens that the draft vocabulary lacks
+    [
+        *(("dspark", 4, missing) for missing in (0, 20)),
+        *(("dflash", 4, 0), ("sliding", 4, 20)),
+        *(("causal", k, 20) for k in (1, 2, 3, 4)),
+    ],
 )
 def test_drafts_at_every_position_are_the_training_forwards(
     kind: str, k: int, missing: int, target: Target

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from draftlab.engine.block_drafter import BlockDrafter
-from draftlab.engine.draft_sampler import DraftSampler
 from draftlab.engine.drafter import ChainDrafter, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
-from draftlab.engine.step import Step
 from draftlab.kernels.sampling import sample_draft
 from draftlab.target_model.model import Target
 from tests.helpers.decoding import DSPARK, PARALLEL, untrained_head
@@ -96,48 +92,3 @@ def test_block_verification_never_draws_from_the_same_noise_again(
 @pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
 def test_sampling_with_recurrent_layers_is_exact(kind: str, hybrid_target: Target) -> None:
     assert joint_p_value(hybrid_target, poor_drafter(hybrid_target, kind)) > 1e-3
-
-
-def test_another_rows_draft_probabilities_are_noticed(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = Step._draft_distribution
-
-    def shuffled(self, layout):
-        q = right(self, layout)
-        return q if q is None else q[torch.arange(len(layout.index)).roll(1)]
-
-    monkeypatch.setattr(Step, "_draft_distribution", shuffled)
-    assert joint_p_value(tiny_target, poor_drafter(tiny_target, "chain")) < 1e-6
-
-
-def test_another_depths_draft_probabilities_are_noticed(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right = DraftSampler.proposal
-
-    def shifted(self: DraftSampler) -> Any:
-        self.logits, self.log_sum = self.logits.roll(1, 0), self.log_sum.roll(1, 0)
-        return right(self)
-
-    monkeypatch.setattr(DraftSampler, "proposal", shifted)
-    assert joint_p_value(tiny_target, poor_drafter(tiny_target, "parallel")) < 1e-6
-
-
-def test_draft_probabilities_without_the_markov_bias_are_noticed(
-    tiny_target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The drafts are drawn with the bias, and verified as if they had been drawn without."""
-    right = BlockDrafter._draw
-
-    def unbiased(self: Any, outputs: Any, *rest: Any) -> Any:
-        proposal = right(self, outputs, *rest)
-        plain = self.head.lm_head(self.head.normed(outputs))
-        q = proposal.distribution
-        log_sum = (plain / q.temperature[:, None, None]).logsumexp(-1)
-        return replace(proposal, distribution=replace(q, logits=plain, log_sum=log_sum))
-
-    drafter = poor_drafter(tiny_target, "dspark")
-    assert joint_p_value(tiny_target, drafter) > 1e-3
-    monkeypatch.setattr(BlockDrafter, "_draw", unbiased)
-    assert joint_p_value(tiny_target, drafter) < 1e-6

@@ -33,12 +33,6 @@ def kernels() -> Iterator[dict[str, list[Any]]]:
         assert most_shared(variants) <= SHARED, name
 
 
-def test_gpus_before_hopper_are_asked_for_the_same_sums() -> None:
-    from draftlab.kernels.dependent_launch import launch_options
-
-    assert launch_options(torch.device("cpu")) == {"GDC": False, "enable_fp_fusion": True}
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("num_rows", [1, 9, 32])
 def test_products(kernels: dict[str, list[Any]], num_rows: int, dtype: torch.dtype) -> None:
@@ -88,20 +82,6 @@ def test_attention(
     assert {"write_kernel", "attend_kernel", "combine_kernel"} <= kernels.keys()
     one_row = kernels["attend_kernel"][0]
     assert "cp.async.bulk.prefetch.L2" in one_row.asm["ptx"]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("head_dim", [4, 8])
-def test_attention_of_tiny_heads(
-    kernels: dict[str, list[Any]], head_dim: int, dtype: torch.dtype
-) -> None:
-    """A tensor core's product is of 16 channels at least; test models have fewer."""
-    from draftlab.kernels.paged_attention import attend_paged
-
-    pool, query = (on_gpu(*shape, head_dim, dtype=dtype) for shape in ((9, 16, 2), (2, 5, 4)))
-    table, positions = on_gpu(2, 4, dtype=torch.int32), on_gpu(2, 5, **INT)
-    attend_paged(query, pool, pool, table, positions, scale=0.1)
-    assert "attend_kernel" in kernels
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -9,13 +9,10 @@ from torch import Tensor
 from draftlab.kernels.fp8_linear import (
     E4M3,
     LARGEST_E4M3,
-    Fp8Weight,
-    flatten_weights,
     input_gradient,
     linear,
     quantise_rows,
     quantise_weight,
-    unflatten_weights,
 )
 from tests.helpers.gpu import on_devices
 
@@ -114,13 +111,3 @@ def test_weights_in_16_bits_are_multiplied_as_they_are() -> None:
     x, weight, gradient = random_rows(5, 8, 0), random_rows(6, 8, 1), random_rows(5, 6, 2)
     assert torch.equal(linear(x, weight), x @ weight.T)
     assert torch.equal(input_gradient(gradient, weight), gradient @ weight)
-
-
-def test_flat_weights_become_the_same_weights() -> None:
-    weights = torch.ones(2), None, quantise_weight(torch.ones(4, 4)), torch.zeros(3)
-    tensors, in_fp8 = flatten_weights(weights)
-    assert len(tensors) == 7
-    restored = unflatten_weights(tensors, in_fp8)
-    assert isinstance(restored[2], Fp8Weight)
-    assert all(a is b for a, b in zip(restored[2], weights[2], strict=True))
-    assert [a is b for a, b in zip(restored, weights, strict=True)] == [True, True, False, True]

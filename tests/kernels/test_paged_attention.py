@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -188,8 +189,7 @@ SMALL = [
 
 
 @inside
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("shape", SMALL, ids=str)
+@pytest.mark.parametrize(("shape", "splits"), zip(SMALL, cycle([1, 4]), strict=False), ids=str)
 def test_kernel(shape: tuple, splits: int) -> None:
     from draftlab.kernels.paged_attention.launch import Plan
 

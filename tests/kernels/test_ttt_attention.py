@@ -133,9 +133,15 @@ def test_kernels(name: str) -> None:
 
 
 @inside
-@pytest.mark.parametrize(("is_causal", "window"), [(False, None), (True, None), (True, 6)])
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "slots"), [(4, 1, 7), (5, 1, 7), (4, 4, 5), (16, 1, 7)]
+    ("heads", "kv_heads", "slots", "is_causal", "window"),
+    [
+        (4, 1, 7, False, None),
+        (5, 1, 7, True, None),
+        (4, 4, 5, True, 6),
+        (16, 1, 7, False, None),
+        (16, 1, 7, True, 6),
+    ],
 )
 def test_kernels_of_blocks(
     heads: int,

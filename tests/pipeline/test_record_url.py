@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
-import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -118,27 +114,6 @@ def test_a_changed_url_of_a_complete_store_is_no_damage(
     assert_same_run(workshop)
 
 
-def test_a_server_that_is_lost_while_shards_are_recorded_is_named(
-    server: FaultyServer, workshop: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transfer_errors, "RETRY_S", 0.1)
-
-    def fault(method: str, path: str, number: int) -> None:
-        server.is_down = server.is_down or (method == "PUT" and "shard-00001" in path)
-
-    server.faults = fault
-    result = draftlab(workshop, "record", "small.yaml", AT_URL)
-    assert result.exit_code == 2, result.output
-    assert f"{URL}/" in result.output
-    assert "failed again and again" in result.output
-    assert "the same command goes on where it stopped" in " ".join(result.output.split())
-    server.is_down, server.faults = False, lambda *_: None
-    result = draftlab(workshop, "record", "small.yaml", AT_URL)
-    assert result.exit_code == 0, result.output
-    store = contents(finished() / "runs/small/store")
-    assert objects() == {name: data for name, data in store.items() if name != ".lock"}
-
-
 def test_of_two_recordings_at_one_url_one_ends(
     server: FaultyServer, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,26 +147,6 @@ def test_of_two_recordings_at_one_url_one_ends(
     assert contents(workshop / "runs/small/store").keys() == {
         name for name in store if not name.startswith("shard-")
     }
-
-
-@pytest.mark.slow
-def test_faults_and_a_small_cache_change_nothing(
-    server: FaultyServer, workshop: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    sizes = [path.stat().st_size for path in (finished() / "runs/small/store").glob("shard-*")]
-    monkeypatch.setenv("DRAFTLAB_CACHE_SIZE", f"{3 * max(sizes)}B")
-    machine_cache.cache_clear()
-    generator = random.Random(1)
-
-    def fault(method: str, path: str, number: int) -> str | None:
-        assert machine_cache().num_bytes() <= 3 * max(sizes)
-        return generator.choice(["error", "drop", "slow", "short"]) * (generator.random() < 0.1)
-
-    server.faults = fault
-    result = draftlab(workshop, "train", "small.yaml", AT_URL)
-    assert result.exit_code == 0, result.output
-    server.faults = lambda *_: None
-    assert_same_run(workshop)
 
 
 @pytest.mark.slow
@@ -251,34 +206,6 @@ def test_a_changed_object_is_never_trained_on(server: FaultyServer, workshop: Pa
 
 
 @pytest.mark.slow
-def test_killed_at_any_moment_it_ends_with_the_same_bytes(
-    server: FaultyServer, workshop: Path
-) -> None:
-    command = [sys.executable, "-m", "draftlab", "train", "small.yaml", AT_URL]
-    # As many threads as the run that it is compared with: others give sums other last bits.
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    generator = random.Random(2)
-    server.faults = lambda *_: "slow" * (generator.random() < 0.2) or None
-    for _ in range(6):
-        process = subprocess.Popen(
-            command,
-            cwd=workshop,
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        requests, end = len(server.requests), time.monotonic() + generator.uniform(1, 12)
-        wait = generator.randrange(3, 30)  # requests
-        while time.monotonic() < end and len(server.requests) < requests + wait:
-            time.sleep(0.02)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    result = draftlab(workshop, "train", "small.yaml", AT_URL)
-    assert result.exit_code == 0, result.output
-    assert_same_run(workshop)
-
-
-@pytest.mark.slow
 def test_worker_processes_upload_from_where_they_run(server: FaultyServer, workshop: Path) -> None:
     result = draftlab(workshop, "record", "small.yaml", AT_URL, "--gpus", "2", "target.device=cpu")
     assert result.exit_code == 0, result.output
@@ -317,12 +244,6 @@ def test_three_nodes_of_a_cluster_share_the_url(server: FaultyServer, workshop: 
     server.faults = lambda *_: None
     assert_same_run(workshop)
     assert not list((workshop / "runs/small/store").glob("shard-*"))
-
-
-def test_the_plan_names_the_url(workshop: Path) -> None:
-    result = draftlab(workshop, "record", "small.yaml", AT_URL, "--plan")
-    assert result.exit_code == 0, result.output
-    assert URL in result.output
 
 
 def test_an_unusable_url_is_refused_before_anything_runs(workshop: Path) -> None:

@@ -264,16 +264,6 @@ def test_shards_are_fetched_ahead(server: FaultyServer, target: Target, tmp_path
     assert server.requests == []
 
 
-def test_an_equal_recording_by_another_run_is_used(
-    server: FaultyServer, target: Target, tmp_path: Path
-) -> None:
-    record_store(target, tmp_path / "one", url=URL)
-    server.requests.clear()
-    record_store(target, tmp_path / "two", url=URL)
-    assert server.count("PUT") == 0
-    assert files(tmp_path / "one") == files(tmp_path / "two")
-
-
 def test_the_store_of_another_recording_is_not_overwritten(
     server: FaultyServer, target: Target, tmp_path: Path
 ) -> None:
@@ -325,9 +315,3 @@ def test_any_file_system_of_fsspec_will_do(
     empty_cache()
     assert same_records(Store.open(url), local)
     machine_cache.cache_clear()
-
-
-def test_secrets_in_urls_are_refused_and_not_repeated() -> None:
-    with pytest.raises(UserError) as caught:
-        Store.open("s3://AKIA:SECRET@bucket/store")
-    assert "SECRET" not in str(caught.value)
