@@ -60,12 +60,10 @@ def run_recipe(
     return recipe, load_config(run / "head"), rows, " ".join(result.output.split())
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "layers"), [("llama3_peagle", "llama", 2), ("gpt_oss_peagle", "gpt_oss", 4)]
-)
-def test_recipes_of_parallel_heads(tmp_path: Path, name: str, kind: str, layers: int) -> None:
-    recipe, config, rows, _ = run_recipe(tmp_path, name, kind, num_hidden_layers=4)
-    assert (config.family, config.num_layers, config.k_trained) == ("peagle", layers, 8)
+def test_a_recipe_of_a_parallel_head(tmp_path: Path) -> None:
+    name = "gpt_oss_peagle"
+    recipe, config, rows, _ = run_recipe(tmp_path, name, "gpt_oss", num_hidden_layers=4)
+    assert (config.family, config.num_layers, config.k_trained) == ("peagle", 4, 8)
     assert config.qk_norm == recipe.head.qk_norm
     assert config.intermediate_size == (recipe.head.intermediate_size or 48)
     lines = (tmp_path / "runs" / name / "train/metrics.jsonl").read_text().splitlines()
@@ -82,10 +80,9 @@ def test_recipes_of_parallel_heads(tmp_path: Path, name: str, kind: str, layers:
     assert layer["max_position_embeddings"] == 512
 
 
-@pytest.mark.parametrize(("name", "kind"), [("llama3_dspark", "llama"), ("qwen3_dspark", "qwen3")])
-def test_recipes_of_block_heads(tmp_path: Path, name: str, kind: str) -> None:
-    settings = ("eval.timing_prompts=0", "draft_vocab.size=null")
-    recipe, config, rows, _ = run_recipe(tmp_path, name, kind, *settings, num_hidden_layers=8)
+def test_a_recipe_of_a_block_head(tmp_path: Path) -> None:
+    name, settings = "qwen3_dspark", ("eval.timing_prompts=0", "draft_vocab.size=null")
+    recipe, config, rows, _ = run_recipe(tmp_path, name, "qwen3", *settings, num_hidden_layers=8)
     assert (config.family, config.num_layers, config.k_trained) == ("dspark", 3, 7)
     assert config.draft_vocab_size == config.vocab_size
     assert {(row.drafter, row.k) for row in rows} == {("parallel", 4), ("parallel", 7)}
@@ -106,7 +103,6 @@ def test_recipes_of_block_heads(tmp_path: Path, name: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "family"),
     [
-        ("llama3_eagle3", "llama", "eagle3"),
         ("qwen3_eagle3", "qwen3", "eagle3"),
         ("gpt_oss_eagle3", "gpt_oss", "eagle3"),
         ("quickstart_eagle", "llama", "eagle"),
@@ -124,30 +120,13 @@ def test_recipes_of_chains(tmp_path: Path, name: str, kind: str, family: str) ->
     assert {row.drafter for row in rows} == {"chain"}
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "layers", "said"),
-    [
-        (
-            "qwen3_next_eagle3",
-            "qwen3_next",
-            "layer_types",
-            "the target rotates 25% of the channels, and the head all",
-        ),
-        (
-            "nemotron_h_eagle3",
-            "nemotron_h",
-            "layers_block_type",
-            "attention does not rotate; the head does, with rope_theta 10000",
-        ),
-    ],
-)
-def test_recipes_for_hybrid_targets(
-    tmp_path: Path, name: str, kind: str, layers: str, said: str
-) -> None:
+def test_a_recipe_for_a_hybrid_target(tmp_path: Path) -> None:
+    """tests/pipeline/test_rehearsal.py runs that of Qwen 3 Next."""
+    name, kind, layers = "nemotron_h_eagle3", "nemotron_h", "layers_block_type"
     sizes = {"num_hidden_layers": 8, layers: HYBRID[kind][layers] * 2}
     settings = ("target.gpus=1", "eval.timing_prompts=0")
     _, config, rows, output = run_recipe(tmp_path, name, kind, *settings, **sizes)
-    assert said in output
+    assert "attention does not rotate; the head does, with rope_theta 10000" in output
     assert config.boundaries == (2, 4, 5)
     assert set(config.rope_parameters) == {"rope_type", "rope_theta"}
     fields = json.loads((tmp_path / "runs" / name / "export/vllm/config.json").read_text())
