@@ -210,7 +210,7 @@ def test_a_broken_suite_leaves_the_run_unchanged(folder: Path) -> None:
         (("push", "small", "name"), "write owner and name: OWNER/NAME\n"),
         (("train", "none.yaml"), "expected a recipe, found no such file\nwhere: none.yaml"),
         (("train", "small.yaml", "train.stepz=3"), "did you mean train.steps?"),
-        (("train", "small.yaml", "target=./nowhere"), "where: nowhere"),
+        (("train", "small.yaml", "target=./nowhere"), "where: ./nowhere"),
         (("eval", "--run", "nothing"), "none named 'nothing'"),
         (("eval", "--temps", "0,hot"), "--temps: expected a number, found 'hot'"),
         (("eval", "--k", "0"), "--k: expected a number greater"),

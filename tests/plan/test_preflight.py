@@ -167,7 +167,7 @@ def test_a_target_that_the_engine_cannot_decode_is_refused_before_anything_runs(
 def test_an_architecture_without_a_small_model_is_tested_after_loading(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(config: object, *_: object) -> object:
+    def refuse(*_: object, **__: object) -> object:
         raise ValueError("expected 7 heads")
 
     monkeypatch.setattr("draftlab.target_model.stand_in.stand_in_config", refuse)
