@@ -100,9 +100,10 @@ def test_a_run_equals_that_of_one_process(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [False, True])
-def test_a_window_is_recorded_on_other_nodes(cluster: Any, tmp_path: Path, killed: bool) -> None:
-    settings = ("record.shard_tokens=128", "record.window=520KB", "train.steps=200")
+def test_a_window_is_recorded_on_other_nodes_though_processes_are_killed(
+    cluster: Any, tmp_path: Path
+) -> None:
+    settings = ("record.shard_tokens=128", "record.window=520KB", "train.steps=60")
     texts = [f"def f{i}(use): the user {i}" for i in range(150)]
     for name in ("ray", "full"):
         write_prompts(new_workshop(tmp_path / name) / "prompts.jsonl", texts)
@@ -110,10 +111,9 @@ def test_a_window_is_recorded_on_other_nodes(cluster: Any, tmp_path: Path, kille
     assert full.exit_code == 0, full.output
     command = ("train", "small.yaml", *settings, "--ray", cluster.address)
     driver = Driver(tmp_path / "ray", *command)
-    if killed:
-        driver.wait(lambda: (tmp_path / "ray/runs/small/train/metrics.jsonl").exists())
-        for process in [p for node in cluster.worker_nodes for p in processes(node)]:
-            process.kill()  # ranks and actors
+    driver.wait(lambda: (tmp_path / "ray/runs/small/train/metrics.jsonl").exists())
+    for process in [p for node in cluster.worker_nodes for p in processes(node)]:
+        process.kill()  # ranks and actors
     assert driver.wait() == 0, driver.text
     heads = [contents(tmp_path / name / "runs/small/head") for name in ("ray", "full")]
     assert heads[0] == heads[1], driver.text
@@ -137,8 +137,10 @@ def test_two_ranks_of_ray_train_are_two_of_torchrun(cluster: Any, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["answers", "store", "head"])
-@pytest.mark.parametrize("victim", ["worker", "node", "driver"])
+@pytest.mark.parametrize(
+    ("stage", "victim"),
+    [("answers", "worker"), ("store", "node"), ("head", "node"), ("store", "driver")],
+)
 def test_killed_in_a_stage_it_ends_with_the_same_bytes(
     cluster: Any, tmp_path: Path, stage: str, victim: str
 ) -> None:
@@ -152,9 +154,8 @@ def test_killed_in_a_stage_it_ends_with_the_same_bytes(
     driver = Driver(tmp_path, *command)
     driver.wait(begun[stage])
     if victim == "driver":
-        number = signal.SIGTERM if stage == "head" else signal.SIGKILL
-        driver.process.send_signal(number)
-        assert driver.wait() in (-number, 128 + number), driver.text
+        driver.process.kill()
+        assert driver.wait() == -signal.SIGKILL, driver.text
         driver = Driver(tmp_path, *command)
     elif victim == "node":
         busy = [n for n in cluster.worker_nodes if processes(n)] or list(cluster.worker_nodes)
@@ -194,7 +195,7 @@ def test_sigterm_at_the_driver_writes_a_checkpoint(cluster: Any, tmp_path: Path)
 @pytest.mark.slow
 def test_a_node_that_joins_late_works(tmp_path: Path) -> None:
     new_workshop(tmp_path)
-    write_prompts(tmp_path / "prompts.jsonl", [f"def f{i}(x): use x" for i in range(300)])
+    write_prompts(tmp_path / "prompts.jsonl", [f"def f{i}(x): use x" for i in range(200)])
     alone = Driver(tmp_path, "prepare", "small.yaml", "name=alone", *SLOWER)
     with ray_cluster(1) as cluster:
         command = ("prepare", "small.yaml", *SLOWER, "--ray", cluster.address)

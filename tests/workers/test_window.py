@@ -213,7 +213,7 @@ def test_shards_that_are_damaged_after_they_were_written_are_recorded_again(
 
 
 @pytest.mark.slow
-def test_a_training_of_forty_windows_never_exceeds_its_window(
+def test_a_training_of_many_windows_never_exceeds_its_window(
     full: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two processes record; the whole data are three windows."""
@@ -221,7 +221,7 @@ def test_a_training_of_forty_windows_never_exceeds_its_window(
     plan = Manifest.read(full / "runs/full/store" / MANIFEST)
     order = WindowOrder(plan, 0)
     per_window = WINDOW * order.tokens.sum() / order.sizes.sum()
-    steps = round(40 * per_window / order.tokens.sum() * rows_of_an_epoch(plan, order) / 2) + 1
+    steps = round(12 * per_window / order.tokens.sum() * rows_of_an_epoch(plan, order) / 2) + 1
     settings = (*SETTINGS, f"train.steps={steps}", "train.checkpoint_every=100")
     again = draftlab(full, "train", "small.yaml", "name=long", *settings, "record.keep=all")
     assert again.exit_code == 0, again.output
@@ -229,7 +229,7 @@ def test_a_training_of_forty_windows_never_exceeds_its_window(
         result = draftlab(workshop, "train", "small.yaml", *settings)
     assert result.exit_code == 0, result.output
     trained = json.loads((workshop / "runs/small/head/draftlab.json").read_text())
-    assert trained["provenance"]["tokens_seen"] >= 40 * per_window
+    assert trained["provenance"]["tokens_seen"] >= 12 * per_window
     assert max(seen) <= WINDOW + 2 * int(order.sizes.max()), max(seen)
     assert bytes_of(workshop, "small") == bytes_of(full, "long")
 
