@@ -250,12 +250,14 @@ def export_layouts(
     settings: ExportSettings,
     report: Path | None = None,
     monitor: Monitor,
+    writing: AbstractContextManager[object] | None = None,
 ) -> list[Path]:
     """Export a head to several layouts, once all of them have been checked; return their folders.
 
     Args:
         places: layout → folder.
         report: see `export_head`.
+        writing: is entered once all layouts are checked, and left once they are written.
     """
     converter = find_converter() if settings.gguf and "llamacpp" in places else None
     target_folder = resolve_target(target_settings)
@@ -277,15 +279,16 @@ def export_layouts(
         for layout, out in places.items()
     ]
     paths = []
-    for layout, one in zip(places, planned, strict=True):
-        path = write_planned(one, trust_remote_code=target_settings.trust_remote_code)
-        monitor.say(
-            f"export: {path} holds the head in {layout} layout; it was loaded back and is equal"
-        )
-        if converter is not None and layout == "llamacpp":
-            dtype = read_json(path / "config.json")["dtype"]
-            convert(converter, path, target_folder, dtype, monitor)
-        paths.append(path)
+    with writing or nullcontext():
+        for layout, one in zip(places, planned, strict=True):
+            path = write_planned(one, trust_remote_code=target_settings.trust_remote_code)
+            monitor.say(
+                f"export: {path} holds the head in {layout} layout; it was loaded back and is equal"
+            )
+            if converter is not None and layout == "llamacpp":
+                dtype = read_json(path / "config.json")["dtype"]
+                convert(converter, path, target_folder, dtype, monitor)
+            paths.append(path)
     if better := load_config(head_folder).provenance.get("better_validation"):
         monitor.say(
             f"warning: this head is its training's last; the one after step {better['step']:,} had "

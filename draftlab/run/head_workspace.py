@@ -110,7 +110,7 @@ class HeadWorkspace:
             )
         folder = out or self.folder / "export"
         inputs = flatten(settings, "export.") | export_files(settings)
-        with self._lock(out), self._recorded("export", inputs, out):
+        with self._lock(out):
             alone = out is not None and len(settings.formats) == 1
             return export_layouts(
                 self.head,
@@ -119,6 +119,7 @@ class HeadWorkspace:
                 settings=settings,
                 report=self.folder / STAGES["eval"].artefact / REPORT,
                 monitor=monitor,
+                writing=self._recorded("export", inputs, out),
             )
 
     def _lock(self, out: Path | None) -> AbstractContextManager[None]:

@@ -132,6 +132,8 @@ def test_export_uses_the_run_and_its_options(folder: Path) -> None:
         return proposal["speculative_tokens"]
 
     assert k() == 2
+    assert "speculative tokens than the target's" in refused(folder, "export", "--k", "99999")
+    assert "export   there, nothing to do" in draftlab(folder, "run", "small.yaml", "--plan").stdout
     assert draftlab(folder, "export", "--to", "speculators", "--k", "1").exit_code == 0
     assert k() == 1
     assert "export.k 1 → None" in draftlab(folder, "run", "small.yaml", "--plan").stdout
