@@ -32,6 +32,11 @@ def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
             f"few prompts ({prompts}): the intervals are unreliable (at least {MIN_PROMPTS}: "
             "eval.max_prompts, or a larger eval.suite)"
         )
+    if settings.calibrate and prompts < 2 * MIN_INTERVAL_PROMPTS:
+        warnings.append(
+            f"eval.calibrate: no calibration of {prompts} prompts, {MIN_INTERVAL_PROMPTS} are "
+            "needed in each half (eval.max_prompts)"
+        )
     timed = min(max(settings.timing_prompts, *settings.timing_batches), prompts)
     if settings.timing_prompts and timed < MIN_TIMED_PROMPTS:
         effect = (

@@ -20,6 +20,7 @@ from draftlab.evaluate.evaluator import Evaluator
 from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.results import Report, Timing
 from draftlab.evaluate.settings import EvalSettings
+from draftlab.evaluate.warnings import suite_warnings
 from draftlab.evaluate.timing import TimedRun, timing_batches
 from draftlab.evaluate.warnings import row_warnings
 from draftlab.heads.eagle3 import Eagle3Head
@@ -125,6 +126,12 @@ def test_a_k_beyond_training_is_warned_of_before_decoding(target: Target, head: 
 def test_an_empty_suite_is_refused(target: Target) -> None:
     with pytest.raises(UserError, match="expected prompts to evaluate, found none"):
         Evaluator(target, [], suite(0), STOPS, EvalSettings(), monitor=Monitor())
+
+
+def test_too_few_prompts_for_a_calibration_are_said_before_they_are_decoded() -> None:
+    settings = EvalSettings(calibrate=True)
+    assert any("no calibration of 11 prompts" in text for text in suite_warnings(11, settings))
+    assert not any("calibration" in text for text in suite_warnings(12, settings))
 
 
 def configs(report: Report) -> list[tuple[float, str | None, int, bool]]:
