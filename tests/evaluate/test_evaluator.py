@@ -20,9 +20,8 @@ from draftlab.evaluate.evaluator import Evaluator
 from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.results import Report, Timing
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.evaluate.warnings import suite_warnings
 from draftlab.evaluate.timing import TimedRun, timing_batches
-from draftlab.evaluate.warnings import row_warnings
+from draftlab.evaluate.warnings import row_warnings, suite_warnings
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
