@@ -93,7 +93,8 @@ def _messages() -> Iterator[str]:
         except EOFError:
             return
         except UnicodeDecodeError as error:
-            raise UserError(f"expected text in UTF-8, found {error}", where="stdin") from None
+            what, do = f"expected text in UTF-8, found {error}", "convert it, as with iconv"
+            raise UserError(what, where="stdin", do=do) from None
         if not line.strip():
             return
         yield line.strip()

@@ -32,8 +32,9 @@ def used_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
     kind = str(rope.get("rope_type", "default"))
     defaults = YARN_DEFAULTS if kind == "yarn" else {}
     used = {"rope_type", "rope_theta", *ROPE_KEYS.get(kind, rope), *defaults}
-    given = {name: value for name, value in rope.items() if name in used and value is not None}
-    return defaults | given
+    given = {name: value for name, value in rope.items() if name in used}
+    # Configs of YaRN have null where the default is meant.
+    return given | {name: one for name, one in defaults.items() if given.get(name) is None}
 
 
 def attention_factor(parameters: Mapping[str, Any]) -> float:

@@ -55,7 +55,8 @@ def test_a_mix_is_answered_recorded_and_evaluated(folder: Path) -> None:
         assert text.endswith("</think>\n\n") == (one.template_arguments == PLAIN)
     modes = Store.open(folder / "runs/small/store").manifest.template_arguments
     assert sorted(modes, key=str) == [PLAIN, THINK]
-    assert draftlab(folder, "inspect", "runs/small").stdout.count(json.dumps(modes)) == 2
+    shown = "".join(draftlab(folder, "inspect", "runs/small").stdout.split())  # it wraps
+    assert shown.count("".join(json.dumps(modes).split())) == 2
     assert categories(folder / "runs/small/eval/report.json") == MODES
 
 
@@ -79,7 +80,8 @@ def test_a_suite_in_both_modes_has_al_and_speed_up_of_each(folder: Path) -> None
     assert {one.category for one in row.categories} == MODES
     assert [one.prompts for one in row.categories] == [6, 6]
     assert all(one.speedup for one in row.categories)
-    assert set(result.output.split()) >= MODES
+    page = (folder / "both/report.html").read_text()
+    assert all(mode in page for mode in MODES)
 
 
 def test_a_suite_in_one_mode_is_named_after_it(folder: Path) -> None:
