@@ -24,7 +24,7 @@ ROPE_KEYS: dict[str, tuple[str, ...]] = {
 }
 """Types of RoPE that heads have, with their `rope_parameters` beside rope_theta."""
 YARN_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
-"""What every program takes for a key of YaRN that is missing."""
+"""Values of YaRN where a config names none; every program takes these."""
 
 
 def used_rope(rope: Mapping[str, Any]) -> dict[str, Any]:

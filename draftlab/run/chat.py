@@ -67,9 +67,13 @@ class Chat:
             cpu_prepacked=True,
         )  # fmt: skip
         request = self._request([*self.messages, {"role": "user", "content": "."}])
-        for _ in engine.generate([replace(request, max_new_tokens=16, stop_ids=frozenset())]):
-            pass
+        self._generate(engine, replace(request, max_new_tokens=16, stop_ids=frozenset()))
         return engine
+
+    def _generate(self, engine: Engine, request: Request) -> Generation:
+        with decoding_threads(self.target):
+            (generation,) = engine.generate([request])
+        return generation
 
     def answer(self, text: str, show: Show) -> Generation:
         """Answer a message, show the pieces of the answer as they come, and return its generation.
@@ -81,8 +85,7 @@ class Chat:
         request = self._request(asked)
         pieces = _Pieces(self.tokenizer, request, show)
         self.engine.on_step = pieces.add
-        with decoding_threads(self.target):
-            (generation,) = self.engine.generate([request])
+        generation = self._generate(self.engine, request)
         self.messages = [*asked, {"role": "assistant", "content": pieces.text}]
         return generation
 
@@ -90,9 +93,7 @@ class Chat:
         """Decode the last answer again without drafts, and return its generation."""
         if self._plain is None:
             self._plain = self._engine(None)
-        with decoding_threads(self.target):
-            (generation,) = self._plain.generate([self._request(self.messages[:-1])])
-        return generation
+        return self._generate(self._plain, self._request(self.messages[:-1]))
 
     def _request(self, messages: list[dict[str, Any]]) -> Request:
         ids = prompt_ids(self.tokenizer, messages, arguments=self.arguments)

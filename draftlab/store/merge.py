@@ -33,7 +33,7 @@ from draftlab.store.shard_table import ShardTable
 from draftlab.store.store import Store
 
 _NUMBER = re.compile(r"~([0-9]+)(?:#[0-9]+)?\Z")
-"""Which answer to its prompt a record holds, at the end of its id."""
+"""Finds the number of the answer at the end of a record's id."""
 
 
 def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:

@@ -31,7 +31,7 @@ WITHOUT_ENGINE = (
     "use another target; or let vLLM answer (regenerate.backend=vllm), then `draftlab train` and "
     "`draftlab export`: only `eval` decodes with draftlab's engine"
 )
-"""What to do with a target that draftlab's engine cannot decode."""
+"""Advice for a target that draftlab's engine cannot decode."""
 _LARGE_LENGTH = 1_000_000  # a cache length that changes every temperature
 
 

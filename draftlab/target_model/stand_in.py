@@ -72,7 +72,7 @@ TRIED = {"layers": 8, "vocab_size": 512}
 """Sizes of a model that is tried: rounding grows from layer to layer, and random routers may then
 choose other experts."""
 MOST_PARAMETERS = 200_000_000
-"""Of a model that is tried: one with more has widths of unknown names."""
+"""Largest size of a model that is tried; a larger one has widths that `WIDTHS` does not name."""
 
 
 def stand_in_config(

@@ -238,7 +238,7 @@ def unread_arguments(
 
 
 def template_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the hex SHA-256 of the chat template's source, which template arguments leave."""
+    """Return the hex SHA-256 of the chat template's source, without template arguments."""
     return sha256_text(chat_template(tokenizer))
 
 
