@@ -311,17 +311,36 @@ def other_kind(path: Path) -> str:
     return "a link that leads nowhere" if path.is_symlink() else "no such file"
 
 
+MAX_JSON = 1 << 27
+"""Bytes that a JSON file may have; a tokenizer.json of 256,000 tokens has 33 million."""
+
+
+def check_size(path: Path) -> None:
+    """Check that a file is not too large to be parsed in memory.
+
+    Raises:
+        UserError: it has more than `MAX_JSON` bytes.
+    """
+    if path.is_file() and (size := path.stat().st_size) > MAX_JSON:
+        raise UserError(
+            f"expected at most {MAX_JSON:,} bytes, found {size:,}",
+            where=path,
+            do="fetch the file again from a source that you trust",
+        )
+
+
 def read_json(
     path: Path,
     *,
     kind: str = "JSON file",
     do: str = "restore the file, or repeat the command that wrote it",
 ) -> Any:
-    """Read JSON; raise a `UserError` that calls a missing or broken file a `kind`.
+    """Read JSON; raise a `UserError` that calls a missing, broken or huge file a `kind`.
 
     Args:
         do: what to do about a file that is there and not JSON, or nested too deeply.
     """
+    check_size(path)
     try:
         return parse_json(read_text(path, kind=kind))
     except ValueError as error:

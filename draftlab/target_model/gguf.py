@@ -34,7 +34,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftlab.errors import UserError
-from draftlab.files import cache_folder, moved_into
+from draftlab.files import MAX_JSON, cache_folder, moved_into
 from draftlab.formatting import pip_install
 
 _MAKER = "2"
@@ -176,8 +176,8 @@ def _check_arrays(file: Path) -> None:
 
         def skip_value(kind: int) -> None:
             count = number("<Q") if kind == _STRING else _BYTES[kind]
-            if opened.tell() + count > size:
-                raise ValueError("the metadata end beyond the file")
+            if opened.tell() + count > min(size, MAX_JSON):
+                raise ValueError(f"the metadata end beyond the file, or {MAX_JSON:,} bytes")
             opened.seek(count, 1)
 
         opened.seek(4)

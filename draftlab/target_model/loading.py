@@ -22,6 +22,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from draftlab.errors import UserError
+from draftlab.files import check_size
 from draftlab.process_environment import name_accelerator
 from draftlab.target_model.attention import text_attention
 from draftlab.target_model.auto_model import auto_class, drop_other_modules
@@ -38,14 +39,28 @@ from draftlab.target_model.pipeline_parallel import dispatch_layers, plan_placem
 from draftlab.target_model.replacements import replace_layers
 from draftlab.target_model.settings import ROWS, TargetSettings
 
+_PARSED_FILES = (
+    "config.json",
+    "tokenizer*",
+    "vocab*",
+    "merges*",
+    "*tokens*.json",
+    "*.jinja",
+    "*.model",
+)
+"""Files that transformers parses for a tokenizer."""
+
 
 def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
     """Load the target's tokenizer.
 
     Raises:
-        UserError: the target has none, or it does not load.
+        UserError: the target has none, it does not load, or a file of it is too large.
     """
     folder = resolve_target(settings, TOKENIZER_FILES)
+    for pattern in _PARSED_FILES:
+        for file in folder.glob(pattern):
+            check_size(file)
     advice = "copy the tokenizer files there, such as tokenizer.json"
     with explain_loading("the target's tokenizer", folder, advice):
         # Classes of an architecture normalise and split in their own way, llama.cpp as a GGUF says.

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from draftlab.errors import UserError
+from draftlab.files import MAX_JSON
 from draftlab.recipe.head_spec import target_config
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
@@ -114,6 +115,18 @@ def test_a_missing_tokenizer_is_refused(folder: Path, model_type: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"the target's tokenizer( does not load|, found none)"):
         load_tokenizer(TargetSettings(path=str(folder)))
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "vocab.txt", "special_tokens_map.json", "config.json"]
+)
+def test_a_file_that_would_fill_the_memory_is_refused(tmp_path: Path, name: str) -> None:
+    folder = toy_target_folder(tmp_path / "toy")
+    with open(folder / name, "ab") as file:
+        file.truncate(MAX_JSON + 1)  # sparse
+    with pytest.raises(UserError, match=f"at most {MAX_JSON:,} bytes") as raised:
+        tokenizer_of(folder)
+    assert raised.value.where == str(folder / name)
 
 
 @pytest.mark.parametrize("load", [load_on_cpu, load_parts, load_metadata, config_of, tokenizer_of])

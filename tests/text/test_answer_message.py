@@ -9,6 +9,8 @@ import pytest
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request
+from draftlab.errors import UserError
+from draftlab.text import answer_message
 from draftlab.text.answer_message import AnswerParser
 from draftlab.text.chat_template import RenderError, prompt_ids
 from draftlab.text.conversations import Conversation
@@ -105,8 +107,31 @@ def test_a_tokenizers_own_response_template_is_used() -> None:
     assert {k: v.strip() for k, v in message.items()} == assistant("yes", reasoning_content="four")
     with pytest.raises(RenderError, match="the part 'tool_calls'"):
         parse("yes add 4 sir<|im_end|>")
+    tokenizer.response_template["fields"]["content"]["optional"] = False
     with pytest.raises(RenderError, match="response template cannot parse"):
-        parse("yes add four sir<|im_end|>")
+        parse("easy four")
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"open_pattern": r"(a?y?s? ?){30}z\1", "close": "<|im_end|>"},
+        {"open_pattern": "(?=f)", "close_pattern": "(?=f)"},
+    ],
+)
+def test_a_response_template_that_does_not_end_is_refused(
+    field, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answer_message, "_MAX_SECONDS", 0.5)
+    tokenizer = tokenizer_for("qwen3")
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {"thinking": field, "content": {}},
+    }
+    ids = tokenizer("easy four " + "easy sum " * 40, add_special_tokens=False)["input_ids"]
+    with pytest.raises(UserError, match="parses an answer within"):
+        AnswerParser(tokenizer).parse(prompt_ids(tokenizer, [ASK]), ids, stopped=True)
 
 
 def test_a_stop_token_need_not_be_special() -> None:
