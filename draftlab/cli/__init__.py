@@ -18,6 +18,7 @@ from draftlab.cli.doctor import doctor
 from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
 from draftlab.cli.hub import push
+from draftlab.cli.new import new
 from draftlab.cli.plain_text import clean_library_messages, echo, echo_json
 from draftlab.cli.ray import refuse_both
 from draftlab.cli.stages import (
@@ -71,6 +72,9 @@ def _options(
     ] = False,
 ) -> None:
     """Train, evaluate and export draft heads for speculative decoding."""
+
+
+app.command()(new)
 
 
 @app.command()

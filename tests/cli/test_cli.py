@@ -25,7 +25,7 @@ from tests.helpers.small_run import draftlab, finished, snapshot
 
 VERBS = (
     "run", "prepare", "record", "train", "eval", "chat", "doctor", "export", "import", "push",
-    "inspect", "recipe", "store", "version",
+    "new", "inspect", "recipe", "store", "version",
 )  # fmt: skip
 
 
