@@ -110,7 +110,7 @@ EXTRAS = {
     "s3": "s3fs>=2024.12",
     "gcs": "gcsfs>=2024.12",
     "gguf": "gguf>=0.17",
-    "suites": "datasets>=2.19",
+    "suites": "datasets>=4.0",
 }
 """What the extras of pyproject.toml install."""
 

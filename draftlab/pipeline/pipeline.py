@@ -38,7 +38,7 @@ from draftlab.run.resolve import find_head
 from draftlab.run.stages import STAGES, Stage, Status
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
-from draftlab.text.prompts import prompt_file
+from draftlab.text.prompts import data_set_commit, fetch_prompts, find_prompts
 from draftlab.train.distributed.ranks import Ranks, num_launched
 from draftlab.version import git_commit
 from draftlab.workers.local_pool import LocalPool, worker_devices
@@ -91,7 +91,7 @@ class Pipeline:
         files = {
             "answers": {
                 "target.fingerprint": fingerprint(target),
-                "prompts.sha256": known_sha256(prompt_file(self.recipe.prompts.source)),
+                "prompts.sha256": known_sha256(fetch_prompts(self.recipe.prompts, self.monitor)),
             },
             "eval": input_files(self.recipe.eval),
             "export": export_files(self.recipe.export),
@@ -145,7 +145,7 @@ class Pipeline:
         here = self.cluster is None and not self.on_cluster
         for warning in check_before_run(self.recipe, names, plan=plan, here=here):
             self.monitor.say(warning)
-        if "answers" in names:
+        if "answers" in names and not (plan and find_prompts(self.recipe.prompts) is None):
             _ = self.recording.prompts  # a broken file must not leave a run folder
 
     def make(self, *last: str, force: bool = False) -> Path:
@@ -283,6 +283,8 @@ def write_provenance(recipe: Recipe, run: Run) -> None:
             "draftlab_commit": git_commit(),
             "target": recipe.target.path,
             "target_revision": recipe.target.revision,
+            "prompts": recipe.prompts.source,
+            "prompts_commit": data_set_commit(recipe.prompts),
             "seed": recipe.seed,
             "inputs": run.files,
         },

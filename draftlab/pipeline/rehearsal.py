@@ -22,7 +22,7 @@ from draftlab.target_model.auto_model import auto_class
 from draftlab.target_model.loading import quiet_transformers
 from draftlab.target_model.locate import TOKENIZER_FILES, resolve_target
 from draftlab.target_model.stand_in import stand_in_config
-from draftlab.text.prompts import EMBEDDED_PROMPTS, prompt_file
+from draftlab.text.prompts import EMBEDDED_PROMPTS, find_prompts, prompt_file
 
 REHEARSALS = RUNS / "rehearsals"
 """Folder of all rehearsals, apart from the runs, so that `runs/latest` is never one."""
@@ -125,9 +125,15 @@ def _prompt_changes(recipe: Recipe, monitor: Monitor) -> dict[str, Any]:
     """Return embedded prompts for files of prompts that do not exist yet, and say so."""
     changes: dict[str, Any] = {}
     (to_train, to_evaluate), suites = EMBEDDED_PROMPTS, []
-    if why := _missing(recipe.prompts.source):
+    file, why = None, "which is on the Hub"
+    try:
+        file = find_prompts(recipe.prompts)
+    except UserError:
+        why = "which does not exist yet"
+    if file is None:
         monitor.say(f"prompts.source: {to_train} in place of {recipe.prompts.source}, {why}")
-        changes["prompts.source"] = to_train
+    if file is None or recipe.prompts.source not in EMBEDDED_PROMPTS:
+        changes |= {"prompts.source": str(file or to_train), "prompts.revision": None}
     for source in recipe.eval.suite or ():
         why = _missing(source) if source.endswith((".jsonl", ".json")) else ""
         if not why and source not in EMBEDDED_PROMPTS and not source.endswith((".jsonl", ".json")):

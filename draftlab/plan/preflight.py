@@ -46,8 +46,9 @@ from draftlab.target_model.locate import (
 from draftlab.target_model.parts import check_llama_style, text_decoder
 from draftlab.target_model.stand_in import check_architecture
 from draftlab.text.chat_template import stop_ids, tokenizer_sha256
+from draftlab.text.data_sets import check_available
 from draftlab.text.mask_token import choose_mask_token
-from draftlab.text.prompts import prompt_file
+from draftlab.text.prompts import find_prompts
 from draftlab.text.tokenizer_check import check_tokenizer
 from draftlab.train.distributed.ranks import num_launched
 from draftlab.train.fast.check_fp8 import check_fp8_device, check_fp8_sizes
@@ -119,7 +120,7 @@ def missing_input(recipe: Recipe, stage: str) -> UserError | None:
         UserError: the file exists and has another fault.
     """
     read: dict[str, Callable[[], object]] = {
-        "answers": lambda: prompt_file(recipe.prompts.source),
+        "answers": lambda: find_prompts(recipe.prompts),
         "head": lambda: recipe.head.init and find_head(recipe.head.init),
         "eval": lambda: input_files(recipe.eval),
     }
@@ -141,11 +142,15 @@ def _at(where: str, do: str = "") -> Iterator[None]:
         raise UserError(error.what, where=where, do=do or error.do) from None
 
 
-def _check_inputs(planned: Planned) -> None:
-    """Check that the input files exist."""
+def _check_inputs(planned: Planned) -> Iterable[str]:
+    """Check that the input files exist, or that the Hub answers for a data set."""
     for stage in planned.stages:
         if error := missing_input(planned.recipe, stage):
             raise error
+    prompts = planned.recipe.prompts
+    if planned.runs("answers") and find_prompts(prompts) is None:
+        check_available(prompts.source)
+        yield f"the run reads the data set {prompts.source} from the Hub"
 
 
 def _check_adapter(planned: Planned) -> None:

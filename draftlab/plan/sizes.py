@@ -21,7 +21,7 @@ from draftlab.target_model.config_fields import max_positions
 from draftlab.target_model.parts import text_decoder
 from draftlab.target_model.recurrent import attention_layers, planned_state_bytes
 from draftlab.target_model.replacements import freeze_rope
-from draftlab.text.prompts import prompt_file
+from draftlab.text.prompts import find_prompts
 from draftlab.train.flops import kept_bytes
 
 PROMPT_TOKENS = 256
@@ -166,8 +166,10 @@ class Conversations:
 def _prompt_sizes(recipe: Recipe) -> list[tuple[float, int]]:
     """Return about how many tokens and user turns each prompt has; nothing without a file."""
     try:
-        path = prompt_file(recipe.prompts.source)
+        path = find_prompts(recipe.prompts)
     except UserError:
+        return []
+    if path is None:
         return []
     with open(path, "rb") as file:
         return [

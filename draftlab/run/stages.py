@@ -77,6 +77,7 @@ STAGES = {
 SETTINGS_WITHOUT_EFFECT = {
     "target.path",  # its fingerprint and the prompts' SHA-256 are inputs
     "prompts.source",
+    "prompts.revision",
     "target.device",
     "target.gpus",
     "record.url",

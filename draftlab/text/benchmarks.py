@@ -13,9 +13,8 @@ from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.files import parse_json, read_text
-from draftlab.formatting import pip_install
+from draftlab.text.data_sets import FORMATS, datasets_package
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
 _SPLITS = ("train", "test", "validation", "dev")
 # SPEED-Bench writes this into prompts that its prepare script has not filled in.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
@@ -89,9 +88,9 @@ class BenchmarkSource:
                 )
             return None
         if self.path.is_file():
-            if self.path.suffix not in SUFFIXES:
+            if self.path.suffix not in FORMATS:
                 raise UserError(
-                    f"expected a file in {', '.join(SUFFIXES)}, found {self.path.name}",
+                    f"expected a file in {', '.join(FORMATS)}, found {self.path.name}",
                     where=self.path,
                     do="give a file of one of these kinds, or a folder with them",
                 )
@@ -105,7 +104,7 @@ class BenchmarkSource:
         files = sorted(
             file
             for file in self.path.rglob("*")
-            if file.suffix in SUFFIXES and file.name != "dataset_infos.json" and file.is_file()
+            if file.suffix in FORMATS and file.name != "dataset_infos.json" and file.is_file()
         )
         if self.subset:
             return self._choose_subset(files)
@@ -226,14 +225,7 @@ def _rows(source: BenchmarkSource) -> Iterator[tuple[str, dict[str, Any]]]:
 def _load_dataset(path: str | None, alternative: str, **options: Any) -> Iterator[Any]:
     """Yield the rows of a data set; `alternative` is what a user can do instead."""
     where = options.get("data_files", path)
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            "expected the package datasets, found none",
-            where=where,
-            do="; or ".join(filter(None, (pip_install("suites"), alternative))),
-        ) from None
+    datasets = datasets_package(where, alternative)
     try:
         yield from datasets.load_dataset(path, **options)
     except Exception as error:  # many libraries are involved: the network, the Hub, Arrow …

@@ -25,6 +25,7 @@ from draftlab.text.conversations import (
     iterate_conversations,
     split_rounds,
 )
+from draftlab.text.data_sets import data_set_file, fetch_data_set, hub_source, read_commit
 from draftlab.text.settings import PromptSettings
 
 EMBEDDED_PROMPTS = {"embedded": "head.jsonl", "embedded:heldout": "heldout.jsonl"}
@@ -45,9 +46,47 @@ def prompt_file(source: str) -> Path:
         raise UserError(
             f"expected a JSONL file of conversations, found {found}",
             where=path,
-            do=f"give a path, or one of {', '.join(EMBEDDED_PROMPTS)}",
+            do=f"give a path, a data set's id on the Hub, or one of {', '.join(EMBEDDED_PROMPTS)}",
         )
     return path
+
+
+def find_prompts(settings: PromptSettings) -> Path | None:
+    """Return the file of a recipe's prompts; None: a Hub data set that is not on this machine.
+
+    Raises:
+        UserError: as `prompt_file`, or a file has no revision.
+    """
+    if settings.source in EMBEDDED_PROMPTS or (source := hub_source(settings.source)) is None:
+        if settings.revision is not None:
+            raise UserError(
+                f"expected no revision of a file, found {settings.revision!r}",
+                where=f"prompts.revision, of {settings.source}",
+                do="leave it out, or name a data set on the Hub",
+            )
+        return prompt_file(settings.source)
+    file = data_set_file(settings, source)
+    return file if file.is_file() and file.with_suffix(".json").is_file() else None
+
+
+def fetch_prompts(settings: PromptSettings, monitor: Monitor) -> Path:
+    """Return `find_prompts`; a data set of the Hub is read first.
+
+    Raises:
+        UserError: as `find_prompts` and `fetch_data_set`.
+    """
+    if (file := find_prompts(settings)) is not None:
+        return file
+    source = hub_source(settings.source)
+    assert source is not None
+    return fetch_data_set(settings, source, monitor)
+
+
+def data_set_commit(settings: PromptSettings) -> str | None:
+    """Return the commit of a data set of the Hub that is on this machine; None: another source."""
+    if hub_source(settings.source) is None or (file := find_prompts(settings)) is None:
+        return None
+    return read_commit(file)
 
 
 def load_prompts(
@@ -119,7 +158,7 @@ def select_prompts(
     Raises:
         UserError: the source is missing, not valid or empty, or every conversation was dropped.
     """
-    path = prompt_file(settings.source)
+    path = fetch_prompts(settings, monitor)
     dropped: Counter[str] = Counter()
     per_source: Counter[str] = Counter()
     digests: set[bytes] = set()

@@ -17,8 +17,12 @@ class PromptSettings(Settings):
     """Which prompts the target answers."""
 
     source: str = "embedded"
-    """A JSONL file of conversations, or "embedded" (Python functions to write, for training a
-    head), or "embedded:heldout" (the same from other files, for evaluation)."""
+    """A JSONL file of conversations, or a data set on the Hub (org/name[/configuration][@split], or
+    a short name such as ultrachat), or "embedded" (Python functions to write, for training a head),
+    or "embedded:heldout" (the same from other files, for evaluation)."""
+    revision: str | None = None
+    """Commit, tag or branch of a data set on the Hub; None: the default branch's commit when this
+    machine first read it."""
     max_prompts: Annotated[int, Field(ge=1)] | None = None
     """Number of conversations, from the start of the source; None: all."""
     deduplicate: bool = True

@@ -16,7 +16,7 @@ import pytest
 from huggingface_hub import get_session
 
 from draftlab.errors import UserError
-from draftlab.text import chat_rows
+from draftlab.text import chat_rows, data_sets
 from draftlab.text.conversations import read_conversations
 from tests.helpers.messages import user
 
@@ -331,7 +331,7 @@ def test_a_source_is_never_replaced(tmp_path: Path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def flaky(rows: list[Any], drops: list[int]) -> chats.Rows:
+def flaky(rows: list[Any], drops: list[int]) -> data_sets.Rows:
     """Return rows whose connection drops when it comes to these numbers, once each."""
     remaining = list(drops)
 
@@ -348,22 +348,27 @@ def flaky(rows: list[Any], drops: list[int]) -> chats.Rows:
 def test_a_connection_that_drops_costs_no_row(tmp_path: Path) -> None:
     rows = [{"messages": [user(f"q{i}"), assistant("a")]} for i in range(20)]
     printed: list[str] = []
-    assert list(chats.steadily(flaky(rows, [0, 7, 7, 19]), printed.append, pause=0.0)) == rows
+    assert list(data_sets.steadily(flaky(rows, [0, 7, 7, 19]), printed.append, pause=0.0)) == rows
     assert sum("the Hub hung up; trying again" in line for line in printed) == 4
     with pytest.raises(UserError, match="failed 5 times at row 3"):
-        list(chats.steadily(flaky(rows, [3] * 9), printed.append, pause=0.0))
+        list(data_sets.steadily(flaky(rows, [3] * 9), printed.append, pause=0.0))
 
 
-def test_the_hubs_client_has_errors_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hubs_client_has_errors_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stand-in hangs up on the first request; `datasets` lets the client's error out."""
     datasets = pytest.importorskip("datasets")
     opened: list[int] = []
 
-    def load(*_: Any, **__: Any) -> Any:
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    load = datasets.load_dataset_builder
+
+    def load_or_fail(*_: Any, **__: Any) -> Any:
         opened.append(len(opened))
         if len(opened) == 1:
             get_session().get(f"http://127.0.0.1:{server.getsockname()[1]}/", timeout=5)
-        return datasets.IterableDataset.from_generator(lambda: iter([{"text": "a"}]))
+        return load(str(tmp_path))
 
     def hang_up() -> None:
         connection, _ = server.accept()
@@ -371,13 +376,13 @@ def test_the_hubs_client_has_errors_of_its_own(monkeypatch: pytest.MonkeyPatch) 
         connection.close()
 
     monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setattr(datasets, "load_dataset", load)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_or_fail)
     printed: list[str] = []
     with socket.create_server(("127.0.0.1", 0)) as server:
         thread = threading.Thread(target=hang_up)
         thread.start()
-        rows = chats.rows_of(chats.parse_source("org/name"))
-        assert list(chats.steadily(rows, printed.append, pause=0.0)) == [{"text": "a"}]
+        rows = data_sets.rows_of(chats.parse_source("org/name"))
+        assert list(data_sets.steadily(rows, printed.append, pause=0.0)) == [{"text": "a"}]
         thread.join()
     assert len(opened) == 2
     assert "trying again" in printed[0]
@@ -405,8 +410,9 @@ def test_a_json_file_that_is_no_list_is_refused(tmp_path: Path) -> None:
 def test_sources_by_name_hub_id_and_file(tmp_path: Path) -> None:
     assert chats.parse_source("magpie:30").quota == 30
     assert chats.parse_source("ultrachat").split == "train_sft"
-    assert chats.parse_source("org/set@test:5") == chats.Source("org/set", "org/set", "test", 5)
-    for text in ("nothing", "a/b/c", str(tmp_path / "none.jsonl")):
+    source = chats.parse_source("org/set/main@test:5")
+    assert source == data_sets.Source("org/set", "org/set", "test", "main", quota=5)
+    for text in ("nothing", "a/b/c/d", str(tmp_path / "none.jsonl")):
         with pytest.raises(UserError, match="expected a data set"):
             chats.parse_source(text)
     with pytest.raises(UserError, match="a quota of 1 or more, found 0"):

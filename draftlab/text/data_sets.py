@@ -1,0 +1,329 @@
+"""Public chat data sets of the Hub as files of conversations, with counts of everything left out.
+
+Rows are streamed, so that nothing is downloaded whole. A conversation is kept once: of those that
+begin with the same question the first. A data set's file is kept in the cache with the commit that
+it was read from, and later runs of this machine read that file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import HTTPError
+
+from draftlab.errors import UserError
+from draftlab.files import (
+    atomic_path,
+    cache_folder,
+    canonical_json,
+    read_fields,
+    sha256_text,
+    write_json,
+)
+from draftlab.formatting import pip_install
+from draftlab.progress import Monitor
+from draftlab.target_model.locate import hub_answers
+from draftlab.text.chat_rows import Chat, Dropped, read_row
+from draftlab.text.settings import PromptSettings
+
+KNOWN = {
+    "sharegpt": ("Aeala/ShareGPT_Vicuna_unfiltered", "train"),
+    "ultrachat": ("HuggingFaceH4/ultrachat_200k", "train_sft"),
+    "magpie": ("Magpie-Align/Magpie-Llama-3.1-Pro-300K-Filtered", "train"),
+    "perfectblend": ("mlabonne/open-perfectblend", "train"),
+    "openthoughts": ("open-thoughts/OpenThoughts-114k", "train"),
+    "toolcalls": ("Salesforce/xlam-function-calling-60k", "train"),
+    "dolly": ("databricks/databricks-dolly-15k", "train"),
+    "squad": ("rajpurkar/squad", "train"),
+}
+FORMATS = (".jsonl", ".json", ".parquet")
+TRIES = 5
+_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:@([\w.-]+))?")
+_OTHERWISE = (
+    "the Hub's own copy in Parquet (prompts.revision=refs/convert/parquet), or a JSONL file that "
+    "you make of its rows"
+)
+Rows = Callable[[int], Iterable[Any]]
+"""The rows of a source from a number on."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where rows come from, and how many conversations are taken at most.
+
+    Attributes:
+        path: a data set's id on the Hub, or a file.
+        config: one of several data sets of that id; None: the default one.
+    """
+
+    name: str
+    path: str
+    split: str = "train"
+    config: str | None = None
+    revision: str | None = None
+    quota: int | None = None
+
+
+def hub_source(text: str) -> Source | None:
+    """Parse `name` of `KNOWN`, or `org/name[/config][@split]`; return None for anything else."""
+    if Path(text).expanduser().exists() or text.endswith(FORMATS):
+        return None
+    if text in KNOWN:
+        path, split = KNOWN[text]
+        return Source(text, path, split)
+    found = _HUB.fullmatch(text)
+    if found is None or text.startswith("."):
+        return None
+    path, config, split = found.groups()
+    return Source(path, path, split or "train", config)
+
+
+def rows_of(source: Source) -> Rows:
+    """Stream a source: the Hub and Parquet through `datasets`, JSON as it is.
+
+    `datasets` gives all rows of a JSON file one schema, and refuses those of another.
+    """
+    path = Path(source.path)
+    if path.suffix in (".json", ".jsonl"):
+        return lambda start: islice(_json_rows(path), start, None)
+
+    def rows(start: int) -> Iterable[Any]:
+        datasets = datasets_package(source.path)
+        try:
+            if path.suffix == ".parquet":
+                builder = datasets.load_dataset_builder("parquet", data_files=source.path)
+            else:
+                builder = datasets.load_dataset_builder(
+                    source.path, source.config, revision=source.revision
+                )
+            _check_format(builder, source)
+            yield from builder.as_streaming_dataset(source.split).skip(start)
+        except (ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
+            # A damaged file, an unknown split or configuration, a script, which none runs.
+            raise UserError(
+                f"expected rows of split {source.split!r}, found: {error}",
+                where=source.path,
+                do="name another split or configuration, org/name/configuration@split; or "
+                f"{_OTHERWISE}",
+            ) from None
+
+    return rows
+
+
+def datasets_package(where: str | Path, alternative: str = "") -> Any:
+    """Return the optional package `datasets`.
+
+    Args:
+        alternative: what a user can do without it.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError:
+        raise UserError(
+            "expected the package datasets, found none",
+            where=where,
+            do="; or ".join(filter(None, (pip_install("suites"), alternative))),
+        ) from None
+    return datasets
+
+
+def _check_format(builder: Any, source: Source) -> None:
+    """Refuse formats whose reading may run what is in the files, such as pickle."""
+    kind = type(builder).__module__.rpartition(".")[2]
+    if kind not in ("parquet", "json"):
+        raise UserError(
+            f"expected a data set of Parquet or JSON files, found one of the kind {kind!r}",
+            where=source.path,
+            do=f"name {_OTHERWISE}",
+        )
+
+
+def _json_rows(path: Path) -> Iterator[Any]:
+    """Yield the items of one JSON list, or lines of JSON; a line that is none as its bytes."""
+    with open(path, "rb") as file:
+        if path.suffix == ".json":
+            try:
+                rows = json.load(file)
+                found = f"a {type(rows).__name__}"
+            except ValueError as error:
+                rows, found = None, f"other text: {error}"
+            if not isinstance(rows, list):
+                do = "give a file with a JSON object on each line the ending .jsonl"
+                raise UserError(f"expected a list in JSON, found {found}", where=path, do=do)
+            yield from rows
+            return
+        for line in file:
+            try:
+                yield json.loads(line)
+            except ValueError:
+                yield line
+
+
+def steadily(rows: Rows, say: Callable[[str], None], pause: float = 2.0) -> Iterator[Any]:
+    """Yield all rows; a dropped connection is made again and continues after the last row.
+
+    Raises:
+        UserError: it dropped `TRIES` times without a row in between.
+    """
+    done = failed = 0
+    while True:
+        try:
+            for row in rows(done):
+                yield row
+                done, failed = done + 1, 0
+            return
+        except (OSError, EOFError, HTTPError) as error:  # the Hub's client has errors of its own
+            failed += 1
+            if failed == TRIES:
+                raise UserError(
+                    f"the source failed {TRIES} times at row {done:,}: {error}",
+                    do="the same command starts anew; a limit below this row (prompts.max_prompts, "
+                    ":N of chats.py) needs no more",
+                ) from None
+            say(f"row {done:,}: {type(error).__name__}: {error}; trying again")
+            time.sleep(pause * failed)
+
+
+def conversations(
+    source: Source, rows: Iterable[Any], seen: set[bytes] | None, counts: Counter[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield lines of a source up to its quota; dropped rows are counted by reason.
+
+    Args:
+        seen: of all sources, what conversations began with; None: they may repeat.
+        counts: gets `rows`, `kept` and reasons.
+    """
+    for number, row in enumerate(rows):
+        if source.quota is not None and counts["kept"] >= source.quota:
+            return
+        counts["rows"] += 1
+        try:
+            if isinstance(row, bytes):
+                raise Dropped("a line that is no JSON" if row.strip() else "an empty line")
+            chat = read_row(row)
+            if seen is not None:
+                _first_of_its_kind(chat, seen)
+        except Dropped as reason:
+            counts[str(reason)] += 1
+            continue
+        counts["kept"] += 1
+        yield {
+            "id": f"{source.name}-{number}",
+            "messages": chat.messages,
+            "source": source.name,
+            **({"tools": chat.tools} if chat.tools else {}),
+        }
+
+
+def _first_of_its_kind(chat: Chat, seen: set[bytes]) -> None:
+    asked = next(m["content"] for m in chat.messages if m["role"] == "user")
+    digest = hashlib.blake2b(" ".join(asked.split()).encode(), digest_size=8).digest()
+    if digest in seen:
+        raise Dropped("a question that was there before")
+    seen.add(digest)
+
+
+def write_sources(
+    sources: Sequence[Source],
+    out: Path,
+    *,
+    say: Callable[[str], None],
+    deduplicate: bool = True,
+    opened: Callable[[Source], Rows] = rows_of,
+) -> dict[str, dict[str, int]]:
+    """Write the sources' conversations one after the other; return the counts of each.
+
+    Raises:
+        UserError: a source that cannot be read, or nothing that was kept.
+    """
+    seen: set[bytes] | None = set() if deduplicate else None
+    result: dict[str, dict[str, int]] = {}
+    with atomic_path(out) as temporary, open(temporary, "w", encoding="utf-8") as file:
+        for source in sources:
+            counts: Counter[str] = Counter(rows=0, kept=0)
+            for line in conversations(source, steadily(opened(source), say), seen, counts):
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            result[source.name] = dict(counts)
+            say(f"{source.name}: {counts['kept']:,} of {counts['rows']:,} rows kept")
+            for reason, count in counts.most_common():
+                if reason not in ("rows", "kept"):
+                    say(f"  dropped {count:,}: {reason}")
+        if not any(counts["kept"] for counts in result.values()):
+            raise UserError(
+                "expected conversations, found none that could be kept",
+                where=", ".join(result),
+                do="give files of chats; the lines above say why each row was dropped",
+            )
+    return result
+
+
+def data_set_file(settings: PromptSettings, source: Source) -> Path:
+    """Return where this machine keeps the conversations of a data set of the Hub."""
+    key = [*astuple(source), settings.revision, settings.max_prompts, settings.deduplicate]
+    name = f"{source.path.replace('/', '--')}-{sha256_text(canonical_json(key))[:16]}.jsonl"
+    return cache_folder() / "prompts" / name
+
+
+def read_commit(file: Path) -> str:
+    """Return the commit that a data set's file was read from."""
+    made_of = file.with_suffix(".json")
+    kind = "record of a data set's file"
+    commit: str = read_fields(made_of, {"commit": str}, kind=kind)["commit"]
+    return commit
+
+
+def fetch_data_set(settings: PromptSettings, source: Source, monitor: Monitor) -> Path:
+    """Return a data set's file, which is written first if this machine does not have it.
+
+    Raises:
+        UserError: the Hub does not answer, has no such data set, or only other formats.
+    """
+    file = data_set_file(settings, source)
+    if file.is_file() and file.with_suffix(".json").is_file():
+        return file
+    check_available(settings.source)
+    datasets_package(source.path)
+    from huggingface_hub import HfApi
+
+    try:
+        commit = HfApi().dataset_info(source.path, revision=settings.revision).sha
+    except Exception as error:  # the Hub client has many: gated, unknown, interrupted
+        raise UserError(
+            f"the data set could not be read from the Hub: {error}",
+            where=source.path,
+            do="check the id, prompts.revision, your network and your login",
+        ) from None
+    monitor.say(f"prompts: reading {source.path}, split {source.split}, at commit {commit}")
+    pinned = replace(source, revision=commit, quota=settings.max_prompts)
+    counts = write_sources(
+        [pinned],
+        file,
+        say=lambda line: monitor.say(f"prompts: {line}"),
+        deduplicate=settings.deduplicate,
+    )
+    write_json(file.with_suffix(".json"), {"commit": commit, "counts": counts[source.name]})
+    return file
+
+
+def check_available(source: str) -> None:
+    """Raise a `UserError` if the Hub does not answer, for a data set that is not in the cache."""
+    if not hub_answers():
+        raise UserError(
+            "expected a file or a data set, found neither: there is no such file, the Hub does not "
+            "answer, and this machine's cache has no data set of this name with these settings",
+            where=source,
+            do="check the path; a data set can be made a file where there is a network: "
+            f"python data_prep/chats.py {source} --out prompts.jsonl",
+        )
