@@ -60,6 +60,11 @@ def rounded_text(value: float, digits: int = 3) -> str:
     return f"{float(f'{value:.{digits}g}'):,.15g}"
 
 
+def p_text(value: float) -> str:
+    """Return a p-value with three digits, and not as 1 unless it is: "p = 0.0213", "p > 0.999"."""
+    return "p > 0.999" if 0.9995 <= value < 1 else f"p = {value:.3g}"
+
+
 def exit_text(code: int) -> str:
     """Return how a process ended, from its `returncode`: "exit code 3", "killed by SIGKILL"."""
     if code >= 0:

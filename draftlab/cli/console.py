@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
@@ -71,10 +71,17 @@ class Verbs(TyperGroup):
         sys.exit(code or 0)
 
 
+class _Bar(Progress):
+    """A progress bar with its detail below, where words have the room of whole lines."""
+
+    def get_renderables(self) -> Iterator[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        for task in self.tasks:
+            yield Text(task.fields["detail"])
+
+
 class ConsoleMonitor(Monitor):
     """Prints lines and a progress bar on a terminal, and lines of progress into a log.
-
-    On a narrow terminal the detail of a bar goes on in the next lines.
 
     Attributes:
         warnings: the printed lines that begin with "warning: ".
@@ -83,16 +90,13 @@ class ConsoleMonitor(Monitor):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.warnings: list[str] = []
-        detail = Column(ratio=1, overflow="fold")
-        self._bars = Progress(
-            TextColumn("{task.description}", markup=False),
+        self._bars = _Bar(
+            TextColumn("{task.description}", markup=False, table_column=Column(overflow="fold")),
             BarColumn(bar_width=12),
             TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[detail]}", markup=False, table_column=detail),
             console=console,
             transient=True,
-            expand=True,
         )
         self._task: tuple[str, TaskID] | None = None
         self._last = 0.0
@@ -115,7 +119,8 @@ class ConsoleMonitor(Monitor):
         if self._task is None or self._task[0] != stage:
             self.close()
             self._bars.start()
-            self._task = (stage, self._bars.add_task(stage, total=total, detail=detail))
+            task = self._bars.add_task(stage, total=total, completed=done, detail=detail)
+            self._task = (stage, task)
         self._bars.update(self._task[1], completed=done, total=total, detail=detail)
         if done >= total:
             self.close()

@@ -40,8 +40,9 @@ def doctor(
 ) -> None:
     """Check a head's files, and whether another reading of them predicts the target better.
 
-    The prompts are by default those of the run's evaluation. The exit code is 0 for a healthy
-    head, and 1 for one that is weak or has faults, or if the prompts are too few for a verdict.
+    The prompts are by default those of the run's evaluation. The exit code is 0
+    for a healthy head, and 1 for one that is weak or has faults, or if the
+    prompts are too few for a verdict.
     """
     with guard(debug, NOTHING_WRITTEN):
         # Mistakes are reported before torch is imported.

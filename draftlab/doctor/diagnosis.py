@@ -112,7 +112,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     pairs = [variant for variant in diagnosis.readings if len(variant.changes) > 1][:MAX_PAIRS]
     shown = [v for v in diagnosis.readings if len(v.changes) < 2 or v in pairs]
     console.print()
-    print_table(_table(shown), console)
+    print_table(_table(shown), console, "--json")
     if hidden := len(diagnosis.readings) - len(shown):
         console.print(Text(f"{hidden} more pairs of changes fit worse (--json)", style="dim"))
     conditions = diagnosis.conditions
@@ -132,7 +132,7 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
 def _table(variants: list[ScoredVariant]) -> Table:
     columns = [
         Column("variant", left=True, room=40),
-        Column("AL [95 %]", left=True),
+        Column("AL [95 %]"),
         Column("accepted at 1 …", left=True, leaves=1),
         Column("gain"),
         Column("nats"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from draftlab.engine.engine import Engine
@@ -180,7 +181,7 @@ class Evaluator:
             certificate = certify(
                 workload.target,
                 head.head,
-                workload.suite.prompts,
+                self._prompts_in_turn(),
                 workload.stop_ids,
                 CertifySettings(seed=settings.seed, num_rows=max(len(workload.sampled_configs), 1)),
                 k=max(head.ks(settings)),
@@ -198,6 +199,14 @@ class Evaluator:
                 workload.monitor.say(f"certificate of {head.name}: {line}")
             certificates[head.name] = certificate.model_dump(mode="json")
         return certificates
+
+    def _prompts_in_turn(self) -> list[tuple[str, tuple[int, ...]]]:
+        """Return the prompts of all suites, in turn: a certificate takes the first of them."""
+        named = [
+            [(f"{one.suite.name} {id_}", ids) for id_, ids in one.suite.prompts]
+            for one in self.workloads
+        ]
+        return [prompt for turn in zip_longest(*named) for prompt in turn if prompt]
 
     def _sampled(self, temperature: float, config: DecodingConfig) -> Sampled:
         """Return how a row at T > 0 is sampled."""

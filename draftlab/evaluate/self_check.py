@@ -28,6 +28,7 @@ import numpy as np
 
 from draftlab.engine.sampling import Generation
 from draftlab.evaluate.results import SelfCheck
+from draftlab.formatting import p_text
 
 LEVEL = 1e-3
 """Probability that some row of a correct engine's report fails."""
@@ -111,6 +112,7 @@ def failure_message(check: SelfCheck) -> str | None:
     size, position, z = max(scores)
     return (
         f"self-check failed: at draft position {position} the accepted drafts are {size:.1f} "
-        f"standard deviations {'above' if z > 0 else 'below'} their expectation (p = "
-        f"{check.p_value:.1g}). The sampler or the verifier is faulty, so do not trust this row"
+        f"standard deviations {'above' if z > 0 else 'below'} their expectation "
+        f"({p_text(check.p_value)}). The sampler or the verifier is faulty, so do not trust "
+        "this row"
     )

@@ -35,7 +35,7 @@ _CONDITIONS: dict[str, Callable[[Row], str | None]] = {
     "dtype": lambda row: row.dtype,
     "batch": lambda row: str(row.batch),
     "prompts": lambda row: fmt.count(row.prompts),
-    "suite": lambda row: f"{row.suite} (sha256 {row.suite_sha256[:12]})",
+    "suite": lambda row: f"{row.suite} (sha256 of its tokens {row.suite_sha256[:12]})",
     "template": lambda row: fmt.short_hash(row.template),
     "max tokens": lambda row: fmt.count(row.max_new_tokens),
     "top-k": lambda row: _off(row.top_k),

@@ -34,13 +34,15 @@ class Layout(NamedTuple):
 LAYOUTS = (
     Layout(),
     Layout(1),
-    Layout(1, 14),
-    Layout(2, 14),
-    Layout(2, 10),
+    Layout(1, 24),
+    Layout(2, 24),
+    Layout(2, 24, below=True),
     Layout(2, 14, below=True),
-    *(Layout(3, room, below=True) for room in (14, 10, 8, 6)),
+    Layout(3, 24, below=True),
 )
-"""From the widest to the narrowest: the first one is used that the console has room for."""
+"""From the widest to the narrowest: the first one is used that the console has room for.
+
+Of the last one's words the longest wrap until it fits."""
 
 
 def print_sections(sections: Iterable[Section], console: Console) -> None:
@@ -87,8 +89,12 @@ def _pairs(pairs: Iterable[Sequence[str]], style: str = "") -> RichTable:
     return grid
 
 
-def print_table(table: Table, console: Console) -> None:
-    """Print a table in the widest layout that fits, and what its columns mean."""
+def print_table(table: Table, console: Console, whole: str = "report.html") -> None:
+    """Print a table in the widest layout that fits, and what its columns mean.
+
+    Args:
+        whole: where the columns are that the console has no room for.
+    """
     wide = console.options.update(max_width=10_000)
     for layout in LAYOUTS:
         shown = _laid_out(table, layout)
@@ -106,7 +112,7 @@ def print_table(table: Table, console: Console) -> None:
     gone = [" ".join(one.name.split()) for one in table.columns if one.name not in headers]
     if gone:
         width = f"the console's {console.width} columns"
-        console.print(Text(f"{width} lack room for: {', '.join(gone)} (report.html)", style="dim"))
+        console.print(Text(f"{width} lack room for: {', '.join(gone)} ({whole})", style="dim"))
 
 
 def _laid_out(table: Table, layout: Layout) -> RichTable:

@@ -7,6 +7,7 @@ from typing import Any
 
 from draftlab.evaluate.headline import headlines
 from draftlab.evaluate.results import CategoryResult, Report, Row
+from draftlab.formatting import p_text
 from draftlab.report import formatting as fmt
 from draftlab.report.calibration import calibration_tables
 from draftlab.report.conditions import row_labels
@@ -71,7 +72,7 @@ def _drafted(name: str) -> Callable[[Row], str]:
 def _lossless(row: Row) -> str:
     if row.lossless is None:
         return NONE
-    p_value = "" if row.lossless.p_value is None else f", p = {row.lossless.p_value:.3g}"
+    p_value = "" if row.lossless.p_value is None else f", {p_text(row.lossless.p_value)}"
     return f"{row.lossless.level}: {row.lossless.test}{p_value}, n = {fmt.count(row.lossless.n)}"
 
 
@@ -171,7 +172,7 @@ def _self_check(row: Row) -> str:
     verdict = "passed" if row.self_check.passed else "FAILED"
     if all(z is None for z in row.self_check.z):  # T = 0: the counts must be equal
         return f"\nbookkeeping {verdict}, accepted {'=' if row.self_check.passed else '≠'} expected"
-    return f"\nself-check {verdict}, p = {row.self_check.p_value:.2g}"
+    return f"\nself-check {verdict}, {p_text(row.self_check.p_value)}"
 
 
 ADVICE: dict[str, Callable[[Mapping[str, Any]], str]] = {

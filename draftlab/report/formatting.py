@@ -143,8 +143,8 @@ def drafting(row: Row) -> str:
 
 
 def suite_name(row: Row) -> str:
-    """Return the name of the row's suite, of a file without its folders."""
-    return row.suite.rpartition("/")[2]
+    """Return the name of the row's suite, of a file without its folders and ending."""
+    return re.sub(r"\.(jsonl?|parquet)$", "", row.suite.rpartition("/")[2])
 
 
 def short_hash(text: str) -> str:

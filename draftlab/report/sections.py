@@ -198,7 +198,7 @@ def _results(rows: Sequence[Row]) -> Section:
             style = "best" if id(row) in best and j == 0 else "" if drafted else "plain"
             lines.append(Line(texts, style))
     columns = [
-        *(Column(name, left=True, room=14) for name in varying),
+        *(Column(name, left=True, room=24) for name in varying),
         Column("T"),
         Column("K"),
         *(Column(name, left=True, meaning=LEGEND["drafting"][0]) for name in drafting),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import io
 import json
 import os
@@ -18,6 +19,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from draftlab.cli import app
 from draftlab.cli.console import ConsoleMonitor, guard
+from draftlab.cli.store import store_app
 from draftlab.errors import UserError
 from draftlab.evaluate.evaluator import Evaluator
 from draftlab.pipeline import pipeline
@@ -129,6 +131,14 @@ def test_help_of_every_verb(verb: str, tmp_path: Path) -> None:
     result = draftlab(tmp_path, *verb.split(), "--help")
     assert result.exit_code == 0
     assert "Usage: draftlab" in result.stdout
+
+
+def test_paragraphs_of_help_do_not_break_in_eighty_columns() -> None:
+    """typer keeps the line ends of all paragraphs but the first."""
+    for command in (*app.registered_commands, *store_app.registered_commands):
+        paragraphs = inspect.cleandoc(command.callback.__doc__).split("\n\n")[1:]
+        lines = [line for one in paragraphs if "\n" in one for line in one.splitlines()]
+        assert all(len(line) <= 78 for line in lines), command.callback.__name__
 
 
 def test_the_list_of_verbs_is_complete(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from draftlab.errors import UserError
 from draftlab.evaluate import measure
 from draftlab.evaluate.certificate import certify as certify_module
 from draftlab.evaluate.certificate.result import Certificate, Sampled, SamplingTest
+from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.evaluator import Evaluator
 from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.results import Report, Timing
@@ -344,6 +346,26 @@ def test_each_sampled_row_has_the_test_of_its_own_sampling(
             assert (row.lossless.level, row.lossless.test) == ("L3", own.name)
             assert "certificate failed: p = 1e-9" in row.warnings
     assert report.environment["certificates"]["a head"]["passed"] is False
+
+
+def test_a_certificate_compares_prompts_of_every_suite(
+    target: Target, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[tuple[str, tuple[int, ...]]] = []
+
+    def certify(_: Any, __: Any, prompts: Any, *___: Any, **____: Any) -> Certificate:
+        found.extend(prompts)
+        return Certificate(
+            level="L2", prompts_equal=1.0, passed=True, faults=[], num_tests=0, arms=[], lines=[]
+        )
+
+    monkeypatch.setattr(certify_module, "certify", certify)
+    suites = [suite(2), replace(suite(3), name="other")]  # with the same ids
+    settings = EvalSettings(certify=True, k=2, timing_prompts=0, max_new_tokens=4)
+    heads = [NamedHead("a head", head)]
+    Evaluator(target, heads, suites, STOPS, settings, monitor=Monitor()).run()
+    assert [id_.split()[0] for id_, _ in found] == ["toy", "other", "toy", "other", "other"]
+    assert len({id_ for id_, _ in found}) == 5
 
 
 def test_without_a_k_the_first_temperature_measures_several(

@@ -131,7 +131,7 @@ def test_the_card_has_counters_conditions_and_commands() -> None:
         f"{row.acceptance_length:.2f} [",
         f"| {row.drafts:,} | {row.draft_tokens:,} | {row.accepted:,} |",
         f"| prompts | {row.prompts} |",
-        f"| suite | {row.suite} (sha256 {row.suite_sha256[:12]}) |",
+        f"| suite | {row.suite} (sha256 of its tokens {row.suite_sha256[:12]}) |",
         "vllm serve org/base",
         "![acceptance by position 1](acceptance_by_position_1.png)",
         "note: 'a: b'",

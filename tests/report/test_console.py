@@ -68,7 +68,7 @@ def test_conditions_are_stated_once_when_shared() -> None:
         "dtype float32",
         "batch 1",
         "prompts 64",
-        "suite embedded/held-out (sha256 9f2c1e6a9f2c)",
+        "suite embedded/held-out (sha256 of its tokens 9f2c1e6a9f2c)",
         "template 5d41402a5d41",
         "max tokens 128",
         "seed 0",

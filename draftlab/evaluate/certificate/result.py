@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict
 
 from draftlab.engine.drafter import Verification
+from draftlab.formatting import p_text
 
 MAX_LEVELS = 6
 """Most tokens that are tested together: a tree of more would not fit in memory."""
@@ -82,7 +83,7 @@ class JointTest(BaseModel):
         statistic = "∞ (impossible tokens)" if self.statistic is None else f"{self.statistic:.1f}"
         return (
             f"  {self.part}: joint of {tokens} tokens, G = {statistic} on {self.freedom} degrees "
-            f"of freedom, p = {self.p_value:.2g}, {self.n:,} samples, {self.acceptance:.0%} of "
+            f"of freedom, {p_text(self.p_value)}, {self.n:,} samples, {self.acceptance:.0%} of "
             f"drafts accepted; 99 % power from {self.detectable:.2g} nats: "
             f"{'passed' if self.passed else 'FAILED'}"
         )
