@@ -28,7 +28,12 @@ from draftlab.pipeline.evaluate_and_export import evaluate_run, export_run
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.training import train_and_save
 from draftlab.plan.estimate import estimate_table
-from draftlab.plan.preflight import check_before_run, missing_input
+from draftlab.plan.preflight import (
+    Planned,
+    check_before_run,
+    check_given_answers,
+    missing_input,
+)
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe, flatten, to_yaml
 from draftlab.run.family_defaults import with_family_defaults
@@ -146,7 +151,10 @@ class Pipeline:
         for warning in check_before_run(self.recipe, names, plan=plan, here=here):
             self.monitor.say(warning)
         if "answers" in names and not (plan and find_prompts(self.recipe.prompts) is None):
-            _ = self.recording.prompts  # a broken file must not leave a run folder
+            prompts = self.recording.prompts  # a broken file must not leave a run folder
+            planned = Planned(self.recipe, names, plan, here)
+            for warning in check_given_answers(planned, prompts):
+                self.monitor.say(warning)
 
     def make(self, *last: str, force: bool = False) -> Path:
         """Run what is missing up to each stage of `last`; return the artefact of the final one.

@@ -6,7 +6,7 @@ URL answers, and the files of a target on the Hub that this machine does not hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -45,8 +45,10 @@ from draftlab.target_model.locate import (
 )
 from draftlab.target_model.parts import check_llama_style, text_decoder
 from draftlab.target_model.stand_in import check_architecture
-from draftlab.text.chat_template import stop_ids, tokenizer_sha256
+from draftlab.text.chat_template import Chat, RenderError, stop_ids, tokenizer_sha256
+from draftlab.text.conversations import Conversation
 from draftlab.text.data_sets import check_available
+from draftlab.text.loss_mask import find_turns
 from draftlab.text.mask_token import choose_mask_token
 from draftlab.text.prompts import find_prompts
 from draftlab.text.tokenizer_check import check_tokenizer
@@ -54,6 +56,9 @@ from draftlab.train.distributed.ranks import num_launched
 from draftlab.train.fast.check_fp8 import check_fp8_device, check_fp8_sizes
 from draftlab.train.trackers import check_trackers
 from draftlab.workers.window.training import check_memory_for_vllm
+
+MOST_GIVEN = 64
+"""Conversations of which given answers are rendered before a run."""
 
 
 @dataclass(frozen=True)
@@ -280,6 +285,26 @@ def _check_quantisation(planned: Planned) -> Iterable[str]:
             where=recipe.target.path,
             do="install what it names, or use the checkpoint that was quantised",
         ) from None
+
+
+def check_given_answers(planned: Planned, prompts: Sequence[Conversation]) -> Iterable[str]:
+    """Check on a part of the prompts that the target would write the given answers.
+
+    Raises:
+        UserError: the chat template refuses all of them.
+    """
+    if planned.recipe.regenerate.enabled or planned.tokenizer is None:
+        return
+    part = [c for c in prompts[:: -(-len(prompts) // MOST_GIVEN)] if c.has_answer and not c.answers]
+    given = [(Chat(c.messages, c.tools, c.template_arguments), c.id) for c in part]
+    found = list(find_turns(planned.tokenizer, given))
+    refused = [one for one in found if isinstance(one, RenderError)]
+    if not refused:
+        return
+    line = f"{len(refused):,} of {len(found):,} given answers that were tried are not the target's"
+    if len(refused) == len(found):
+        raise UserError(f"{line}: {refused[0].what}", where=refused[0].where, do=refused[0].do)
+    yield f"warning: {line}, and would be dropped (first: {refused[0].where}): {refused[0].what}"
 
 
 def _check_head(planned: Planned) -> Iterable[str]:

@@ -37,7 +37,7 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.parts import shard_files, text_decoder
 from draftlab.target_model.pipeline_parallel import dispatch_layers, plan_placement
 from draftlab.target_model.replacements import replace_layers
-from draftlab.target_model.settings import ROWS, TargetSettings
+from draftlab.target_model.settings import FOLDER, ROWS, TargetSettings
 
 _PARSED_FILES = (
     "config.json",
@@ -75,6 +75,7 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
             )
     config = load_config(folder, trust_remote_code=settings.trust_remote_code)
     setattr(tokenizer, ROWS, config.get_text_config().vocab_size)
+    setattr(tokenizer, FOLDER, folder)
     return tokenizer
 
 

@@ -12,6 +12,8 @@ from draftlab.settings import Settings
 EMBEDDED = "embedded"
 ROWS = "draftlab_rows"
 """Attribute of a loaded tokenizer: the number of its target's embeddings."""
+FOLDER = "draftlab_folder"
+"""Attribute of a loaded tokenizer: the folder of its target."""
 
 
 def _settable(name: str) -> str:

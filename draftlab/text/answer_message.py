@@ -18,6 +18,7 @@ from draftlab.text.chat_template import RenderError, special_ids
 
 _HARMONY = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"})
 _OPEN, _CLOSE = "<think>", "</think>"
+_THOUGHT = ("<|channel>", "<channel|>")
 _MAX_SECONDS = 10.0
 """Seconds that the regular expressions of a response template may take for one answer."""
 
@@ -26,7 +27,7 @@ class AnswerParser:
     """Parses the answers of a target.
 
     The tokenizer's own response template is used if it has one; else the channels of Harmony
-    (gpt-oss) or <think> tags are read.
+    (gpt-oss), Gemma 4's channel of thoughts or <think> tags are read.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -182,6 +183,10 @@ def _parse_harmony(parts: Sequence[tuple[str, str]]) -> dict[str, Any]:
 
 
 def _parse_think(parts: Sequence[tuple[str, str]], is_open: bool) -> dict[str, Any]:
+    if parts[1:] and parts[1][0] == _THOUGHT[0]:  # Gemma 4's tags
+        tags = dict(zip(_THOUGHT, (_OPEN, _CLOSE), strict=True))
+        parts = [(c, t.removeprefix("thought") if c == _THOUGHT[0] else t) for c, t in parts]
+        parts = [(tags.get(c, c), t) for c, t in parts]
     for control, _ in parts:
         if control not in ("", _OPEN, _CLOSE):
             raise _refusal(repr(control))

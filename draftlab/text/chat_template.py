@@ -15,7 +15,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, read_fields, sha256_text
-from draftlab.target_model.settings import ROWS
+from draftlab.target_model.settings import FOLDER, ROWS
 from draftlab.text.template_process import Fault, Rendered, render_template
 
 Messages = Sequence[Mapping[str, Any]]
@@ -250,6 +250,18 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
     probe = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
     vocabulary = sorted(tokenizer.get_vocab().items())
     return sha256_text(canonical_json([vocabulary, sorted(special_ids(tokenizer)), list(probe)]))
+
+
+def answer_stops(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the stop ids of a loaded target's tokenizer; of another tokenizer its own one."""
+    return _answer_stops(tokenizer, getattr(tokenizer, FOLDER, None))
+
+
+@lru_cache(maxsize=8)
+def _answer_stops(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> frozenset[int]:
+    if folder is None and tokenizer.eos_token_id is None:
+        return frozenset()
+    return stop_ids(tokenizer, folder)
 
 
 def stop_ids(

@@ -27,12 +27,14 @@ from draftlab.text.chat_template import (
     Messages,
     RenderError,
     Tools,
+    answer_stops,
     encode,
     render,
     render_text,
     rendered,
     special_ids,
 )
+from draftlab.text.reasoning_tags import written_answer
 from draftlab.text.template_process import Rendered
 
 REGENERATE = "let the target answer the prompts itself (regenerate.enabled: true)"
@@ -126,6 +128,7 @@ def _last_turn(
 ) -> AssistantTurn:
     """Return the last message, which is answer `number`, from the texts before and after it."""
     index = len(chat.messages) - 1
+    whole = _with_what_it_leaves_out(tokenizer, chat, before, whole)
     prompt, full = encode(tokenizer, before.text), encode(tokenizer, whole.text)
     start = len(prompt.ids)
     if not full.text.startswith(prompt.text):
@@ -146,6 +149,20 @@ def _last_turn(
     if end <= start:
         raise RenderError(f"expected answer {number} to have tokens, found none")
     return AssistantTurn(prompt.ids, full.ids[start:end])
+
+
+def _with_what_it_leaves_out(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, before: Rendered, whole: Rendered
+) -> Rendered:
+    """Return the conversation with the last answer's reasoning, if the template leaves it out."""
+    texts = list(_texts(chat.messages[-1]))
+    reasoning = [text for kind, text in texts if kind == "reasoning"]
+    answer = "".join(text for kind, text in texts if kind == "answer")
+    turn = whole.text.removeprefix(before.text)
+    if whole.text.startswith(before.text) and all(text in turn for text in reasoning):
+        return whole
+    written = written_answer(tokenizer, chat, before.text, reasoning, answer)
+    return whole if written is None else Rendered(written, [])
 
 
 def _answer_end(
@@ -172,7 +189,8 @@ def _answer_end(
             reason = error.what
     try:
         header = "" if any(_texts(message)) else _header(tokenizer, chat, prompt)
-        return _end_from_texts(message, header, prompt, full, specials)
+        stops = answer_stops(tokenizer)
+        return _end_from_texts(message, header, prompt, full, specials, stops)
     except RenderError as error:
         raise RenderError(
             "the chat template does not show where answers begin and end: "
@@ -239,14 +257,18 @@ def _end_from_texts(
     prompt: Encoded,
     full: Encoded,
     specials: frozenset[int],
+    stops: frozenset[int],
 ) -> int:
     start = len(prompt.ids)
     length = len(header) or _texts_length(message, prompt, full, specials)
-    # The first special token after the texts closes the answer. The target does not write what
-    # follows it (Qwen's newline). Without a special token the last visible character ends it.
-    for end in range(_first_token_from(full, len(prompt.text) + length, start), len(full.ids)):
-        if full.ids[end] in specials:
-            return end + 1
+    # A stop token after the texts ends the answer; Kimi-K3's writes other special tokens before
+    # it. Else the first special token closes it. The target does not write what follows (Qwen's
+    # newline). Without a special token the last visible character ends it.
+    first = _first_token_from(full, len(prompt.text) + length, start)
+    for closing in (stops, specials):
+        for end in range(first, len(full.ids)):
+            if full.ids[end] in closing:
+                return end + 1
     return _first_token_from(full, len(full.text.rstrip()), start)
 
 

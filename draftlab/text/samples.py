@@ -79,7 +79,7 @@ def index_key(answers: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, An
             do="`draftlab prepare RECIPE` makes them",
         ) from None
     return {
-        "version": 1,
+        "version": 2,
         "answers": sha256,
         "tokenizer": tokenizer_sha256(tokenizer),
         "template": template_sha256(tokenizer),

@@ -244,6 +244,41 @@ DEEPSEEK_V31 = _deepseek(
     "'<｜Assistant｜>' + ('<think>' if thinking_mode is defined and thinking_mode else '</think>')",
 )
 
+QWQ = """\
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {{- message.content.split('</think>')[-1].lstrip('\\n') + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}"""
+
+GEMMA4 = """\
+{{- bos_token }}
+{%- set thinks = enable_thinking is defined and enable_thinking %}
+{%- if thinks %}{{- '<|turn>system\\n<|think|>\\n<turn|>\\n' }}{%- endif %}
+{%- for message in messages %}
+    {{- '<|turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
+    {{- message.content.split('<channel|>')[-1] | trim + '<turn|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|turn>model\\n' + ('' if thinks else '<|channel>thought\\n<channel|>') }}
+{%- endif %}"""
+
+KIMI_K3 = """\
+{%- macro close(tag) %}{{- '<|close|>' + tag + '<|sep|>' }}{%- endmacro %}
+{%- for message in messages %}
+    {{- '<|open|>message role="' + message.role + '"<|sep|>' }}
+    {%- if message.role == "assistant" %}
+        {{- '<|open|>think<|sep|>' + message.reasoning_content | default('') + close('think') }}
+        {{- '<|open|>response<|sep|>' + message.content + close('response') }}
+    {%- else %}
+        {{- message.content }}
+    {%- endif %}
+    {{- close('message') + '<|end_of_msg|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>' }}
+{%- endif %}"""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -273,6 +308,7 @@ _DEEPSEEK_TOKENS = (
     ("<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
     "<｜begin▁of▁sentence｜>",
 )
+_GEMMA4_TOKENS = (*("<turn|>", "<bos>", "<|turn>", "<|think|>", "<|channel>", "<channel|>"),)
 
 FAMILIES = {
     "llama3": Family(LLAMA3, _LLAMA3_TOKENS, bos="<|begin_of_text|>"),
@@ -285,6 +321,9 @@ FAMILIES = {
     "deepseek-v3": Family(DEEPSEEK_V3, *_DEEPSEEK_TOKENS),
     "deepseek-v3.1": Family(DEEPSEEK_V31, *_DEEPSEEK_TOKENS),
     "deepseek-r1": Family(DEEPSEEK_R1, *_DEEPSEEK_TOKENS),
+    "qwq": Family(QWQ, *_QWEN),
+    "gemma4": Family(GEMMA4, _GEMMA4_TOKENS, bos="<bos>"),
+    "kimi-k3": Family(KIMI_K3, ("<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>")),
 }
 _WORDS = r"\n\n|\n| |\w+|[^\w\s]"
 

@@ -69,6 +69,11 @@ LLAMA2 = (
     "{% else %} {{ m.content }} </s>{% endif %}{% endfor %}"
 )
 
+THOUGHT = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "4", "reasoning_content": "easy"},
+]
+
 
 def _without_template(target: Path) -> None:
     edit_json(target / "tokenizer_config.json", chat_template=...)
@@ -119,6 +124,11 @@ def write_text(path: Path, text: str) -> None:
         (None, "head.family=eagle export.formats=llamacpp", "export.formats"),
         (_write_prompts("{"), "", "expected a JSON object in UTF-8"),
         (_write_prompts(json.dumps({"messages": []})), "", "prompts.jsonl:1"),
+        (
+            _write_prompts(json.dumps({"messages": THOUGHT})),
+            "regenerate.enabled=false",
+            "1 of 1 given answers that were tried are not the target's: the chat template does not",
+        ),
     ],
     ids=lambda value: str(getattr(value, "__name__", value))[:40],
 )

@@ -39,13 +39,15 @@ ANSWERS = {
     # Families whose templates do not write an answer as the target does.
     "deepseek-r1": "easy sum\n</think>\n\nfour<｜end▁of▁sentence｜>",
     "deepseek-v3.1": "four<｜end▁of▁sentence｜>",
+    "qwq": "easy sum\n</think>\n\nfour<|im_end|>",
+    "gemma4": "<|channel>thought\neasy sum\n<channel|>four<turn|>",
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"kimi-k3"}))
 def test_the_next_prompt_is_what_a_server_renders_from_the_parsed_answer(family) -> None:
     tokenizer = tokenizer_for(family)
-    reasons = family in ("qwen3", "gpt-oss", "deepseek-r1")
+    reasons = family in ("qwen3", "gpt-oss", "deepseek-r1", "qwq", "gemma4")
     message = THINK if reasons else FOUR
     if family in ANSWERS:
         prompt = prompt_ids(tokenizer, [ASK])
@@ -69,6 +71,7 @@ def test_the_next_prompt_is_what_a_server_renders_from_the_parsed_answer(family)
         ("qwen3", "<think>\neasy sum", False, assistant("", reasoning_content="easy sum")),
         ("qwen3", "<think>\n\n</think>\n\nfour<|im_end|>", True, FOUR),
         ("deepseek-r1", "easy sum", False, assistant("", reasoning_content="easy sum")),
+        ("gemma4", "<|channel>thought\neasy", False, assistant("", reasoning_content="easy")),
         ("gpt-oss", HARMONY_ANSWER, True, THINK),
         (
             "gpt-oss",

@@ -150,6 +150,39 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
         [ASK, FOUR, AGAIN, YES],
         ["four¦<｜end▁of▁sentence｜>", "yes¦ ¦sir¦<｜end▁of▁sentence｜>"],
     ),
+    # These templates leave the reasoning of every answer out.
+    (
+        "deepseek-v3.1",
+        {"thinking_mode": True},
+        [ASK, THINK],
+        ["easy¦ ¦sum¦</think>¦four¦<｜end▁of▁sentence｜>"],
+    ),
+    (
+        "deepseek-r1",
+        {},
+        [ASK, THINK, AGAIN, {**YES, "content": "<think>\nno doubt\n</think>\n\nyes sir"}],
+        [
+            "easy¦ ¦sum¦⏎¦</think>¦⏎⏎¦four¦<｜end▁of▁sentence｜>",
+            "no¦ ¦doubt¦⏎¦</think>¦⏎⏎¦yes¦ ¦sir¦<｜end▁of▁sentence｜>",
+        ],
+    ),
+    ("qwq", {}, [ASK, THINK], ["easy¦ ¦sum¦⏎¦</think>¦⏎⏎¦four¦<|im_end|>"]),
+    ("gemma4", {}, [ASK, FOUR, AGAIN, YES], ["four¦<turn|>", "yes¦ ¦sir¦<turn|>"]),
+    (
+        "gemma4",
+        {"enable_thinking": True},
+        [ASK, THINK],
+        ["<|channel>¦thought¦⏎¦easy¦ ¦sum¦⏎¦<channel|>¦four¦<turn|>"],
+    ),
+    (
+        "kimi-k3",
+        {},
+        [ASK, THINK],
+        [
+            "easy¦ ¦sum¦<|close|>¦think¦<|sep|>¦<|open|>¦response¦<|sep|>¦four¦<|close|>¦response"
+            "¦<|sep|>¦<|close|>¦message¦<|sep|>¦<|end_of_msg|>"
+        ],
+    ),
 ]
 
 
@@ -210,7 +243,7 @@ def test_answers_share_a_sample_if_the_template_keeps_history(
         ("qwen3", [ASK, FOUR], "'<think>\\n\\n</think>\\n\\nfour"),
         ("llama3", [ASK, THINK], "where the reasoning is 'easy sum'"),
         ("deepseek-r1", [ASK, FOUR], "rewrites history"),
-        ("deepseek-r1", [ASK, {**FOUR, "content": "<think>\neasy sum\n</think>four"}], "history"),
+        ("gemma4", [ASK, THINK], "rewrites history"),  # enable_thinking must be on
         ("gemma", [ASK, ASK, FOUR], "must alternate"),
         # The system prompt precedes the last user turn only, so an answer removes it.
         ("mistral", [SYSTEM, ASK, FOUR], "'be brief"),
@@ -223,7 +256,11 @@ def test_an_answer_that_the_template_does_not_write_is_an_error(family, chat, wo
     assert caught.value.where == "c"
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"deepseek-r1", "qwen3"}))
+NO_EMPTY_ANSWERS = {"deepseek-r1", "gemma4", "qwen3", "qwq"}
+"""Families whose generation prompt is not what the template writes before such an answer."""
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - NO_EMPTY_ANSWERS))
 def test_empty_answers_and_any_characters(family) -> None:
     tokenizer, closing_tag = tokenizer_for(family), FAMILIES[family].special[0]
     unusual = {**FOUR, "content": "naïve “日本語” 👩‍💻\u2028<b>"}
