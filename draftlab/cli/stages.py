@@ -59,9 +59,10 @@ def new_pipeline(recipe: Path, overrides: list[str] | None, *, rehearse: bool = 
     from draftlab.pipeline.pipeline import Pipeline
 
     if rehearse:
-        from draftlab.pipeline.rehearsal import REHEARSALS, rehearsal_recipe
+        from draftlab.pipeline.rehearsal import REHEARSALS, RehearsalMonitor, rehearsal_recipe
 
-        return Pipeline(rehearsal_recipe(loaded, REHEARSALS, monitor), monitor, REHEARSALS)
+        small = rehearsal_recipe(loaded, REHEARSALS, monitor)
+        return Pipeline(small, RehearsalMonitor(monitor), REHEARSALS)
     return Pipeline(loaded, monitor)
 
 

@@ -21,6 +21,7 @@ from draftlab.export.foreign_config import (
     read_foreign_config,
     read_rope,
 )
+from draftlab.export.launch_text import is_hub_id
 from draftlab.export.renaming import Log, add_target_tensors, normalise_vocabulary, rename_tensors
 from draftlab.export.weight_files import (
     common_dtype,
@@ -90,7 +91,7 @@ def import_head(
             do="name another folder: --to FOLDER",
         )
     torch_dtype = None if dtype is None else floating_dtype(dtype)
-    folder = resolve_target(TargetSettings(path=str(source)))
+    folder = _source_folder(source)
     stored = read_weights(folder, "head's weights")
     foreign = read_foreign_config(folder, stored, ignore)
     where = weight_files(folder)[0]
@@ -120,6 +121,22 @@ def import_head(
         compare_tensors(expected, temporary)
     log(f"import: {out} holds the head, {config.family}, boundaries {list(config.boundaries)}")
     return Path(out)
+
+
+def _source_folder(source: str | Path) -> Path:
+    """Return the folder of a head, which is downloaded first if the source is a Hub id."""
+    path = Path(source).expanduser()
+    if (path / "config.json").is_file():
+        return path
+    if path.exists() or not is_hub_id(str(source)):
+        found = "one without" if path.is_dir() else "a file" if path.exists() else "none"
+        raise UserError(
+            f"expected the folder of another program's head, with config.json, found {found}",
+            where=source,
+            do="name the folder with the head's config.json and weights, or a Hub id such as "
+            '"org/name"',
+        )
+    return resolve_target(TargetSettings(path=str(source)))
 
 
 def _target_settings(

@@ -10,6 +10,7 @@ from pathlib import Path
 from draftlab.export.gguf import OUT_TYPES
 from draftlab.export.layout import Export
 from draftlab.export.serving_tables import STS
+from draftlab.files import cache_folder
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.servers.vllm_client.loading import generation_override
@@ -242,6 +243,16 @@ def _cutoff_text(export: Export) -> str:
         f"\nA draft ends before the first token with a confidence below {_cutoff(export)}. On "
         f"other prompts that left out {100 * saving.not_verified:.1f} % of the drafts and "
         f"{100 * saving.lost:.1f} % of the accepted ones, at T = {one.temperature:g}.{own}\n"
+    )
+
+
+def cached_target_text(export: Export) -> str:
+    """Return of what draftlab made the target's folder, if it is one of its cache."""
+    if not Path(export.target_name).is_relative_to(cache_folder().resolve()):
+        return ""
+    return (
+        f"\nThe target's folder is in draftlab's cache: the checkpoint that it made of "
+        f"{export.head.target.name}. Copy it elsewhere before you clear the cache.\n"
     )
 
 

@@ -14,7 +14,12 @@ from draftlab.errors import UserError
 from draftlab.evaluate.headline import fastest_k
 from draftlab.evaluate.results import Report
 from draftlab.export.destination import atomic_folder, check_destination
-from draftlab.export.launch_text import is_hub_id, readme_text, template_text
+from draftlab.export.launch_text import (
+    cached_target_text,
+    is_hub_id,
+    readme_text,
+    template_text,
+)
 from draftlab.export.layout import (
     CONFIG,
     LAUNCH,
@@ -42,6 +47,8 @@ from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.parts import load_parts
 
+IN_VLLM, V1_K = ("vllm", "speculators"), 128
+"""Layouts that vLLM reads, and the drafts that its older runner verifies (`MAX_SPEC_LEN`)."""
 WEIGHTS_KIND = "head's weights"
 
 
@@ -113,6 +120,8 @@ def plan_export(
         log(
             f"warning: export: {k} speculative tokens, but the head was trained for "
             f"{head.k_trained}"
+            + f"; vLLM's runner V1 verifies at most {V1_K}"
+            * (k > V1_K and program in IN_VLLM)
         )
     if dtype is None:
         dtype = common_dtype(read_file(head_folder / WEIGHTS, WEIGHTS_KIND), head_folder / WEIGHTS)
@@ -210,7 +219,8 @@ def write_planned(planned: PlannedExport, *, trust_remote_code: bool) -> Path:
         write_json(folder / CONFIG, layout.config(export))
         for name, content in layout.json_files(export).items():
             write_json(folder / name, content)
-        launch = layout.launch(export, destination) + template_text(export.head)
+        launch = layout.launch(export, destination)
+        launch += cached_target_text(export) + template_text(export.head)
         write_text(folder / LAUNCH, launch)
         write_text(folder / README, readme_text(export.head, export.target_name, layout.title))
         del tensors  # the comparison reads them again

@@ -70,6 +70,20 @@ TARGET = "target"
 """Folder of the stand-in in a rehearsal's folder."""
 
 
+class RehearsalMonitor(Monitor):
+    """Passes on what a rehearsal says, but for warnings about the small sizes that it chose."""
+
+    def __init__(self, monitor: Monitor) -> None:
+        self.monitor = monitor
+
+    def say(self, line: str) -> None:
+        if not (line.startswith("warning: ") and any(name in line for name in MAX_SIZES)):
+            self.monitor.say(line)
+
+    def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
+        self.monitor.progress(stage, done, total, detail)
+
+
 def rehearsal_recipe(recipe: Recipe, runs: Path, monitor: Monitor) -> Recipe:
     """Return the recipe of a rehearsal, after making its stand-in in <runs>/<name>/target.
 

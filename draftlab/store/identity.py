@@ -83,8 +83,16 @@ class StoreIdentity:
         }
         return state_bytes[self.dtype] + 16
 
-    def check(self, expected: StoreIdentity, where: Path) -> None:
+    def check(
+        self,
+        expected: StoreIdentity,
+        where: Path,
+        do: str = "name another store folder, or remove this one to record it again",
+    ) -> None:
         """Check that the store with this identity is one of the expected identity.
+
+        Args:
+            do: what to do about another one.
 
         Raises:
             UserError: every field that differs, with both values.
@@ -101,7 +109,7 @@ class StoreIdentity:
                 f"this store was recorded from {self.target_name!r} and does not fit "
                 f"{expected.target_name!r}:\n  " + "\n  ".join(differences),
                 where=where,
-                do="name another store folder, or remove this one to record it again",
+                do=do,
             )
 
 

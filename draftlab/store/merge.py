@@ -47,7 +47,12 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
             is not empty or is inside a store.
     """
     for store in stores[1:]:
-        store.identity.check(stores[0].identity, store.address)
+        store.identity.check(
+            stores[0].identity,
+            store.address,
+            do="merge only stores of one target with the same boundaries and dtype; leave this one "
+            "out, or record its answers again from that target into a new store",
+        )
     manifests = [store.manifest for store in stores]
     indices = _distinct_ids(stores, monitor)
     total, number = sum(len(manifest.shards) for manifest in manifests), 0

@@ -361,7 +361,9 @@ def test_unusable_sources_and_destinations_are_refused(
     change_config(exported.folder, architectures=["GPT2"])
     for folder, message in (
         (exported.head, "one of draftlab's own"),
-        (tmp_path / "nowhere", r"config\.json"),
+        (tmp_path / "nowhere", r"another program's head, with config\.json, found none"),
+        (tmp_path / "user", r"another program's head, with config\.json, found one without"),
+        (tmp_path / "user" / "thesis.tex", r"another program's head, .* found a file"),
         (exported.folder, "draft head of an architecture out of"),
         (exported.target, r"expected a draft head, found no fc\.weight"),
     ):

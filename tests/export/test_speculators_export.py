@@ -204,6 +204,7 @@ def test_the_number_of_tokens_is_the_trained_one_or_smaller_than_the_positions(
     assert tokens() == 7
     export(*paths, k=MAX_LENGTH - 1, monitor=monitor)
     assert "warning: export: 511 speculative tokens, but the head was trained for 7" in monitor.text
+    assert "for 7; vLLM's runner V1 verifies at most 128" in monitor.text
     for options, message in (
         ({"k": MAX_LENGTH}, f"the target's {MAX_LENGTH} positions, found {MAX_LENGTH}"),
         ({"k": 0}, "at least 1"),

@@ -135,6 +135,8 @@ def test_a_rehearsal_keeps_the_run_it_rehearses(tmp_path: Path) -> None:
     result = draftlab(folder, "run", "small.yaml", "--rehearse", "train.steps=2", *server)
     assert result.exit_code == 0, result.output
     assert "regenerate.backend: paged in place of openai" in result.output
+    assert "reached their length limit unfinished" in result.output
+    assert "warning: answers" not in result.output  # the limit is the rehearsal's own
     assert (folder / "runs/small/head/model.safetensors").read_bytes() == before
     assert (folder / "runs/latest").resolve().name == "small"
     rehearsal = folder / "runs/rehearsals/small"

@@ -55,11 +55,13 @@ def test_latent_attention(folder: Path) -> None:
 
 def test_a_gguf_file(folder: Path) -> None:
     write_gguf(folder / "toy", folder / "toy.gguf")
-    output = run(folder, "target=toy.gguf", "export.formats=[llamacpp]")
+    output = run(folder, "target=toy.gguf", "export.formats=[llamacpp,vllm]")
     assert "the weights of toy.gguf are dequantised, in 16 bits, in" in output
     launch = (folder / "runs/small/export/llamacpp/launch.md").read_text()
     assert f"llama-server -m {folder / 'toy.gguf'} -md head.gguf" in launch
     assert "--outfile target.gguf" not in launch
+    launch = (folder / "runs/small/export/vllm/launch.md").read_text()
+    assert "in draftlab's cache: the checkpoint that it made of toy.gguf" in launch
 
 
 def test_a_tokenizer_with_a_token_beyond_the_vocabulary(folder: Path) -> None:

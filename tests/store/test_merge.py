@@ -65,8 +65,9 @@ def test_stores_that_cannot_be_merged_or_continued_are_refused(tmp_path: Path) -
     with pytest.raises(UserError, match="every record in one store, found 's0'"):
         merge([one, two], tmp_path / "c", Monitor())
     other = record_table(tmp_path / "d", samples_of_lengths([9], "d"), dtype="bfloat16")
-    with pytest.raises(UserError, match="dtype: expected float32, found bfloat16"):
+    with pytest.raises(UserError, match="dtype: expected float32, found bfloat16") as raised:
         merge([one, other], tmp_path / "c", Monitor())
+    assert "remove" not in raised.value.do
     with pytest.raises(UserError, match="a new folder"):
         merge([one], tmp_path / "b", Monitor())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "d"]
