@@ -199,7 +199,10 @@ class HeadSize:
         target_lm_head = config.draft_vocab_size * config.target_hidden_size
         positions = (settings.micro_rows or settings.batch_rows) * settings.row_tokens
         dtype = torch.float32 if on_cpu else torch.bfloat16
-        kept = objective.mean_steps(settings) * kept_bytes(config, dtype) / settings.anchor_parts
+        steps = objective.mean_steps(settings) / settings.anchor_parts
+        kept = steps * kept_bytes(config, dtype)
+        if on_cpu:  # where attention has no kernel, the weights of all keys are kept, in 32 bits
+            kept += steps * 4 * config.num_attention_heads * settings.row_tokens
         # In 32 bits: weights, gradients, two moments; frozen weights and the target's lm_head.
         weights = 16 * self.trained + 4 * (frozen + target_lm_head)
         self.memory = weights + positions * (kept + dtype.itemsize * config.feature_size)

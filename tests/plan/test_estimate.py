@@ -299,6 +299,22 @@ def test_a_plan_of_a_cpu_describes_a_cpu(tmp_path: Path) -> None:
     assert 0.8 < float(memory.split()[2]) < 1.3
 
 
+@pytest.mark.parametrize(
+    ("overrides", "measured"),
+    [
+        ((), 215e6),
+        (("train.row_tokens=768", "train.batch_rows=3"), 359e6),
+        (("train.ttt_steps=6",), 354e6),
+        (("train.batch_rows=2",), 90e6),
+    ],
+)
+def test_the_memory_of_training_on_a_cpu(overrides: tuple[str, ...], measured: float) -> None:
+    """Measured: the growth of the process during four steps, without files that it maps."""
+    path, few = RECIPES / "quickstart.yaml", "prompts.max_prompts=64"
+    sizes = RecipeSizes(load_recipe(path, [few, "target.device=cpu", *overrides]))
+    assert sizes.head.memory == pytest.approx(measured, rel=0.2)
+
+
 def test_a_plan_of_a_cpu_warns_of_too_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
