@@ -19,7 +19,7 @@ def new(
     path: Annotated[Path, typer.Argument(help="The recipe to write.", metavar="RECIPE")],
     target: TargetOption = None,
     prompts: Annotated[
-        str | None, typer.Option(help="As prompts.source: a JSONL file of conversations …")
+        str | None, typer.Option(help="As prompts.source: a JSONL file, self, embedded.")
     ] = None,
     max_prompts: Annotated[int | None, typer.Option(min=1, help="Number of prompts.")] = None,
     gpu: Annotated[
@@ -42,7 +42,7 @@ def new(
         from draftlab.run.stages import STAGES
 
         target = target or _ask("target", "folder, GGUF file or Hub id", "embedded")
-        prompts = prompts or _ask("prompts", "JSONL file of conversations", "embedded")
+        prompts = prompts or _ask("prompts", "JSONL file, self or embedded", "self")
         gpu = gpu or _ask("gpu", ", ".join((*GPUS, CPU)), _gpu_here(GPUS), needed=False)
         if gpu not in (*GPUS, CPU):
             what = f"expected one of {', '.join((*GPUS, CPU))}, found {gpu!r}"

@@ -44,6 +44,7 @@ from draftlab.run.stages import STAGES, Stage, Status
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
 from draftlab.text.prompts import data_set_commit, fetch_prompts, find_prompts
+from draftlab.text.settings import SELF
 from draftlab.train.distributed.ranks import Ranks, num_launched
 from draftlab.version import git_commit
 from draftlab.workers.local_pool import LocalPool, worker_devices
@@ -96,7 +97,10 @@ class Pipeline:
         files = {
             "answers": {
                 "target.fingerprint": fingerprint(target),
-                "prompts.sha256": known_sha256(fetch_prompts(self.recipe.prompts, self.monitor)),
+                # The target and the seed decide what the target writes itself.
+                "prompts.sha256": SELF
+                if self.recipe.prompts.source == SELF
+                else known_sha256(fetch_prompts(self.recipe.prompts, self.monitor)),
             },
             "eval": input_files(self.recipe.eval),
             "export": export_files(self.recipe.export),
@@ -150,7 +154,9 @@ class Pipeline:
         here = self.cluster is None and not self.on_cluster
         for warning in check_before_run(self.recipe, names, plan=plan, here=here):
             self.monitor.say(warning)
-        if "answers" in names and not (plan and find_prompts(self.recipe.prompts) is None):
+        settings = self.recipe.prompts
+        unread = settings.source == SELF or (plan and find_prompts(settings) is None)
+        if "answers" in names and not unread:
             prompts = self.recording.prompts  # a broken file must not leave a run folder
             planned = Planned(self.recipe, names, plan, here)
             for warning in check_given_answers(planned, prompts):

@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from draftlab.engine.sampling import Generation, Request
 from draftlab.formatting import size_text
 from draftlab.plan.preflight import check_target_of_ranks
 from draftlab.progress import Monitor
@@ -31,8 +32,11 @@ from draftlab.target_model.model import Target
 from draftlab.text.answers import regenerate
 from draftlab.text.chat_template import unread_arguments
 from draftlab.text.conversations import Conversation
+from draftlab.text.decode import Decode, engine_decode, in_order
 from draftlab.text.prompts import load_prompts
 from draftlab.text.samples import open_samples
+from draftlab.text.self_prompts import SELF_PROMPTS, write_self_prompts
+from draftlab.text.settings import SELF
 from draftlab.train.batch.order import check_row_tokens
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.workers.pool import WorkerPool
@@ -84,9 +88,11 @@ class Recording:
     @cached_property
     def prompts(self) -> list[Conversation]:
         """Return the conversations that the target answers."""
-        modes = self.recipe.target.modes
+        modes, settings = self.recipe.target.modes, self.recipe.prompts
+        if settings.source == SELF:
+            settings = settings.model_copy(update={"source": str(self.run / SELF_PROMPTS)})
         prompts = load_prompts(
-            self.recipe.prompts,
+            settings,
             self.monitor,
             reads_answers=not self.recipe.regenerate.enabled,
             modes=modes,
@@ -131,6 +137,10 @@ class Recording:
                 target = self.here.answering_target
                 if isinstance(target, TargetMetadata):
                     decode = stack.enter_context(VllmAnswers(target, settings, self.monitor))
+                else:
+                    decode = engine_decode(target, settings.batch, self.monitor)
+            if target is not None and self.recipe.prompts.source == SELF:
+                self._write_prompts(target, decode, pool)
             regenerate(
                 target,
                 self.tokenizer,
@@ -142,6 +152,30 @@ class Recording:
                 decode=decode,
                 answer_chunks=answer_chunks,
             )
+
+    def _write_prompts(
+        self, target: Target | TargetMetadata, decode: Decode | None, pool: WorkerPool | None
+    ) -> None:
+        """Have the target write the prompts itself, by `decode` or by the pool's workers."""
+
+        def decode_pieces(pieces: Sequence[list[Request]]) -> Iterator[list[Generation]]:
+            if decode is None and pool is not None:
+                yield from in_order(pool.run("decode", pieces))
+            for piece in pieces if decode else ():
+                length = max(len(one.prompt_ids) + one.max_new_tokens for one in piece)
+                yield list(decode(piece, length))
+
+        write_self_prompts(
+            self.run / SELF_PROMPTS,
+            target,
+            self.tokenizer,
+            self.recipe.prompts,
+            decode_pieces,
+            arguments=self.recipe.target.modes[0],
+            piece=self.recipe.regenerate.piece,
+            seed=self.recipe.seed,
+            monitor=self.monitor,
+        )
 
     def _metadata(self, pool: WorkerPool, stage: str) -> TargetMetadata:
         """Return the target's metadata as it is on the workers' devices."""

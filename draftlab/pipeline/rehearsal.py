@@ -23,6 +23,7 @@ from draftlab.target_model.loading import quiet_transformers
 from draftlab.target_model.locate import TOKENIZER_FILES, resolve_target
 from draftlab.target_model.stand_in import stand_in_config
 from draftlab.text.prompts import EMBEDDED_PROMPTS, find_prompts, prompt_file
+from draftlab.text.settings import SELF
 
 REHEARSALS = RUNS / "rehearsals"
 """Folder of all rehearsals, apart from the runs, so that `runs/latest` is never one."""
@@ -139,7 +140,8 @@ def _prompt_changes(recipe: Recipe, monitor: Monitor) -> dict[str, Any]:
     """Return embedded prompts for files of prompts that do not exist yet, and say so."""
     changes: dict[str, Any] = {}
     (to_train, to_evaluate), suites = EMBEDDED_PROMPTS, []
-    file, why = None, "which is on the Hub"
+    is_own = recipe.prompts.source == SELF
+    file, why = None, "which a random target cannot write" if is_own else "which is on the Hub"
     try:
         file = find_prompts(recipe.prompts)
     except UserError:

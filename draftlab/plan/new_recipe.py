@@ -20,6 +20,7 @@ from draftlab.recipe.hardware import GPUS
 from draftlab.recipe.head_spec import target_config
 from draftlab.recipe.recipe import Recipe, parse_recipe
 from draftlab.run.stages import STAGES
+from draftlab.text.settings import SELF
 
 EPOCHS = 6
 """Passes over the tokens of the plan, which are an upper bound, since answers may end early."""
@@ -36,8 +37,11 @@ def new_recipe(tree: dict[str, Any]) -> Recipe:
     Raises:
         UserError: as `RecipeSizes`.
     """
+    gpu, prompts = GPUS.get(tree["hardware"]["gpu"] or ""), tree["prompts"]
+    if prompts["max_prompts"] is None and (gpu is None or prompts["source"] == SELF):
+        tree = tree | {"prompts": prompts | {"max_prompts": 20_000 if gpu else 256}}
     recipe = parse_recipe(tree)
-    gpu, family = GPUS.get(recipe.hardware.gpu or ""), get_family(recipe.head.family)
+    family = get_family(recipe.head.family)
     text = target_config(recipe.target).get_text_config()
     answer, rows, most = (512, 8, 4096) if gpu else (128, 4, 512)
     train: dict[str, Any] = {"batch_rows": rows, "ttt_steps": 7 if gpu else 3, "steps": 1}
@@ -49,8 +53,6 @@ def new_recipe(tree: dict[str, Any]) -> Recipe:
     regenerate = {"max_new_tokens": answer, "temperatures": [0.0, 0.8]}
     tree = tree | {"train": train, "regenerate": regenerate, "record": (record := {})}
     tree["eval"] = {"max_prompts": 80 if gpu else 16, "max_new_tokens": min(256, answer)}
-    if gpu is None and recipe.prompts.max_prompts is None:
-        tree["prompts"] = tree["prompts"] | {"max_prompts": 256}
     if not family.uses_target_lm_head and text.vocab_size > 3000:
         # A third, as EAGLE3's 32,000 of Llama 3's 128,000 tokens.
         tree["draft_vocab"] = {"size": min(32_000, text.vocab_size // 3 // 1000 * 1000)}
@@ -80,11 +82,7 @@ def new_recipe(tree: dict[str, Any]) -> Recipe:
 
 
 def recipe_lines(recipe: Recipe, runs: Path) -> Iterator[str]:
-    """Yield a recipe as YAML: each setting under its meaning, and the plan's estimate at the end.
-
-    Args:
-        runs: folder of all runs, whose disk the estimate looks at.
-    """
+    """Yield a recipe as YAML: each setting under its meaning, and its estimate at the end."""
     yield from _wrapped(
         "A recipe of `draftlab new`. Settings that are not here have their defaults, which "
         "`draftlab recipe show` prints; `draftlab recipe schema` explains all of them. Training "

@@ -51,6 +51,8 @@ from draftlab.text.data_sets import check_available
 from draftlab.text.loss_mask import find_turns
 from draftlab.text.mask_token import choose_mask_token
 from draftlab.text.prompts import find_prompts
+from draftlab.text.self_prompts import find_user_turn
+from draftlab.text.settings import SELF
 from draftlab.text.tokenizer_check import check_tokenizer
 from draftlab.train.distributed.ranks import num_launched
 from draftlab.train.fast.check_fp8 import check_fp8_device, check_fp8_sizes
@@ -153,7 +155,7 @@ def _check_inputs(planned: Planned) -> Iterable[str]:
         if error := missing_input(planned.recipe, stage):
             raise error
     prompts = planned.recipe.prompts
-    if planned.runs("answers") and find_prompts(prompts) is None:
+    if planned.runs("answers") and prompts.source != SELF and find_prompts(prompts) is None:
         check_available(prompts.source)
         yield f"the run reads the data set {prompts.source} from the Hub"
 
@@ -230,6 +232,8 @@ def _check_tokenizer(planned: Planned) -> Iterable[str]:
     rows = planned.config.get_text_config().vocab_size
     if planned.runs("answers", "store", "eval"):
         yield from check_tokenizer(tokenizer, folder, rows, recipe.target.modes)
+    if planned.runs("answers") and recipe.prompts.source == SELF:
+        find_user_turn(tokenizer, recipe.target.modes[0])
     if family.has_mask_token:
         choose_mask_token(
             recipe.head.mask_token, tokenizer, rows, stop_ids(tokenizer, folder), None

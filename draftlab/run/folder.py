@@ -35,6 +35,8 @@ from draftlab.store.completeness import DAMAGED_SHARD, check_store
 from draftlab.store.transfer_errors import UnreachableError
 
 RUNS = Path("runs")
+_WRITTEN = (".jsonl", ".json", ".partial.jsonl")
+"""Ends of the names of answers, and of prompts that the target wrote."""
 
 
 class Run:
@@ -202,8 +204,9 @@ class Run:
         if stage.name == "head":
             paths.add(self.folder / "train")
         if stage.name == "answers":
-            for name in ("answers.json", "answers.partial.jsonl", "answers.index"):
-                paths.add(self.folder / name)
+            for name in ("answers", "prompts"):  # prompts that the target wrote
+                paths |= {self.folder / f"{name}{end}" for end in _WRITTEN}
+            paths.add(self.folder / "answers.index")
             for name in ("jsonl", "json", "index"):
                 paths.update(self.folder.glob(f".answers.{name}.*tmp"))
         return paths

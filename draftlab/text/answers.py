@@ -42,7 +42,7 @@ from draftlab.text.conversations import (
     split_rounds,
     write_conversations,
 )
-from draftlab.text.decode import Decode, engine_decode
+from draftlab.text.decode import Decode, engine_decode, in_order
 from draftlab.text.prompts import select_answered
 from draftlab.text.reasons import Reasons
 
@@ -187,17 +187,19 @@ def _in_order(
     answer_chunks: AnswerChunks, chunks: Sequence[list[Draft]], throughput: _Throughput
 ) -> Iterator[list[Draft]]:
     """Yield the chunks in their order after other processes have answered them."""
-    early: dict[int, list[Draft]] = {}
-    following = 0
     with closing(answer_chunks(chunks)) as answered:
-        for number, chunk in answered:
-            for draft in chunk:
-                for answer in draft.answers:
-                    throughput.add_answer(len(answer.token_ids))
-            early[number] = chunk
-            while following in early:
-                yield early.pop(following)
-                following += 1
+        yield from in_order(_counted(answered, throughput))
+
+
+def _counted(
+    answered: Iterator[tuple[int, list[Draft]]], throughput: _Throughput
+) -> Iterator[tuple[int, list[Draft]]]:
+    """Yield what is answered after counting its tokens."""
+    for number, chunk in answered:
+        for draft in chunk:
+            for answer in draft.answers:
+                throughput.add_answer(len(answer.token_ids))
+        yield number, chunk
 
 
 def _finished(draft: Draft) -> Conversation | DroppedPrompt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request
@@ -14,6 +15,8 @@ from draftlab.target_model.model import Target
 Decode = Callable[[Sequence[Request], int], Iterator[Generation]]
 """A function that decodes requests, in any order. Its second argument is the maximum length of a
 prompt and its answer together, in tokens."""
+
+T = TypeVar("T")
 
 
 class _FirstLine(Monitor):
@@ -63,3 +66,14 @@ def engine_decode(
             yield from engine.generate(requests)
 
     return decode
+
+
+def in_order(numbered: Iterator[tuple[int, T]]) -> Iterator[T]:
+    """Yield values in the order of their numbers 0, 1, …, in which they need not come."""
+    early: dict[int, T] = {}
+    following = 0
+    for number, value in numbered:
+        early[number] = value
+        while following in early:
+            yield early.pop(following)
+            following += 1

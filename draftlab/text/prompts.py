@@ -26,7 +26,7 @@ from draftlab.text.conversations import (
     split_rounds,
 )
 from draftlab.text.data_sets import data_set_file, fetch_data_set, hub_source, read_commit
-from draftlab.text.settings import PromptSettings
+from draftlab.text.settings import SELF, PromptSettings
 
 EMBEDDED_PROMPTS = {"embedded": "head.jsonl", "embedded:heldout": "heldout.jsonl"}
 """Prompt sets in draftlab/embedded/prompts: one to train a head, one held out for evaluation."""
@@ -52,7 +52,8 @@ def prompt_file(source: str) -> Path:
 
 
 def find_prompts(settings: PromptSettings) -> Path | None:
-    """Return the file of a recipe's prompts; None: a Hub data set that is not on this machine.
+    """Return the file of a recipe's prompts; None: a Hub data set that is not on this machine, or
+    prompts that the target writes.
 
     Raises:
         UserError: as `prompt_file`, or a file has no revision.
@@ -64,7 +65,7 @@ def find_prompts(settings: PromptSettings) -> Path | None:
                 where=f"prompts.revision, of {settings.source}",
                 do="leave it out, or name a data set on the Hub",
             )
-        return prompt_file(settings.source)
+        return None if settings.source == SELF else prompt_file(settings.source)
     file = data_set_file(settings, source)
     return file if file.is_file() and file.with_suffix(".json").is_file() else None
 

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from draftlab.settings import Settings
+
+SELF = "self"
+"""Source of the prompts that the target writes itself."""
 
 
 class PromptSettings(Settings):
@@ -19,7 +22,8 @@ class PromptSettings(Settings):
     source: str = "embedded"
     """A JSONL file of conversations, or a data set on the Hub (org/name[/configuration][@split], or
     a short name such as ultrachat), or "embedded" (Python functions to write, for training a head),
-    or "embedded:heldout" (the same from other files, for evaluation)."""
+    or "embedded:heldout" (the same from other files, for evaluation), or "self": the target writes
+    max_prompts prompts, as it continues a user's turn of its chat template."""
     revision: str | None = None
     """Commit, tag or branch of a data set on the Hub; None: the default branch's commit when this
     machine first read it."""
@@ -29,6 +33,15 @@ class PromptSettings(Settings):
     """Whether to drop conversations that repeat an earlier one."""
     per_source: Annotated[int, Field(ge=1)] | None = None
     """Number of conversations per data set (the lines' `source`), from its start; None: all."""
+
+    @model_validator(mode="after")
+    def _number_is_known(self) -> PromptSettings:
+        if self.source == SELF and self.max_prompts is None:
+            raise ValueError(
+                f"source={SELF} has the target write prompts: expected their number in "
+                "max_prompts, found none"
+            )
+        return self
 
 
 class DraftVocabSettings(Settings):

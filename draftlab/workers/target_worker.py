@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from draftlab.engine.sampling import Generation, Request
 from draftlab.kernels.cuda_device import free_memory
 from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import choose_boundaries
@@ -130,6 +131,11 @@ class TargetWorker:
         generator, decode = self._answering
         generator.answer(chunk, decode, lambda _: None)
         return chunk
+
+    def decode(self, requests: list[Request]) -> list[Generation]:
+        """Return the generations of requests that are decoded together, in any order."""
+        max_length = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
+        return list(self._answering[1](requests, max_length))
 
     def record(self, number: int) -> int:
         """Record a shard of the published plan, and return its number of tokens.
