@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address
 
 from draftlab.errors import NoClusterError, UserError
 from draftlab.formatting import count_text
@@ -64,24 +65,27 @@ class RayCluster:
                 where="--ray",
                 do="run draftlab on a node of the cluster, which sees the run folder",
             )
+        found = address
         try:
-            _check_address(address)
+            if address == "auto":  # Ray remembers clusters that have ended
+                found = canonicalize_bootstrap_address(address) or address
+            _check_address(found)
             with _kept_signals():
                 ray.init(
-                    address,
+                    found,
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     runtime_env={"env_vars": _environment()},
                 )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
             # Ray's own words for this case name options that draftlab does not have.
-            absent = address == "auto" and isinstance(error, ConnectionError)
+            absent = found == "auto" and isinstance(error, ConnectionError)
             reason = "no Ray runs on this machine" if absent else error
             raise NoClusterError(
                 f"expected a Ray cluster, found none that can be used: {reason}",
-                where=f"--ray {address}",
+                where=f"--ray {address}" + f", which is {found}" * (found != address),
                 do="start one with `ray start --head`, and `ray start --address HOST:6379` on each "
-                "other node",
+                "other node; `ray stop` forgets one of this machine that has ended",
             ) from None
         try:
             with redirect_stdout(sys.stderr):  # Ray prints what ends nodes and processes

@@ -220,6 +220,21 @@ def test_the_first_error_names_its_node(cluster: Any, tmp_path: Path) -> None:
     assert len(re.findall("will train", driver.text)) == 1  # such an error is not repeated
 
 
+@pytest.mark.timeout(60)
+def test_a_cluster_that_has_ended_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray remembers the last cluster of a machine, and would try to connect for minutes."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:9")
+    result = draftlab(new_workshop(tmp_path), "run", "small.yaml", "--ray", "auto")
+    assert result.exit_code == 2, result.output
+    assert re.search(r"where: --ray auto, which is [\d.]+:9\n", result.output)
+    assert "`ray stop` forgets one" in result.output
+
+
 def test_a_cluster_that_is_not_there_is_refused(tmp_path: Path) -> None:
     result = draftlab(new_workshop(tmp_path), "run", "small.yaml", "--ray", "127.0.0.1:9")
     assert result.exit_code == 2
