@@ -1,7 +1,9 @@
-"""Environment variables of draftlab's processes, which OpenMP and oneDNN read at torch's import.
+"""Environment variables of draftlab's processes, read at torch's import by OpenMP, oneDNN and MKL.
 
 Threads that spin while they wait slow a busy machine. Each shape of a product that oneDNN keeps
-takes megabytes, and the shapes of a training seldom come twice.
+takes megabytes, and the shapes of a training seldom come twice. MKL chooses how many threads share
+a product until `torch.set_num_threads` is first called, as decoding does: a training that goes on
+in a process of its own would have other bits than one that follows the answers.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ PROCESS_ENVIRONMENT = {
     "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "0",
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+    "MKL_DYNAMIC": "FALSE",
 }
 
 
