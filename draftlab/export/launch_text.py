@@ -14,22 +14,13 @@ from draftlab.files import cache_folder
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.servers.vllm_client.loading import generation_override
-from draftlab.target_model.locate import local_target
+from draftlab.target_model.locate import is_hub_id, local_target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.version import package_version
 
 _K_OPTIONS = re.compile(
     r'(?:"num_speculative_tokens": |--speculative-num-steps |--spec-draft-n-max )([1-9]\d{0,8})\b'
 )
-
-
-def is_hub_id(name: str) -> bool:
-    """Return whether a target's name is a Hub id ("org/name") and not a folder."""
-    return (
-        name.count("/") == 1
-        and not name.startswith((".", "/", "~"))
-        and not Path(name).expanduser().exists()
-    )
 
 
 def code_block(*lines: str) -> str:

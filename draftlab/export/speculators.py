@@ -14,12 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.export.launch_text import is_hub_id, vllm_text
+from draftlab.export.launch_text import vllm_text
 from draftlab.export.layout import Export, Layout, check_width
 from draftlab.export.native import USE_VLLM, bake_temperature, check_block
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.vllm_config import layer_fields, native_config
+from draftlab.target_model.locate import is_hub_id
 
 LAYOUT_VERSION = "0.9.0"
 """Version of the speculators library whose files this layout follows."""

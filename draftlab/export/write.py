@@ -14,12 +14,7 @@ from draftlab.errors import UserError
 from draftlab.evaluate.headline import fastest_k
 from draftlab.evaluate.results import Report
 from draftlab.export.destination import atomic_folder, check_destination
-from draftlab.export.launch_text import (
-    cached_target_text,
-    is_hub_id,
-    readme_text,
-    template_text,
-)
+from draftlab.export.launch_text import cached_target_text, readme_text, template_text
 from draftlab.export.layout import (
     CONFIG,
     LAUNCH,
@@ -45,6 +40,7 @@ from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, load_config, new_head
 from draftlab.heads.validate import refuse_faults, tensor_faults
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
+from draftlab.target_model.locate import is_hub_id
 from draftlab.target_model.parts import load_parts
 
 IN_VLLM, V1_K = ("vllm", "speculators"), 128

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import Any, TypeAlias
 
 from draftlab.evaluate.results import Report
-from draftlab.export.launch_text import is_hub_id
 from draftlab.formatting import distinct_name
+from draftlab.target_model.locate import is_hub_id
 
 REMOVED = "(removed by draftlab push)"
 PRIVATE_SETTINGS = ("regenerate.server.url", "regenerate.server.model", "train.wandb")

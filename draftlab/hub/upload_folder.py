@@ -14,7 +14,6 @@ import yaml
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
 from draftlab.export.destination import atomic_folder, check_destination
-from draftlab.export.launch_text import is_hub_id
 from draftlab.export.layout import layout_for
 from draftlab.export.serving_tables import CALIBRATION, STS
 from draftlab.export.settings import ExportSettings
@@ -37,7 +36,7 @@ from draftlab.report.html import is_plot, write_plots
 from draftlab.report.sections import of_head, sections
 from draftlab.run.folder import check_links
 from draftlab.run.head_workspace import HeadWorkspace
-from draftlab.target_model.locate import resolve_target
+from draftlab.target_model.locate import is_hub_id, resolve_target
 
 README, LAUNCH, REPORT = "README.md", "launch.md", "report.json"
 HEAD = "head.json"

@@ -20,6 +20,18 @@ TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 TARGET_FILES = (*TOKENIZER_FILES, "*.safetensors")
 
 
+def is_hub_id(name: str) -> bool:
+    """Return whether a target's name is a Hub id ("org/name"), and no file or folder."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:  # such as a space, or a second "/"
+        return False
+    return name.count("/") == 1 and not name.endswith(".gguf") and not Path(name).exists()
+
+
 def local_target(settings: TargetSettings) -> Path | None:
     """Return the folder of the embedded or a local target; None if the path is a Hub id.
 
@@ -46,8 +58,7 @@ def local_target(settings: TargetSettings) -> Path | None:
         damaged = "fetch the file again: it is cut off or damaged, or of a newer format"
         with explain_loading("the target", path, damaged):
             return gguf_folder(path)
-    is_id = settings.path.count("/") == 1 and not settings.path.endswith(("/", ".gguf"))
-    if path.exists() or settings.path.startswith((".", "/", "~")) or not is_id:
+    if not is_hub_id(settings.path):
         raise UserError(
             "expected a checkpoint folder with config.json or a GGUF file, found neither",
             where=settings.path,

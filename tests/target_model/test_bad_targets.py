@@ -17,7 +17,12 @@ from draftlab.files import MAX_JSON
 from draftlab.recipe.head_spec import target_config
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
-from draftlab.target_model.locate import local_target, resolve_device, resolve_target
+from draftlab.target_model.locate import (
+    config_folder,
+    local_target,
+    resolve_device,
+    resolve_target,
+)
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.parts import load_parts
 from draftlab.target_model.pipeline_parallel import plan_placement
@@ -45,11 +50,23 @@ def folder(tmp_path: Path) -> Path:
     return zoo_folder(tmp_path / "target", "llama")
 
 
-@pytest.mark.parametrize("path", ["/no/such/folder", "./nor/this", "~/absent", "a/b/c", "plain"])
+NO_TARGETS = [
+    "/no/such/folder",
+    "./nor/this",
+    "~/absent",
+    "a/b/c",
+    "plain",
+    "my/own model",
+    "a/b..c",
+]
+
+
+@pytest.mark.parametrize("path", NO_TARGETS)
 def test_a_missing_folder_is_refused(path: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config\.json") as raised:
-        resolve_target(TargetSettings(path=path))
-    assert raised.value.do
+    for find in (resolve_target, config_folder):
+        with pytest.raises(UserError, match=r"config\.json") as raised:
+            find(TargetSettings(path=path))
+        assert raised.value.do
     with pytest.raises(UserError, match=r"config\.json"):
         load_on_cpu(tmp_path)  # an empty folder
 
