@@ -19,11 +19,13 @@ class NamedHead:
         name: name in the rows of the report.
         head: the head on the target's device.
         folder: head folder, for engines that load the head themselves.
+        trained_on: `prompt_digest` of the prompts of its training; empty if they are not known.
     """
 
     name: str
     head: DraftHead = field(repr=False)
     folder: Path | None = None
+    trained_on: frozenset[bytes] = field(default=frozenset(), repr=False)
 
     @property
     def k_trained(self) -> int:

@@ -28,6 +28,7 @@ from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.warnings import (
     k_warnings,
     suite_warnings,
+    trained_prompt_warnings,
     with_slow_step_warnings,
 )
 from draftlab.evaluate.workload import EngineResults, Workload
@@ -93,7 +94,10 @@ class Evaluator:
             f"T = {', '.join(f'{t:g}' for t in settings.temperatures)}; "
             + (f"K = {', '.join(map(str, ks))}" if ks else "no drafting")
         )
-        for text in suite_warnings(len(workload.suite.prompts), settings):
+        warnings = suite_warnings(len(workload.suite.prompts), settings)
+        for head in workload.heads:
+            warnings += trained_prompt_warnings(head, workload.suite)
+        for text in warnings:
             workload.monitor.say(f"warning: {text}")
 
     def _shared_lines(self) -> Iterator[str]:

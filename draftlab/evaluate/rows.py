@@ -17,7 +17,12 @@ from draftlab.evaluate.metrics import (
     timing_fields,
 )
 from draftlab.evaluate.results import CategoryResult, Row
-from draftlab.evaluate.warnings import k_warnings, row_warnings, suite_warnings
+from draftlab.evaluate.warnings import (
+    k_warnings,
+    row_warnings,
+    suite_warnings,
+    trained_prompt_warnings,
+)
 from draftlab.evaluate.workload import EngineResults, Workload
 
 WITHOUT_CATEGORY = "other"
@@ -50,7 +55,11 @@ def _row(
     greedy, dtype = temperature == 0, workload.target.dtype
     generations = results.generations[temperature, config]
     plain = results.generations[temperature, PLAIN_DECODING]
-    own_warnings = suite_warnings(len(workload.suite.prompts), settings)
+    own_warnings = []
+    if head is not None:
+        own_warnings += suite_warnings(len(workload.suite.prompts), settings)
+        own_warnings += trained_prompt_warnings(head, workload.suite)
+        own_warnings += k_warnings(head, config.k)
     row = Row(
         head=head.name if head else None,
         engine=results.engine,
@@ -75,7 +84,7 @@ def _row(
         prompts_equal_draftlab=share_equal(generations, draftlab.generations[temperature, config])
         if greedy and results is not draftlab
         else None,
-        warnings=(own_warnings + k_warnings(head, config.k) if head else []) + results.warnings,
+        warnings=own_warnings + results.warnings,
     )
     return row.model_copy(update={"warnings": row.warnings + row_warnings(row)})
 

@@ -15,6 +15,7 @@ from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.speedup_model import Shape, conditions
 from draftlab.intervals import MIN_INTERVAL_PROMPTS
+from draftlab.text.suites import Suite
 
 MIN_PROMPTS = 30
 MIN_TIMED_PROMPTS = 10
@@ -48,6 +49,17 @@ def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
             f"few timed prompts ({timed}): {effect} {MIN_TIMED_PROMPTS} (eval.timing_prompts)"
         )
     return warnings
+
+
+def trained_prompt_warnings(head: NamedHead, suite: Suite) -> list[str]:
+    """Return a warning if a head was trained on prompts of a suite, whose AL is higher then."""
+    seen = sum(suite.digests.get(id_) in head.trained_on for id_, _ in suite.prompts)
+    if not seen:
+        return []
+    return [
+        f"{head.name} was trained on {seen:,} of the {len(suite.prompts):,} prompts of "
+        f"{suite.name}: expect a lower AL of new ones (eval.suite)"
+    ]
 
 
 def k_warnings(head: NamedHead, k: int) -> list[str]:

@@ -21,7 +21,6 @@ from draftlab.export.foreign_config import (
     read_foreign_config,
     read_rope,
 )
-from draftlab.export.launch_text import is_hub_id
 from draftlab.export.renaming import Log, add_target_tensors, normalise_vocabulary, rename_tensors
 from draftlab.export.weight_files import (
     common_dtype,
@@ -38,7 +37,7 @@ from draftlab.progress import Monitor
 from draftlab.settings import describe_errors
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
-from draftlab.target_model.locate import check_named, load_config, resolve_target
+from draftlab.target_model.locate import check_named, is_hub_id, load_config, resolve_target
 from draftlab.target_model.parts import load_parts
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256

@@ -21,8 +21,8 @@ from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.report import write_html
-from draftlab.run.held_out_prompts import NAMED_BY_USER, default_suite
-from draftlab.run.resolve import find_head, name_in_reports
+from draftlab.run.held_out_prompts import NAMED_BY_USER, default_suite, trained_prompts
+from draftlab.run.resolve import find_head, name_in_reports, recipe_of, run_of
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.locate import local_target, resolve_target
@@ -94,6 +94,16 @@ def _load(folder: Path, target: Target) -> DraftHead:
     return load_head(folder, target_tensors=shared, dtype=target.dtype, device=target.device)
 
 
+def _trained_on(head: Path, monitor: Monitor) -> frozenset[bytes]:
+    """Return the `trained_prompts` of the run that a head belongs to; empty: none, or unknown."""
+    run = run_of(head)
+    try:
+        return trained_prompts(recipe_of(run), run) if run else frozenset()
+    except UserError as error:  # it says nothing about the head
+        monitor.say(f"warning: eval: the prompts of its training are not known: {error.what}")
+        return frozenset()
+
+
 def _load_compared(
     settings: EvalSettings, names: set[str], target: Target, tokenizer: Any, monitor: Monitor
 ) -> Iterator[NamedHead]:
@@ -109,7 +119,8 @@ def _load_compared(
                 f"{config.target.name}"
             )
             continue
-        yield NamedHead(name_in_reports(folder, names), _load(folder, target), folder)
+        name = name_in_reports(folder, names)
+        yield NamedHead(name, _load(folder, target), folder, _trained_on(folder, monitor))
 
 
 def evaluate_head(
@@ -168,7 +179,7 @@ def evaluate_head(
             )
         head = load_trained_head(head_folder, target, tokenizer, raw=settings.raw, base=base)
         name = head_name or name_in_reports(head_folder)
-        heads.append(NamedHead(name, head, head_folder))
+        heads.append(NamedHead(name, head, head_folder, _trained_on(head_folder, monitor)))
         heads += _load_compared(settings, {name}, target, tokenizer, monitor)
     max_prompt = target.max_length - max(settings.max_new_tokens, settings.timing_tokens)
     options: dict[str, Any] = {"raw": settings.raw, "max_prompt_tokens": max(max_prompt, 1)}

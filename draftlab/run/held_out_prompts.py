@@ -1,4 +1,4 @@
-"""The prompts of a run that its training never saw, for an evaluation that names no suite."""
+"""Which prompts of a run its training saw, and which it held out."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from draftlab.store.prompt_split import group_by_prompt
 from draftlab.store.window import StoreWindow
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.conversations import Conversation, iterate_conversations
+from draftlab.text.suites import prompt_digest
 from draftlab.train.validation import hold_out_records
 
 NAMED_BY_USER = (
@@ -59,10 +60,7 @@ def held_out_prompts(recipe: Recipe, run: Path) -> list[Conversation]:
             where=folder,
             do=NAMED_BY_USER,
         )
-    manifest = Manifest.read(folder / MANIFEST)
-    ids, settings = manifest.index.ids, recipe.train
-    _, numbers = hold_out_records(ids, StoreWindow.of(manifest), settings, recipe.seed)
-    held_out = {ids[int(number)] for number in numbers}
+    _, held_out = _split_ids(recipe, folder)
     answers = iterate_conversations(run / STAGES["answers"].artefact)
     found = [conversation for conversation in answers if conversation.id in held_out]
     if not found:
@@ -73,3 +71,27 @@ def held_out_prompts(recipe: Recipe, run: Path) -> list[Conversation]:
         )
     _, first = np.unique(group_by_prompt([one.id for one in found]), return_index=True)
     return [found[i] for i in sorted(first.tolist())]
+
+
+def trained_prompts(recipe: Recipe, run: Path) -> frozenset[bytes]:
+    """Return the `prompt_digest` of each prompt that a run's training reads.
+
+    Empty: the run has no store or no answers any more.
+
+    Raises:
+        UserError: one of them is damaged.
+    """
+    folder, answers = (run / STAGES[name].artefact for name in ("store", "answers"))
+    if not (folder / MANIFEST).is_file() or not answers.is_file():
+        return frozenset()
+    trained, _ = _split_ids(recipe, folder)
+    conversations = (one for one in iterate_conversations(answers) if one.id in trained)
+    return frozenset(map(prompt_digest, conversations))
+
+
+def _split_ids(recipe: Recipe, store: Path) -> tuple[set[str], set[str]]:
+    """Return the ids of the records that a training on a store reads, and of the held-out ones."""
+    manifest = Manifest.read(store / MANIFEST)
+    ids, window = manifest.index.ids, StoreWindow.of(manifest)
+    trained, held_out = hold_out_records(ids, window, recipe.train, recipe.seed)
+    return {ids[int(i)] for i in trained}, {ids[int(i)] for i in held_out}

@@ -8,6 +8,7 @@ drawn from all of it (`Suite.sample`).
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -59,12 +60,14 @@ class Suite:
     Attributes:
         categories: the category of each prompt that has one, by its id; template arguments of
             several values are categories.
+        digests: `prompt_digest` of each prompt, by its id.
     """
 
     name: str
     template_sha256: str
     prompts: Prompts
     categories: Mapping[str, str] = field(default_factory=dict)
+    digests: Mapping[str, bytes] = field(default_factory=dict)
 
     @property
     def sha256(self) -> str:
@@ -190,13 +193,14 @@ def _render(
     prompts = _drop_repeated(named, monitor)
     if max_prompt_tokens is not None:
         prompts = _drop_long(prompts, max_prompt_tokens, source, monitor)
+    digests = {one.id: prompt_digest(one) for one in conversations}
     if raw:
-        return Suite(source, NO_TEMPLATE, prompts, _categories(conversations))
+        return Suite(source, NO_TEMPLATE, prompts, _categories(conversations), digests)
     modes = [*dict.fromkeys(describe_arguments(one.template_arguments) for one in conversations)]
     if len(modes) == 1 and modes[0]:
         source = f"{source} ({modes[0]})"
     categories = _categories(conversations, by_mode=len(modes) > 1)
-    return Suite(source, template_sha256(tokenizer), prompts, categories)
+    return Suite(source, template_sha256(tokenizer), prompts, categories, digests)
 
 
 def _categories(conversations: Sequence[Conversation], *, by_mode: bool = False) -> dict[str, str]:
@@ -238,6 +242,11 @@ def _check_known(source: str) -> None:
 def _prompt(conversation: Conversation) -> Messages:
     """Return a conversation's turns before its first answer."""
     return list(takewhile(lambda m: m["role"] != "assistant", conversation.messages))
+
+
+def prompt_digest(conversation: Conversation) -> bytes:
+    """Return a hash of the turns before a conversation's first answer."""
+    return hashlib.blake2b(canonical_json(_prompt(conversation)).encode(), digest_size=16).digest()
 
 
 def _encode(

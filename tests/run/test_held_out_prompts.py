@@ -11,10 +11,12 @@ from draftlab import Monitor, load_recipe
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
 from draftlab.evaluate.settings import EvalSettings
+from draftlab.run import held_out_prompts as run_prompts
 from draftlab.run.api import HELD_OUT, evaluate_head
 from draftlab.run.held_out_prompts import check_suite, default_suite, held_out_prompts
 from draftlab.store.store import Store
 from draftlab.target_model.settings import TargetSettings
+from draftlab.text.suites import prompt_digest
 from draftlab.train.validation import split_records
 from tests.helpers.small_run import draftlab
 
@@ -85,3 +87,20 @@ def test_several_suites_have_rows_of_their_own(folder: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = Report.read(folder / "two" / "report.json").rows
     assert list(dict.fromkeys(row.suite for row in rows)) == suites.split(",")
+
+
+def test_a_suite_that_training_saw_is_named(folder: Path) -> None:
+    run, recipe = folder / "runs" / "small", load_recipe(folder / "small.yaml")
+    trained, held_out = run_prompts.trained_prompts(recipe, run), held_out_prompts(recipe, run)
+    assert len(trained) == len(trained_prompts(folder))
+    assert not trained & set(map(prompt_digest, held_out))
+    assert (
+        "eval.suite: prompts.jsonl is what training reads"
+        in draftlab(folder, "run", "small.yaml", "name=other", "--plan").output
+    )
+    result = draftlab(folder, "eval", "--run", "small", "--max-prompts", "12", "--out", "seen")
+    assert f"small was trained on {len(trained)} of the 12 prompts" in result.output
+    report = Report.read(folder / "seen" / "report.json")
+    assert all(any("trained on" in text for text in row.warnings) for row in report.rows[1:2])
+    (run / "answers.jsonl").unlink()
+    assert not run_prompts.trained_prompts(recipe, run)
