@@ -59,6 +59,7 @@ def chat(
         from draftlab.run.chat import Chat
         from draftlab.run.head_workspace import open_head
         from draftlab.target_model.loading import load_target, load_tokenizer
+        from draftlab.text.prompts import describe_arguments
 
         workspace = open_head(
             run_name, head, target, trust_remote_code=trust_remote_code, monitor=monitor
@@ -67,6 +68,12 @@ def chat(
         trained = load_trained_head(workspace.head, loaded, tokenizer)
         k = k or trained.config.default_k
         trained.check_drafts(k)
+        arguments, *others = workspace.target.modes
+        if others:
+            monitor.say(
+                f"chat: template arguments {describe_arguments(arguments) or 'none'}, the first of "
+                f"{1 + len(others)} in target.template_arguments"
+            )
         session = Chat(
             loaded,
             trained,
@@ -76,10 +83,14 @@ def chat(
             max_new_tokens=max_new_tokens,
             max_length=max_length,
             system=system,
-            arguments=workspace.target.modes[0],
+            arguments=arguments,
         )
         for message in _messages():
-            answer = session.answer(message, _show)
+            try:
+                answer = session.answer(message, _show)
+            except KeyboardInterrupt:  # within a line of the answer
+                output.print()
+                raise
             output.print()
             output.print(Text(_figures(answer, k, session.plain() if plain else None), "dim"))
 

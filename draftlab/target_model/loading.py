@@ -62,7 +62,7 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
         for file in folder.glob(pattern):
             check_size(file)
     advice = "copy the tokenizer files there, such as tokenizer.json"
-    with explain_loading("the target's tokenizer", folder, advice):
+    with quiet_transformers(), explain_loading("the target's tokenizer", folder, advice):
         # Classes of an architecture normalise and split in their own way, llama.cpp as a GGUF says.
         is_gguf = settings.path.endswith(".gguf")
         tokenizer = (PreTrainedTokenizerFast if is_gguf else AutoTokenizer).from_pretrained(
@@ -73,7 +73,7 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
             raise UserError(
                 "expected the target's tokenizer, found none with words", where=folder, do=advice
             )
-    config = load_config(folder, trust_remote_code=settings.trust_remote_code)
+        config = load_config(folder, trust_remote_code=settings.trust_remote_code)
     setattr(tokenizer, ROWS, config.get_text_config().vocab_size)
     setattr(tokenizer, FOLDER, folder)
     return tokenizer
@@ -162,7 +162,8 @@ def load_model(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bar and its table of tensors, which `load_model` reads.
+    """Silence transformers' progress bar, its table of tensors, which `load_model` reads, and
+    advice on its own settings.
 
     An installed DeepSpeed, which is imported when a model is saved, is silent, too.
     """

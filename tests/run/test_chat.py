@@ -17,6 +17,7 @@ from draftlab.run.resolve import find_head
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import prompt_ids
+from tests.helpers.small_run import copy_of_finished, draftlab
 
 QUESTION = "Write a Python function that adds two numbers."
 
@@ -66,6 +67,27 @@ def test_a_conversation_that_is_too_long_is_refused(parts: dict[str, Any]) -> No
     session = chat(parts, max_length=length)
     with pytest.raises(UserError, match=f"fewer than {length} tokens, found {length}"):
         session.answer(QUESTION, lambda *_: None)
+
+
+def test_an_interrupted_answer_ends_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(_: Chat, __: str, show: Any) -> None:
+        show("half an ans", False)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Chat, "answer", answer)
+    options = ("--head", "reference", "--target", "embedded")
+    result = CliRunner().invoke(app, ["chat", *options], input=f"{QUESTION}\n")
+    assert result.exit_code == 130
+    assert "half an ans\ninterrupted" in result.output
+
+
+def test_the_first_of_several_template_arguments_is_named(tmp_path: Path) -> None:
+    recipe = copy_of_finished(tmp_path) / "runs/small/recipe.yaml"
+    mix = "template_arguments: [{tone: dry}, {}]"
+    recipe.write_text(recipe.read_text().replace("template_arguments: {}", mix))
+    result = draftlab(tmp_path, "chat", "--run", "small")
+    assert result.exit_code == 0, result.output
+    assert 'chat: template arguments tone="dry", the first of 2 in' in result.output
 
 
 def test_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
