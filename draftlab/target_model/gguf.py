@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import io
 import json
 import re
 import struct
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +130,8 @@ def add_weights(folder: Path, file: Path) -> None:
     # Newer versions of transformers keep weights quantised unless told otherwise.
     config = getattr(transformers, "GgufConfig", None)
     options = {} if config is None else {"quantization_config": config(dequantize=True)}
-    with moved_into(folder) as work:
+    # transformers' bars for a second of work would fill a log.
+    with moved_into(folder) as work, redirect_stderr(io.StringIO()):
         # They are stored in float16, which rounds less than bfloat16 does.
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float16, **options

@@ -60,6 +60,8 @@ class Window:
         Args:
             timer: has run since the window was opened; it restarts.
             mfu_seconds: seconds of the window at an MFU of 1; None: MFU is left out, as on a CPU.
+                If the window was faster, MFU is None: other work ran on the GPU while its rate was
+                measured.
         """
         loss, alpha, hits = (
             (x / self.sums.count.clamp(min=1)).tolist() for x in self.sums.tensors()[:3]
@@ -68,6 +70,7 @@ class Window:
         phases.pop(NOT_TRAINING, None)
         seconds = sum(phases.values())
         tokens_per_s = self.tokens / seconds
+        mfu = (mfu_seconds or 0) / seconds
         return {
             "loss": loss,
             "alpha": alpha,
@@ -76,7 +79,7 @@ class Window:
             "tokens_per_s": tokens_per_s,
             "loss_tokens_per_s": self.counts[0] / seconds,
             "predictions_per_s": sum(self.counts) / seconds,
-            **({} if mfu_seconds is None else {"mfu": mfu_seconds / seconds}),
+            **({} if mfu_seconds is None else {"mfu": mfu if mfu <= 1 else None}),
             "phases": {name: part / seconds for name, part in phases.items()},
             "peak_memory_gib": peak_memory(self.grad_norm.device) / 2**30,
         }
@@ -105,7 +108,10 @@ def peak_memory(device: torch.device) -> int:
 
 def speed_line(row: dict[str, Any]) -> str:
     """Return a line's speed, loss and share of time without data, for the console."""
-    mfu = f"MFU {row['mfu']:.0%} · " if "mfu" in row else ""
+    mfu = ""
+    if "mfu" in row:
+        share = row["mfu"]
+        mfu = f"MFU {'not known (a shared GPU)' if share is None else f'{share:.0%}'} · "
     memory = f"{row['peak_memory_gib']:.1f} GiB" + ("" if mfu else " with libraries")
     return (
         f"{row['tokens_per_s']:,.0f} tokens/s ({row['loss_tokens_per_s']:,.0f} with loss) · "

@@ -120,9 +120,13 @@ def test_a_file_is_converted_once_and_anew_when_it_changes(
 
 
 def test_a_killed_conversion_leaves_nothing_that_looks_whole(
-    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     write_gguf(toy_target_folder(tmp_path / "hf", layers=2), file)
+    capfd.readouterr()
     settings = TargetSettings(path=str(file))
     folder = local_target(settings)
     assert folder is not None
@@ -137,6 +141,7 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
     assert not (folder / "model.safetensors").exists()
     assert resolve_target(settings) == folder
     assert (folder / "model.safetensors").is_file()
+    assert capfd.readouterr().err == "", "transformers' progress bars"
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path, file: Path) -> None:

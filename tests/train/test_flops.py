@@ -11,6 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from draftlab.train import flops
 from draftlab.train.batch.packing import pack
 from draftlab.train.flops import StepWork, product_rate
+from draftlab.train.metrics import Window, speed_line
+from draftlab.train.profiler import PhaseTimer
 from draftlab.train.settings import TrainSettings
 from tests.helpers import synthetic
 
@@ -72,3 +74,13 @@ def test_the_rate_of_products_in_8_bits_is_twice_that_of_16(
     monkeypatch.setattr(flops, "matrix_rate", lambda device, dtype: 5.0)
     rates = [product_rate(p, torch.device("cuda"), torch.bfloat16) for p in ("bfloat16", "fp8")]
     assert rates == [5.0, 10.0]
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(1e-9, "MFU 0%"), (1e9, "MFU not known")])
+def test_an_mfu_above_one_is_not_shown(seconds: float, shown: str) -> None:
+    window, timer = Window.empty(1, torch.device("cpu")), PhaseTimer(torch.device("cpu"))
+    timer.start()
+    timer.mark("step")
+    row = window.compute(timer, mfu_seconds=seconds * 1e-3)
+    assert (row["mfu"] is None) == (seconds > 1)
+    assert shown in speed_line(row)
