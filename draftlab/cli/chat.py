@@ -12,6 +12,7 @@ from rich.text import Text
 from draftlab.cli.console import (
     Debug,
     HeadOption,
+    RunOption,
     TargetOption,
     TrustRemoteCode,
     guard,
@@ -29,10 +30,7 @@ NOT_KEPT = "the conversation is not kept"
 
 
 def chat(
-    run_name: Annotated[
-        str | None,
-        typer.Option("--run", help="Run whose head drafts, by name or path.", metavar="RUN"),
-    ] = None,
+    run_name: RunOption = None,
     head: HeadOption = None,
     target: TargetOption = None,
     k: Annotated[

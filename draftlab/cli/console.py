@@ -39,6 +39,12 @@ Json = Annotated[
     bool, typer.Option("--json", help="Print report.json on stdout instead of the table.")
 ]
 Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
+RunOption = Annotated[
+    str | None,
+    typer.Option(
+        "--run", help="Run whose head it is, by name or path; else the latest.", metavar="RUN"
+    ),
+]
 HeadOption = Annotated[
     str | None,
     typer.Option(help='Head folder instead of a run; "reference" is the built-in head.'),

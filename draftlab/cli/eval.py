@@ -12,6 +12,7 @@ from draftlab.cli.console import (
     Debug,
     HeadOption,
     Json,
+    RunOption,
     TargetOption,
     TrustRemoteCode,
     guard,
@@ -54,10 +55,7 @@ TARGET_OPTIONS = SettingsOptions(TargetSettings, "eval", panels={"Engine": ["dty
 
 @OPTIONS.add_to
 def eval_(
-    run_name: Annotated[
-        str | None,
-        typer.Option("--run", help="Run whose head is evaluated, by name or path.", metavar="RUN"),
-    ] = None,
+    run_name: RunOption = None,
     head: HeadOption = None,
     target: TargetOption = None,
     chosen: Any = None,

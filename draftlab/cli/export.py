@@ -11,6 +11,7 @@ import typer
 from draftlab.cli.console import (
     Debug,
     HeadOption,
+    RunOption,
     TargetOption,
     TrustRemoteCode,
     guard,
@@ -26,10 +27,7 @@ NOTHING_LEFT = "the folder appears only when it is complete, and the same comman
 
 @OPTIONS.add_to
 def export(
-    run_name: Annotated[
-        str | None,
-        typer.Option("--run", help="Run whose head is exported, by name or path.", metavar="RUN"),
-    ] = None,
+    run_name: RunOption = None,
     head: HeadOption = None,
     target: TargetOption = None,
     chosen: Any = None,

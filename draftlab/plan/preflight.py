@@ -313,7 +313,7 @@ def check_given_answers(planned: Planned, prompts: Sequence[Conversation]) -> It
     if planned.recipe.regenerate.enabled or planned.tokenizer is None:
         return
     part = [c for c in prompts[:: -(-len(prompts) // MOST_GIVEN)] if c.has_answer and not c.answers]
-    given = [(Chat(c.messages, c.tools, c.template_arguments), c.id) for c in part]
+    given = [(Chat.of(c), c.id) for c in part]
     found = list(find_turns(planned.tokenizer, given))
     refused = [one for one in found if isinstance(one, RenderError)]
     if not refused:

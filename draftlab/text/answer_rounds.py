@@ -95,10 +95,7 @@ class AnswerGenerator:
             asked = [draft for draft in chunk if not draft.end and number < len(draft.rounds)]
             for draft in asked:
                 draft.messages += draft.rounds[number]
-            chats = (
-                Chat(draft.messages, draft.prompt.tools, draft.prompt.template_arguments)
-                for draft in asked
-            )
+            chats = (Chat.of(draft.prompt, draft.messages) for draft in asked)
             prompts = encode_prompts(self.tokenizer, chats)
             for draft, prompt in zip(asked, prompts, strict=True):
                 if request := self._request(draft, number, prompt):

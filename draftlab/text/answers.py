@@ -233,10 +233,7 @@ def _start_drafts(
     dropped, omitted = Reasons(), Reasons()
     greedy, repeated = -1, 0  # the last prompt with a greedy answer; how many repeat such an answer
     control = control_tokens(tokenizer)
-    chats = (
-        Chat(split_rounds(prompt.messages)[0], prompt.tools, prompt.template_arguments)
-        for prompt in prompts
-    )
+    chats = (Chat.of(prompt, split_rounds(prompt.messages)[0]) for prompt in prompts)
     rendered = zip(prompts, encode_prompts(tokenizer, chats), strict=True)
     numbered = ((i, s, *pair) for i, pair in enumerate(rendered) for s in range(settings.samples))
     for i, sample, conversation, encoded in numbered:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import tee
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
@@ -17,6 +17,9 @@ from draftlab.errors import UserError
 from draftlab.files import canonical_json, read_fields, sha256_text
 from draftlab.target_model.settings import FOLDER, ROWS
 from draftlab.text.template_process import Fault, Rendered, render_template
+
+if TYPE_CHECKING:
+    from draftlab.text.conversations import Conversation
 
 Messages = Sequence[Mapping[str, Any]]
 """[{"role": "system" | "user" | "assistant" | "tool", "content": text}, …]; an assistant's may also
@@ -42,6 +45,12 @@ class Chat:
     tools: Tools | None = None
     arguments: Arguments = field(default_factory=dict)
     generation_prompt: bool = False
+
+    @classmethod
+    def of(cls, conversation: Conversation, messages: Messages | None = None) -> Chat:
+        """Return a conversation with its tools and arguments; `messages` replace its own."""
+        own = conversation.messages if messages is None else messages
+        return cls(own, conversation.tools, conversation.template_arguments)
 
 
 @dataclass(frozen=True)

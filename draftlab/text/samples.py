@@ -188,9 +188,7 @@ def _with_answers(
     """Yield each conversation with its answers; given ones as the target would write them."""
     conversations = iter(conversations)
     while batch := list(islice(conversations, 64)):
-        chats = (
-            (Chat(c.messages, c.tools, c.template_arguments), c.id) for c in batch if not c.answers
-        )
+        chats = ((Chat.of(c), c.id) for c in batch if not c.answers)
         given = find_turns(tokenizer, chats)
         for conversation in batch:
             if conversation.answers:

@@ -252,7 +252,7 @@ def prompt_digest(conversation: Conversation) -> bytes:
 def _encode(
     tokenizer: Any, conversations: Sequence[Conversation], source: str
 ) -> list[tuple[int, ...]]:
-    chats = (Chat(_prompt(one), one.tools, one.template_arguments) for one in conversations)
+    chats = (Chat.of(one, _prompt(one)) for one in conversations)
     found = []
     for one, prompt in zip(conversations, encode_prompts(tokenizer, chats), strict=True):
         if isinstance(prompt, RenderError):
