@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import signal
 import sys
 import time
@@ -291,13 +292,13 @@ def guard(
     except Exception as error:
         monitor.close()
         _print_traceback(console, debug)
-        if isinstance(error, OSError) and error.errno in USER_ERRNOS:
-            what = f"expected to write a file, found: {error.strerror}"
-            where = error.filename or f"a file under {Path.cwd()}"
-            do = "free some disk" if error.errno in DISK_FULL else "let this user write there"
+        if (number := _error_number(error)) in USER_ERRNOS:
+            what = f"expected to write a file, found: {os.strerror(number)}"
+            where = getattr(error, "filename", None) or f"a file under {Path.cwd()} or of the cache"
+            do = "free some disk" if number in DISK_FULL else "let this user write there"
             _print_error(console, UserError(what, where=where, do=f"{do}; {interrupted}"))
             raise typer.Exit(2) from None
-        if isinstance(error, OSError) and error.errno in KIND_ERRNOS:
+        if isinstance(error, OSError) and number in KIND_ERRNOS:
             what = f"expected a file or folder of another kind, found: {error.strerror}"
             do = f"remove it, or name another one; {interrupted}"
             _print_error(console, UserError(what, where=error.filename or Path.cwd(), do=do))
@@ -319,6 +320,17 @@ def guard(
     finally:
         monitor.close()
         monitor.warnings.clear()
+
+
+def _error_number(error: Exception) -> int:
+    """Return the number of an error of the operating system; 0: it is another one.
+
+    Safetensors, which transformers and others write by themselves, has it in the text.
+    """
+    if isinstance(error, OSError):
+        return error.errno or 0
+    in_text = re.search(r"I/O error: .*\(os error (\d+)\)", str(error))
+    return int(in_text[1]) if in_text and type(error).__name__ == "SafetensorError" else 0
 
 
 def _print_error(console: Console, error: UserError) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from errno import EDQUOT, ENOSPC, EROFS
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,8 @@ def explain_loading(
             raise
         raise UserError(error.what, where=where, do=error.do) from None
     except Exception as error:  # they raise many types
+        if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EROFS):
+            raise  # of what is written into the cache
         raise load_error(what, where, error, do) from None
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import typer
 from rich.console import Console
+from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from draftlab.cli import app
@@ -23,6 +24,7 @@ from draftlab.cli.store import store_app
 from draftlab.errors import UserError
 from draftlab.evaluate.evaluator import Evaluator
 from draftlab.pipeline import pipeline
+from draftlab.target_model.locate import explain_loading
 from tests.helpers.small_run import draftlab, finished, snapshot
 
 VERBS = (
@@ -113,6 +115,17 @@ def test_a_full_or_read_only_disk_is_a_user_error(
     assert first == f"error: expected to write a file, found: {os.strerror(number)}"
     assert second.startswith(f"where: {where}")
     assert third == f"do: {do}; the same command keeps what is finished and goes on"
+
+
+def test_a_full_disk_under_the_cache_is_a_user_error() -> None:
+    """Transformers and draftlab write checkpoints there by safetensors."""
+    console = Console(file=io.StringIO(), width=100)
+    with pytest.raises(typer.Exit) as ended, guard(False, monitor=ConsoleMonitor(console)):
+        raise SafetensorError("Error while serializing: I/O error: x (os error 28)")
+    assert ended.value.exit_code == 2
+    assert "found: No space left on device" in console.file.getvalue()
+    with pytest.raises(OSError, match="Read-only"), explain_loading("the target", "x.gguf"):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "cache")
 
 
 def test_long_lines_are_not_wrapped_in_a_log() -> None:
