@@ -237,13 +237,13 @@ def _cutoff_text(export: Export) -> str:
     )
 
 
-def cached_target_text(export: Export) -> str:
-    """Return of what draftlab made the target's folder, if it is one of its cache."""
-    if not Path(export.target_name).is_relative_to(cache_folder().resolve()):
+def cached_target_text(target: str, source: str) -> str:
+    """Return of what (`source`) draftlab made the target's folder, if it is one of its cache."""
+    if not Path(target).is_relative_to(cache_folder().resolve()):
         return ""
     return (
-        f"\nThe target's folder is in draftlab's cache: the checkpoint that it made of "
-        f"{export.head.target.name}. Copy it elsewhere before you clear the cache.\n"
+        f"\nThe target's folder is in draftlab's cache: the checkpoint that it made of {source}. "
+        "Copy it elsewhere before you clear the cache.\n"
     )
 
 

@@ -216,7 +216,8 @@ def write_planned(planned: PlannedExport, *, trust_remote_code: bool) -> Path:
         for name, content in layout.json_files(export).items():
             write_json(folder / name, content)
         launch = layout.launch(export, destination)
-        launch += cached_target_text(export) + template_text(export.head)
+        launch += cached_target_text(export.target_name, export.head.target.name)
+        launch += template_text(export.head)
         write_text(folder / LAUNCH, launch)
         write_text(folder / README, readme_text(export.head, export.target_name, layout.title))
         del tensors  # the comparison reads them again

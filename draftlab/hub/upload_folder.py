@@ -14,6 +14,7 @@ import yaml
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
 from draftlab.export.destination import atomic_folder, check_destination
+from draftlab.export.launch_text import cached_target_text
 from draftlab.export.layout import layout_for
 from draftlab.export.serving_tables import CALIBRATION, STS
 from draftlab.export.settings import ExportSettings
@@ -175,7 +176,9 @@ def _export(
     launch = (folder / LAUNCH).read_text(encoding="utf-8")
     launch = launch.replace(str(export.resolve()), repo)
     if base_model is None:
-        launch = launch.replace(str(target.resolve()), "TARGET")
+        path = str(target.resolve())
+        here = cached_target_text(path, load_config(workspace.head).target.name)
+        launch = launch.replace(here, "").replace(path, "TARGET")
         launch += "\nTARGET stands for the folder of the target, which is not on the Hub.\n"
     write_text(folder / LAUNCH, launch)
     return launch

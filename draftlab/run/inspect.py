@@ -79,6 +79,12 @@ def _refuse_other_files(path: Path) -> None:
         )
     inside = [] if (path / "recipe.yaml").is_file() else sorted(path.glob("*"))
     folders = [path, *inside]
+    if heads := [folder for folder in inside if (folder / CONFIG).is_file()]:
+        raise UserError(
+            f"{expected}, found a folder with a head",
+            where=path,
+            do=f"name it: `draftlab inspect {quote(str(heads[0]))}`",
+        )
     if models := [folder for folder in folders if (folder / NATIVE).is_file()]:
         model = quote(str(models[0]))
         raise UserError(

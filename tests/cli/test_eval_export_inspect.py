@@ -239,3 +239,9 @@ def test_layouts_are_checked_before_one_is_written(tmp_path: Path) -> None:
     text = refused(folder, "export", "--run", "small", "--to", "vllm,sglang", "--out", "new")
     assert "where: --to sglang" in text
     assert not (folder / "new").exists()
+
+
+def test_a_folder_of_a_head_names_the_head(folder: Path) -> None:
+    result = draftlab(folder, "inspect", "runs/small/train")
+    assert result.exit_code == 2
+    assert "`draftlab inspect runs/small/train/best`" in " ".join(result.output.split())

@@ -156,6 +156,16 @@ def test_private_settings_are_removed_and_named(workshop: Path) -> None:
         assert names in text
 
 
+def test_a_card_says_nothing_about_the_cache_of_this_machine(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRAFTLAB_CACHE", str(workshop))  # as a GGUF file's checkpoint is in it
+    assert dry_run(workshop, "--out", "out", "--to", "vllm").exit_code == 0
+    files = contents(workshop / "out")
+    assert b"vllm serve TARGET" in files["launch.md"]
+    assert not [name for name, data in files.items() if b"draftlab's cache" in data]
+
+
 def test_folders_of_relative_paths_are_removed_everywhere(workshop: Path) -> None:
     """They look like Hub ids, and name clients: a target, prompts, suites, compared heads."""
     (workshop / "acme").mkdir()
