@@ -52,6 +52,7 @@ def chat(
     Each line of the input is a message. An empty line, or the input's end, ends the chat.
     """
     with guard(debug, NOT_KEPT):
+        _check_utf8(system or "", "--system")
         from draftlab.engine.sampling import Sampling
         from draftlab.run.api import load_trained_head
         from draftlab.run.chat import Chat
@@ -102,11 +103,24 @@ def _messages() -> Iterator[str]:
         except EOFError:
             return
         except UnicodeDecodeError as error:
-            what, do = f"expected text in UTF-8, found {error}", "convert it, as with iconv"
-            raise UserError(what, where="stdin", do=do) from None
+            raise _not_utf8("stdin", error) from None
+        _check_utf8(line, "stdin")
         if not line.strip():
             return
         yield line.strip()
+
+
+def _check_utf8(text: str, where: str) -> None:
+    """Check that a text has no bytes that Python kept because they are not UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _not_utf8(where, error) from None
+
+
+def _not_utf8(where: str, error: UnicodeError) -> UserError:
+    what = f"expected text in UTF-8, found {error}"
+    return UserError(what, where=where, do="convert it, as with iconv")
 
 
 def _show(piece: str, drafted: bool) -> None:

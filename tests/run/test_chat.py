@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from draftlab.cli import app
+from draftlab.cli.chat import _messages
 from draftlab.engine.sampling import Sampling
 from draftlab.errors import UserError
 from draftlab.run.api import load_trained_head
@@ -100,3 +102,11 @@ def test_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert "tokens/s · without drafts" in lines
     assert "(the same tokens)" in lines
     assert "cut at the limit" in lines
+
+
+def test_bytes_that_are_not_utf8_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for errors in ("strict", "surrogateescape"):  # the latter is Python's in the C locale
+        lines = io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8", errors)
+        monkeypatch.setattr("sys.stdin", lines)
+        with pytest.raises(UserError, match="expected text in UTF-8"):
+            next(_messages())
