@@ -62,8 +62,6 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
     except UserError as error:
         return conclude([fault("unreadable", error.what, error.do), *changed])
     findings += changed
-    if files is None:
-        return conclude(findings)
     config, target_tensors = files.config, session.shared_tensors
     if shape_faults := shape_findings(config, text_config):
         return conclude(findings + shape_faults)

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftlab.doctor.diagnosis import Finding, fault, note
 from draftlab.doctor.hypotheses import can_unproject_mask, unproject_mask
-from draftlab.doctor.identity import position_findings, size_findings, vocabulary_mask
+from draftlab.doctor.identity import position_findings, vocabulary_mask
 from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
 from draftlab.export.foreign_config import ForeignHead, boundary_readings, read_foreign_config
@@ -31,14 +30,15 @@ from draftlab.run.stages import STAGES, read_record, record_path
 
 MASK_HIDDEN, NORM = "mask_hidden", "norm.weight"
 RESTORE = "copy the head again, or export it again from its training run"
-FAULT_ADVICE = {
+ADVICE = {
+    "missing tensor": RESTORE,
     "unknown tensor": "remove it, or name the family and options that have it in the config",
+    "shape": RESTORE,
     "not finite": "take an earlier checkpoint: training diverged, or the file is damaged",
     "zeros": RESTORE,
-    "dtype": "store weights as bfloat16 or float32: quantised heads cannot be read",
     "d2t": RESTORE,
 }
-"""What to do about each kind of the validator's faults, in the order of the findings."""
+"""What to do about each kind of the validator's faults but dtypes, in the order of the findings."""
 
 
 @dataclass(frozen=True)
@@ -64,48 +64,41 @@ def read_draftlab_head(folder: Path) -> tuple[HeadFiles, list[Finding]]:
     """
     config = load_config(folder)
     tensors = read_weights(folder, "head's weights")
-    return HeadFiles(config, tensors), native_findings(folder, config, tensors)
+    return HeadFiles(config, tensors), list(_native_findings(folder, config, tensors))
 
 
-def native_findings(
+def _native_findings(
     folder: Path, config: HeadConfig, tensors: Mapping[str, Tensor]
-) -> list[Finding]:
-    """Return the keys of config.json that differ from what draftlab.json generates."""
+) -> Iterator[Finding]:
+    """Yield a finding if config.json differs from what draftlab.json generates."""
     fc = tensors.get("fc.weight")
     expected = native_config(config, str(fc.dtype).removeprefix("torch.") if fc is not None else "")
     if not expected:  # no server loads such heads
-        return []
+        return
     if not (folder / NATIVE).is_file():
-        return [
-            fault(
-                "config.json",
-                "config.json is missing: vLLM cannot load the folder as it stands",
-                "export the head (draftlab export --to vllm)",
-            )
-        ]
+        yield fault(
+            "config.json",
+            "config.json is missing: vLLM cannot load the folder as it stands",
+            "export the head (draftlab export --to vllm)",
+        )
+        return
     actual = read_json(folder / NATIVE, kind="head's config.json")
     if not isinstance(actual, dict):
-        return [fault("config.json", "config.json holds no object")]
+        yield fault("config.json", "config.json holds no object")
+        return
     differences = [
-        f"{key}: {_value_text(actual, key)} (by draftlab.json {_value_text(expected, key)})"
+        f"{key}: {actual.get(key, 'nothing')} (by draftlab.json {expected.get(key, 'nothing')})"
         for key in sorted(expected.keys() | actual.keys())
-        if (key in expected, expected.get(key)) != (key in actual, actual.get(key))
+        if actual.get(key, "nothing") != expected.get(key, "nothing")
         and (key != "dtype" or fc is not None)
     ]
-    if not differences:
-        return []
-    return [
-        fault(
+    if differences:
+        yield fault(
             "config.json",
             "config.json, which vLLM reads, differs from draftlab.json: " + "; ".join(differences),
             "export the head again, which rewrites it; or correct draftlab.json, if that is "
             "the wrong one",
         )
-    ]
-
-
-def _value_text(config: dict[str, Any], key: str) -> str:
-    return str(config[key]) if key in config else "nothing"
 
 
 def complete_tensors(
@@ -121,44 +114,48 @@ def complete_tensors(
     """
     config, head = files.config, meta_head(files.config)
     expected = {name: tensor.shape for name, tensor in head.tensors().items()}
-    found = dict(files.tensors)
-    if MASK_HIDDEN in found and MASK_HIDDEN in expected:
-        mask, shape = found[MASK_HIDDEN], expected[MASK_HIDDEN]
-        if mask.numel() == shape.numel():  # layouts have different leading dimensions
-            found[MASK_HIDDEN] = mask.reshape(shape)
-    # torch cannot compute with floats of 8 bits.
-    stored = {
-        name: tensor.float()
-        if tensor.is_floating_point() and tensor.element_size() == 1
-        else tensor
-        for name, tensor in found.items()
-    }
-    shared, faults = head.shared_tensors(), tensor_faults(head, found, may_be_zero=())
-    findings = [*_fault_findings(faults), *_dtype_findings(found)]
-    shape_findings, tensors = _fitting_tensors(
-        {n: t for n, t in stored.items() if n not in shared},
-        expected,
-        config,
-        {f.tensor: f.message for f in faults if f.kind == "shape"},
-    )
-    tensors |= {name: target_tensors[name] for name in shared if name in target_tensors}
+    found, findings = _with_raw_mask(files, expected)
+    faults = tensor_faults(head, found, may_be_zero=())
+    misfits = {f.tensor for f in faults if f.kind in ("unknown tensor", "shape")}
+    tensors = {name: _computable(t) for name, t in found.items() if name not in misfits}
+    tensors |= {name: target_tensors[name] for name in head.shared_tensors()}
     if config.draft_vocab_size == config.vocab_size:  # other programs' files have no identity maps
-        tensors.setdefault("d2t", torch.zeros(config.vocab_size, dtype=torch.int64))
+        tensors.setdefault(D2T, torch.zeros(config.vocab_size, dtype=torch.int64))
     for name in sorted(expected.keys() - tensors.keys()):
-        substitute = _substitute(name, tensors, config, target_tensors)
-        if substitute is not None:
+        if (substitute := _substitute(name, tensors, config, target_tensors)) is not None:
             tensors[name] = substitute
-        if name not in stored and not (name == "t2d" and "d2t" in tensors):
-            scored = "" if substitute is None else "; scored with a substitute"
-            findings.append(
-                fault(
-                    "missing tensor",
-                    f"missing tensor {name}: servers leave it uninitialised without a warning"
-                    + scored,
-                    RESTORE,
-                )
-            )
-    return (tensors if expected.keys() <= tensors.keys() else None), findings + shape_findings
+    findings += _fault_findings(faults, found, tensors)
+    findings += _dtype_findings(faults, found)
+    return (tensors if expected.keys() <= tensors.keys() else None), findings
+
+
+def _with_raw_mask(
+    files: HeadFiles, expected: Mapping[str, torch.Size]
+) -> tuple[dict[str, Tensor], list[Finding]]:
+    """Return the stored tensors with `mask_hidden` as it is before fc, in the head's shape."""
+    tensors, config = files.tensors, files.config
+    if MASK_HIDDEN not in tensors or MASK_HIDDEN not in expected:
+        return tensors, []
+    mask, shape = tensors[MASK_HIDDEN], expected[MASK_HIDDEN]
+    if mask.numel() == shape.numel():  # layouts have different leading dimensions
+        return tensors | {MASK_HIDDEN: mask.reshape(shape)}, []
+    if mask.numel() != config.hidden_size or not can_unproject_mask(config, tensors):
+        return tensors, []
+    finding = fault(
+        MASK_HIDDEN,
+        f"mask_hidden has {mask.numel()} values, as many as a hidden state: it was projected by fc "
+        f"before it was stored, where the {config.feature_size} values before fc are expected; "
+        "scored with a vector that fc maps to it",
+        "store the vector before fc: servers project it once, when they load it",
+    )
+    return tensors | {MASK_HIDDEN: unproject_mask(mask, tensors["fc.weight"])}, [finding]
+
+
+def _computable(tensor: Tensor) -> Tensor:
+    """Return a tensor that torch computes with, without NaN and infinities."""
+    if not tensor.is_floating_point():
+        return tensor
+    return (tensor.float() if tensor.element_size() == 1 else tensor).nan_to_num(0, 0, 0)
 
 
 def _substitute(
@@ -183,58 +180,35 @@ def _substitute(
     return None
 
 
-def _fitting_tensors(
-    tensors: Mapping[str, Tensor],
-    expected: Mapping[str, torch.Size],
-    config: HeadConfig,
-    messages: Mapping[str, str],
-) -> tuple[list[Finding], dict[str, Tensor]]:
-    """Return findings on tensors of a wrong shape, and the other tensors, made finite."""
-    findings, fitting = [], {}
-    for name, tensor in tensors.items():
-        if name not in expected:
-            continue
-        if tensor.is_floating_point():
-            tensor = tensor.nan_to_num(0, 0, 0)
-        projected = name == MASK_HIDDEN and tensor.numel() == config.hidden_size
-        if tensor.shape == expected[name]:
-            fitting[name] = tensor
-        elif projected and can_unproject_mask(config, tensors):
-            fitting[name] = unproject_mask(tensor, tensors["fc.weight"])
-            findings.append(
-                fault(
-                    "mask_hidden",
-                    f"mask_hidden has {tensor.numel()} values, as many as a hidden state: it "
-                    f"was projected by fc before it was stored, where the {config.feature_size} "
-                    "values before fc are expected; scored with a vector that fc maps to it",
-                    "store the vector before fc: servers project it once, when they load it",
-                )
-            )
-        else:
-            findings.append(fault("shape", messages[name], RESTORE))
-    return findings, fitting
+def _fault_findings(
+    faults: list[TensorFault], found: Mapping[str, Tensor], scored: Mapping[str, Tensor]
+) -> Iterator[Finding]:
+    """Yield the validator's faults, each with what to do; those of dtypes are not among them."""
+    for kind, do in ADVICE.items():
+        for f in faults:
+            if f.kind != kind or (kind == "missing tensor" and f.tensor == T2D and D2T in found):
+                continue  # a t2d that d2t gives may be missing
+            message, advice = f.message, do
+            if kind == "missing tensor":
+                message += ": servers leave it uninitialised without a warning"
+                message += "; scored with a substitute" * (f.tensor in scored)
+            elif kind == "not finite":
+                message += "; scored with zeros instead"
+            elif "absolute ids" in message:
+                advice = "store d2t − arange(len(d2t))"
+            yield fault(kind, message, advice)
 
 
-def _fault_findings(faults: list[TensorFault]) -> Iterator[Finding]:
-    """Yield the validator's faults, each with what to do; shapes and maps' dtypes come later."""
-    for kind, do in FAULT_ADVICE.items():
-        found = [f for f in faults if f.kind == kind]
-        if kind == "dtype":  # a quantised head has many
-            found = [f for f in found if f.tensor not in (D2T, T2D)]
-            if found:
-                yield fault(kind, f"{found[0].message} ({len(found)} such tensors)", do)
-            continue
-        for f in found:
-            absolute = kind == "d2t" and "absolute ids" in f.message
-            scored = "; scored with zeros instead" if kind == "not finite" else ""
-            yield fault(
-                kind, f.message + scored, "store d2t − arange(len(d2t))" if absolute else do
-            )
-
-
-def _dtype_findings(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Yield findings on d2t and t2d of other dtypes, and on weights of several dtypes."""
-    for name, dtype in (("d2t", torch.int64), ("t2d", torch.bool)):
+def _dtype_findings(faults: list[TensorFault], tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Yield findings on dtypes that cannot be computed with, and on those that programs cast."""
+    wrong = [f for f in faults if f.kind == "dtype" and f.tensor not in (D2T, T2D)]
+    if wrong:  # a quantised head has many
+        yield fault(
+            "dtype",
+            f"{wrong[0].message} ({len(wrong)} such tensors)",
+            "store weights as bfloat16 or float32: quantised heads cannot be read",
+        )
+    for name, dtype in ((D2T, torch.int64), (T2D, torch.bool)):
         if name in tensors and tensors[name].dtype != dtype:
             yield fault(
                 "dtype",
@@ -252,32 +226,18 @@ def _dtype_findings(tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
         )
 
 
-def read_foreign_head(
-    folder: Path, session: TargetSession
-) -> tuple[HeadFiles | None, list[Finding]]:
-    """Read a head in the speculators layout or the native one.
-
-    Returns:
-        The head (None: the target cannot be its own), and what is wrong with its config.
+def read_foreign_head(folder: Path, session: TargetSession) -> tuple[HeadFiles, list[Finding]]:
+    """Read a head in the speculators layout or the native one, and what is wrong with its config.
 
     Raises:
-        UserError: a config or weights that draftlab cannot read or compute.
+        UserError: a config or weights that draftlab cannot read or compute, a target of another
+            shape.
     """
-    weights, text_config = read_weights(folder, "head's weights"), session.text_config
+    weights = read_weights(folder, "head's weights")
     foreign = read_foreign_config(folder, weights)
     tensors = rename_tensors(weights, weight_files(folder)[0], _ignore)
-    config = foreign.config
-    sizes = {
-        "{:,} tokens": (config.vocab_size, text_config.vocab_size),
-        "hidden size {:,}": (
-            config.target_hidden_size or config.hidden_size,
-            text_config.hidden_size,
-        ),
-    }
-    if shape_faults := size_findings(sizes):
-        return None, shape_faults
     findings = list(_config_findings(foreign, session))
-    readings = boundary_readings(foreign, text_config.num_hidden_layers)
+    readings = boundary_readings(foreign, session.text_config.num_hidden_layers)
     first, *others = dict.fromkeys(readings.values())
     if others:
         listed = "; ".join(f"{list(ids)} ({program})" for program, ids in readings.items())
@@ -293,7 +253,7 @@ def read_foreign_head(
         folder,
         session.target_settings,
         first,
-        bool(config.norm_before_residual),
+        bool(foreign.config.norm_before_residual),
         None,
         _ignore,
     )

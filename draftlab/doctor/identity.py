@@ -32,15 +32,10 @@ def shape_findings(head: HeadConfig, text: Any) -> list[Finding]:
         "hidden size {:,}": (head.target_hidden_size, text.hidden_size),
         "{:,} tokens": (head.vocab_size, text.vocab_size),
     }
-    return size_findings(sizes, f" ({head.target.name})")
-
-
-def size_findings(sizes: Mapping[str, tuple[int, int]], target_name: str = "") -> list[Finding]:
-    """Return a finding for each size (expected, actual) of the target that differs."""
     return [
         fault(
             "target",
-            f"the head was trained for a target of {size.format(expected)}{target_name}; "
+            f"the head was trained for a target of {size.format(expected)} ({head.target.name}); "
             f"this one has {actual:,}",
             "give the target it was trained for with --target",
         )
@@ -51,23 +46,17 @@ def size_findings(sizes: Mapping[str, tuple[int, int]], target_name: str = "") -
 
 def config_findings(head: HeadConfig, text: Any) -> Iterator[Finding]:
     """Yield findings on RoPE and positions that differ from the target's."""
-    rope = dict(getattr(text, "rope_parameters", None) or {})
-    head_rope = {"rope_type": "default", **head.rope_parameters}
+    rope = getattr(text, "rope_parameters", None) or {}
     if "rope_theta" in rope:
-        target_rope = {"rope_type": "default", **used_rope(rope)}
-        base, target_base = float(head_rope["rope_theta"]), float(rope["rope_theta"])
-        if base != target_base:
-            yield note(
-                "rope",
-                f"RoPE base {base:,.0f}, where the target has {target_base:,.0f}",
-                "heads usually have their target's; programs take 10,000 if a config has "
-                "none. The scores below show which one fits",
-            )
-        elif head_rope != target_rope:
+        head_rope, target_rope = (
+            {"rope_type": "default", **fields} for fields in (head.rope_parameters, used_rope(rope))
+        )
+        if head_rope != target_rope:
             yield note(
                 "rope",
                 f"RoPE parameters {head_rope}, where the target has {target_rope}",
-                "a head may use a scaled RoPE's base alone; the scores show which fits",
+                "heads usually have their target's, or its base alone; programs take base 10,000 "
+                "if a config has none. The scores below show which fits",
             )
     yield from position_findings(head.max_position_embeddings, text)
 
