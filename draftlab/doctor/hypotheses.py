@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -130,8 +130,8 @@ def boundaries(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hyp
         yield Hypothesis("boundaries", name, mistake, correction, do, changed)
 
 
-def features(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
-    """Yield features before and after norms, and features of the neighbouring positions."""
+def inputs(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
+    """Yield features before and after norms and of neighbouring positions, and plain text."""
     ids = variant.config.boundaries
     last_state = get_family(variant.config.family).reads_last_state
     if last_state:
@@ -173,10 +173,6 @@ def features(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypot
             replace(variant, lag=variant.lag + lag),
             margin,
         )
-
-
-def prompts(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
-    """Yield plain text instead of chats."""
     if variant.template and False in context.templates:
         yield Hypothesis(
             "template",
@@ -192,30 +188,27 @@ ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 """The default base of programs, and those of well-known targets."""
 
 
-def norms(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
-    """Yield other values of flags that no tensor's name or shape shows."""
-    yield from flags(variant, "norm flags", {"norm_before_residual": {}, "norm_output": {}})
+FLAGS = {
+    "norm_before_residual": "norm flags",
+    "norm_output": "norm flags",
+    "sample_from_anchor": "slots",
+    "is_causal": "slots",
+}
+"""Flags that no tensor's name or shape shows, with the kind of finding."""
 
 
-def slots(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
-    """Yield the other layout of a block's slots, and the other order of attention in a block."""
-    options = variant.config.options()
-    if "sample_from_anchor" in options:
-        # The number of slots stays: slot 0 predicts a token in the anchor layout only.
-        shift = -1 if options["sample_from_anchor"] else 1
-        drafts = {"k_trained": variant.config.k_trained + shift}
-        yield from flags(variant, "slots", {"sample_from_anchor": drafts, "is_causal": {}})
-
-
-def flags(
-    variant: HeadVariant, kind: str, changes: Mapping[str, dict[str, Any]]
-) -> Iterator[Hypothesis]:
-    """Yield the other value of each flag that the head has, with the changes that go with it."""
-    for flag, others in changes.items():
-        if flag not in variant.config.options():
+def flags(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
+    """Yield the other value of each flag that the head has."""
+    config = variant.config
+    for flag, kind in FLAGS.items():
+        if flag not in config.options():
             continue
-        other = not getattr(variant.config, flag)
-        changed = variant.with_config(**{flag: other}, **others)
+        other = not getattr(config, flag)
+        changes: dict[str, Any] = {flag: other}
+        if flag == "sample_from_anchor":
+            # The number of slots stays: slot 0 predicts a token in the anchor layout only.
+            changes["k_trained"] = config.k_trained + (1 if other else -1)
+        changed = variant.with_config(**changes)
         if changed is None:  # parallel heads have no norm_output
             continue
         value = str(other).lower()
@@ -411,19 +404,7 @@ def unproject_mask(projected: Tensor, fc: Tensor) -> Tensor:
     return solution.T.to(projected.dtype)
 
 
-PROPOSALS: tuple[Callable[[HeadVariant, HypothesisContext], Iterator[Hypothesis]], ...] = (
-    boundaries,
-    features,
-    prompts,
-    norms,
-    slots,
-    rope,
-    layouts,
-    vocabularies,
-    masks,
-)
-
-
 def hypotheses(variant: HeadVariant, context: HypothesisContext) -> list[Hypothesis]:
     """Return every hypothesis that the head's shapes allow."""
-    return [hypothesis for propose in PROPOSALS for hypothesis in propose(variant, context)]
+    proposals = boundaries, inputs, flags, rope, layouts, vocabularies, masks
+    return [hypothesis for propose in proposals for hypothesis in propose(variant, context)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -13,7 +13,6 @@ from torch import Tensor
 
 from draftlab.doctor.hypotheses import HeadVariant
 from draftlab.doctor.settings import DoctorSettings
-from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
 from draftlab.evaluate.statistics import repetition_rate
@@ -29,6 +28,7 @@ from draftlab.target_model.parts import load_parts
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids
 from draftlab.text.conversations import Conversation
+from draftlab.text.decode import engine_decode
 from draftlab.text.suites import Suite, conversation_suite, load_suite
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import Batch, pack
@@ -91,42 +91,6 @@ def input_norm(target: Target, boundary: int) -> torch.nn.Module | None:
     if boundary == target.num_layers:
         return target.norm
     return getattr(target.layers[boundary], "input_layernorm", None)
-
-
-def generate_answers(
-    target: Target, requests: Sequence[Request], monitor: Monitor, stage: str
-) -> list[Generation]:
-    """Return the target's answers in the order of the requests."""
-    longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + 1
-    engine = Engine(
-        target,
-        batch=min(MAX_BATCH, len(requests)),
-        max_length=min(longest, target.max_length),
-        monitor=monitor,
-    )
-    answers: dict[str, Generation] = {}
-    for generation in engine.generate(requests):
-        answers[generation.id] = generation
-        monitor.progress(stage, len(answers), len(requests))
-    return [answers[request.id] for request in requests]
-
-
-def make_scoring_set(
-    target: Target, requests: Sequence[Request], answers: Sequence[Generation], k: int
-) -> ScoringSet:
-    """Return the scoring set for k drafts per step, without states."""
-    records = []
-    for request, generation in zip(requests, answers, strict=True):
-        tokens = torch.tensor([*request.prompt_ids, *generation.token_ids])
-        spans = (torch.arange(len(tokens)) >= len(request.prompt_ids)).long()
-        empty, zeros = torch.zeros(len(tokens), 0), torch.zeros(len(tokens))
-        records.append(
-            Record(request.id, tokens, spans, empty, empty, zeros, zeros.long(), temperature=0.0)
-        )
-    width = max(len(record.tokens) for record in records)
-    batch = pack([[record] for record in records], width, k).to(target.device)
-    names = tuple(request.id for request in requests)
-    return ScoringSet(target, names, batch, tuple(record.spans for record in records), {})
 
 
 class TargetSession:
@@ -208,11 +172,29 @@ class TargetSession:
             for name, ids in self._suite(template).sample(settings.max_prompts, seed=0).prompts
         ]
         stage = "doctor: the target answers" + " plain text" * (not template)
-        return requests, generate_answers(target, requests, self.monitor, stage)
+        longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + 1
+        decode = engine_decode(target, MAX_BATCH, self.monitor)
+        answers: dict[str, Generation] = {}
+        for generation in decode(requests, min(longest, target.max_length)):
+            answers[generation.id] = generation
+            self.monitor.progress(stage, len(answers), len(requests))
+        return requests, [answers[request.id] for request in requests]
 
     def _scoring_set(self, template: bool, k: int) -> ScoringSet:
         """Return the greedy answers to chats (`template`) or plain text, for k drafts per step."""
-        return make_scoring_set(self.target, *self._answers(template), k)
+        requests, answers = self._answers(template)
+        records = []
+        for request, generation in zip(requests, answers, strict=True):
+            tokens = torch.tensor([*request.prompt_ids, *generation.token_ids])
+            spans = (torch.arange(len(tokens)) >= len(request.prompt_ids)).long()
+            empty, zeros = torch.zeros(len(tokens), 0), torch.zeros(len(tokens))
+            records.append(
+                Record(request.id, tokens, spans, empty, empty, zeros, zeros.long(), 0.0)
+            )
+        width = max(len(record.tokens) for record in records)
+        batch = pack([[record] for record in records], width, k).to(self.target.device)
+        names = tuple(request.id for request in requests)
+        return ScoringSet(self.target, names, batch, tuple(r.spans for r in records), {})
 
     def conditions(self, template: bool, k: int) -> dict[str, Any]:
         """Return the conditions of the scores, for the diagnosis."""

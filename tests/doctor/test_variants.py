@@ -18,7 +18,7 @@ from draftlab.doctor.hypotheses import (
     HeadVariant,
     HypothesisContext,
     boundaries,
-    features,
+    inputs,
     layouts,
     masks,
     sorted_blocks,
@@ -229,7 +229,7 @@ def test_features_of_the_next_position_must_gain_more() -> None:
     for gain, better in ((0.1, False), (0.6, True)):
         changed = score(0.10 + gain).compare(stored, tried=20)
         context = HypothesisContext(12, None, {}, frozenset(), frozenset({True}))
-        for hypothesis in features(HeadVariant(parallel_config(), {}), context):
+        for hypothesis in inputs(HeadVariant(parallel_config(), {}), context):
             result = VariantResult(hypothesis.variant, (hypothesis,), stored, changed)
             assert result.better == (better or "next" not in hypothesis.name), hypothesis.name
 
