@@ -67,6 +67,7 @@ class Verbs(TyperGroup):
 
     def main(self, *args: Any, **options: Any) -> Any:
         try:
+            _check_utf8(sys.argv[1:])
             code = super().main(*args, **(options | {"standalone_mode": False}))
         except typer.BadParameter.__bases__ as error:  # UsageError, which typer does not export
             if type(error).__name__ != "NoArgsIsHelpError":  # which has printed the help
@@ -74,6 +75,9 @@ class Verbs(TyperGroup):
                 verb = error.ctx.command_path if error.ctx else "draftlab"
                 do = f"`{verb} --help` explains what it takes"
                 _print_error(errors, UserError(what, where="command line", do=do))
+            code = 2
+        except UserError as error:
+            _print_error(errors, error)
             code = 2
         sys.exit(code or 0)
 
@@ -85,6 +89,23 @@ class _Bar(Progress):
         yield self.make_tasks_table(self.tasks)
         for task in self.tasks:
             yield Text(task.fields["detail"])
+
+
+def _check_utf8(arguments: Sequence[str]) -> None:
+    """Check the arguments and the working folder, whose names reports and exports hold.
+
+    Raises:
+        UserError: one has bytes that are not UTF-8, of which Python makes surrogates.
+    """
+    for text in (*arguments, os.path.realpath(".")):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UserError(
+                f"expected arguments and a working folder named in UTF-8, found {text!r}",
+                where="command line",
+                do="rename the file or folder",
+            ) from None
 
 
 class ConsoleMonitor(Monitor):

@@ -117,6 +117,20 @@ def test_a_full_or_read_only_disk_is_a_user_error(
     assert third == f"do: {do}; the same command keeps what is finished and goes on"
 
 
+def test_names_that_are_not_utf8_are_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An evaluation would compute for hours, and then not write its report."""
+    name = os.fsdecode(b"caf\xe9")
+    monkeypatch.setattr(sys, "argv", ["draftlab", "eval", "--out", name])
+    result = draftlab(tmp_path, "version")
+    assert result.exit_code == 2
+    assert "named in UTF-8, found 'caf\\udce9'" in result.stderr
+    (tmp_path / name).mkdir()
+    monkeypatch.setattr(sys, "argv", ["draftlab"])
+    assert draftlab(tmp_path / name, "version").exit_code == 2
+
+
 def test_a_full_disk_under_the_cache_is_a_user_error() -> None:
     """Transformers and draftlab write checkpoints there by safetensors."""
     console = Console(file=io.StringIO(), width=100)
