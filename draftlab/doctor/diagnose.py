@@ -29,6 +29,7 @@ from draftlab.export.foreign_config import layout_name
 from draftlab.heads.config import USUAL_K, HeadConfig
 from draftlab.heads.folder import meta_head
 from draftlab.heads.head import EMBEDDINGS
+from draftlab.target_model.fingerprint import fingerprint
 
 MIN_PLAIN_POSITIONS = 100
 """Positions in answers to plain text; with fewer the head is not scored on them."""
@@ -66,14 +67,14 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
     if shape_faults := shape_findings(config, text_config):
         return conclude(findings + shape_faults)
     findings += config_findings(config, text_config)
-    findings += identity_findings(config, session.fingerprint, session.tokenizer)
+    findings += identity_findings(config, fingerprint(session.folder), session.tokenizer)
     tensors, tensor_findings = complete_tensors(files, target_tensors)
     findings += tensor_findings
     if tensors is None:
         return conclude(findings)
     findings += resemblance_findings(config, tensors, target_tensors)
     k = session.settings.k or usual_drafts(config)
-    stored = HeadVariant(config, tensors, template=session.has_template)
+    stored = HeadVariant(config, tensors, template=session.tokenizer.chat_template is not None)
     kinds = ", ".join(dict.fromkeys(f.kind for f in findings if f.severity == "fault"))
     session.monitor.say(
         f"doctor: the files have {f'faults ({kinds})' if kinds else 'no faults'}; now the target "
@@ -149,6 +150,6 @@ def usable_templates(default: bool, session: TargetSession, k: int) -> frozenset
     else:
         if plain.num_positions(k) >= MIN_PLAIN_POSITIONS:
             return frozenset({True, False})
-        reason = f"the target's answers have only {plain.answer_tokens} tokens"
+        reason = "the target's answers are too short"
     session.monitor.say(f"doctor: the head is not scored without the chat template: {reason}")
     return frozenset({True})

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from draftlab.doctor.diagnosis import Finding, fault, note
-from draftlab.doctor.hypotheses import can_unproject_mask, unproject_mask
 from draftlab.doctor.identity import position_findings, vocabulary_mask
 from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
@@ -139,7 +138,9 @@ def _with_raw_mask(
     mask, shape = tensors[MASK_HIDDEN], expected[MASK_HIDDEN]
     if mask.numel() == shape.numel():  # layouts have different leading dimensions
         return tensors | {MASK_HIDDEN: mask.reshape(shape)}, []
-    if mask.numel() != config.hidden_size or not can_unproject_mask(config, tensors):
+    fc = tensors.get("fc.weight")
+    invertible = fc is not None and not (config.norm_before_fc or config.fc_norm)
+    if mask.numel() != config.hidden_size or not invertible:
         return tensors, []
     finding = fault(
         MASK_HIDDEN,
@@ -148,7 +149,14 @@ def _with_raw_mask(
         "scored with a vector that fc maps to it",
         "store the vector before fc: servers project it once, when they load it",
     )
-    return tensors | {MASK_HIDDEN: unproject_mask(mask, tensors["fc.weight"])}, [finding]
+    return tensors | {MASK_HIDDEN: unproject_mask(mask, fc)}, [finding]
+
+
+def unproject_mask(projected: Tensor, fc: Tensor) -> Tensor:
+    """Return the shortest vector [1, F] that fc [H, F] maps to `projected` (H values)."""
+    fc, output = fc.double(), projected.double().flatten()[:, None]
+    solution = fc.T @ torch.linalg.lstsq(fc @ fc.T, output).solution
+    return solution.T.to(projected.dtype)
 
 
 def _computable(tensor: Tensor) -> Tensor:

@@ -375,36 +375,7 @@ def with_mask_row(table: Tensor, variant: HeadVariant) -> Tensor:
     return table
 
 
-def masks(variant: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
-    """Yield `mask_hidden` as the output of fc, where both have the same width."""
-    config = variant.config
-    if config.feature_size == config.hidden_size and can_unproject_mask(config, variant.tensors):
-        unprojected = unproject_mask(variant.tensors["mask_hidden"], variant.tensors["fc.weight"])
-        yield Hypothesis(
-            "mask_hidden",
-            "mask_hidden already projected",
-            "mask_hidden was projected by fc before it was stored",
-            "with the vector before fc",
-            "store the vector before fc: servers project it once, when they load it",
-            replace(variant, tensors=variant.tensors | {"mask_hidden": unprojected}),
-        )
-
-
-def can_unproject_mask(config: HeadConfig, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether fc can be inverted for `mask_hidden`: not where there are norms before it."""
-    if not get_family(config.family).trains_mask or "fc.weight" not in tensors:
-        return False
-    return not (config.norm_before_fc or config.fc_norm)
-
-
-def unproject_mask(projected: Tensor, fc: Tensor) -> Tensor:
-    """Return the shortest vector [1, F] that fc [H, F] maps to `projected` (H values)."""
-    fc, output = fc.double(), projected.double().flatten()[:, None]
-    solution = fc.T @ torch.linalg.lstsq(fc @ fc.T, output).solution
-    return solution.T.to(projected.dtype)
-
-
 def hypotheses(variant: HeadVariant, context: HypothesisContext) -> list[Hypothesis]:
     """Return every hypothesis that the head's shapes allow."""
-    proposals = boundaries, inputs, flags, rope, layouts, vocabularies, masks
+    proposals = boundaries, inputs, flags, rope, layouts, vocabularies
     return [hypothesis for propose in proposals for hypothesis in propose(variant, context)]

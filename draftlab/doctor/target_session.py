@@ -20,7 +20,6 @@ from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import target_config
 from draftlab.run.api import HELD_OUT
 from draftlab.store.store import Record
-from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.model import Target
@@ -51,11 +50,6 @@ class ScoringSet:
     batch: Batch
     spans: tuple[Tensor, ...]
     states: dict[int, Tensor]
-
-    @property
-    def answer_tokens(self) -> int:
-        """Number of tokens of all answers."""
-        return sum(int((spans > 0).sum()) for spans in self.spans)
 
     def num_positions(self, k: int) -> int:
         """Return the number of positions where k drafts lie inside the answer."""
@@ -119,11 +113,6 @@ class TargetSession:
         return resolve_target(self.target_settings)
 
     @cached_property
-    def fingerprint(self) -> str:
-        """The target's fingerprint; no model is built."""
-        return fingerprint(self.folder)
-
-    @cached_property
     def text_config(self) -> Any:
         """The target's text config, as transformers reads it; no weights are loaded."""
         return target_config(self.target_settings).get_text_config()
@@ -137,11 +126,6 @@ class TargetSession:
     def tokenizer(self) -> Any:
         """The target's tokenizer."""
         return load_tokenizer(self.target_settings)
-
-    @property
-    def has_template(self) -> bool:
-        """True if the tokenizer has a chat template."""
-        return self.tokenizer.chat_template is not None
 
     @cached_property
     def shared_tensors(self) -> dict[str, Tensor]:

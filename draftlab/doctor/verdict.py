@@ -101,11 +101,15 @@ def make_diagnosis(
     """
     verdict, num_mentioned = "", 1
     if search is not None and search.best is not None:
-        verdict, num_mentioned = explanation(search), len(search.best.hypotheses)
-        corrected = {h.kind for h in search.best.hypotheses}
+        mistakes = search.best.hypotheses
+        corrections, best = " and ".join(h.correction for h in mistakes), al(search.best)
+        effect = f"{al(search.stored)} as stored, {best.removeprefix('AL ')} {corrections}"
+        verdict = f"{' and '.join(h.mistake for h in mistakes)}; {effect}"
+        num_mentioned = len(mistakes)
         # The scores say the same about d2t as the files do, with figures.
-        rest = [f for f in findings if f.kind != "d2t" or f.kind not in corrected]
-        findings = [*_hypothesis_findings(search), *rest]
+        if "d2t" in (h.kind for h in mistakes):
+            findings = [f for f in findings if f.kind != "d2t"]
+        findings = [fault(h.kind, f"{h.mistake}; {effect}", h.do) for h in mistakes] + findings
     elif search is not None and (score := score_finding(search, provenance or {})):
         causes = [f for f in findings if f.kind in IDENTITY and f.severity == "fault"]
         named = bool(causes) and score.severity == "fault"
@@ -154,25 +158,6 @@ def al(result: VariantResult) -> str:
     """Return its acceptance length, such as "AL 2.77"."""
     length = result.score.total.acceptance_length
     return "AL –" if length is None else f"AL {length:.2f}"
-
-
-def explanation(search: VariantSearch, mistake: str | None = None) -> str:
-    """Return "the ids look like outputs of layers; AL 1.04 as stored, 2.77 shifted by one".
-
-    Args:
-        mistake: the mistake to name; None: all that the best variant corrects.
-    """
-    assert search.best is not None
-    mistake = mistake or " and ".join(h.mistake for h in search.best.hypotheses)
-    corrections = " and ".join(h.correction for h in search.best.hypotheses)
-    best = al(search.best).removeprefix("AL ")
-    return f"{mistake}; {al(search.stored)} as stored, {best} {corrections}"
-
-
-def _hypothesis_findings(search: VariantSearch) -> list[Finding]:
-    """Return a finding for each mistake that the best variant corrects."""
-    assert search.best is not None
-    return [fault(h.kind, explanation(search, h.mistake), h.do) for h in search.best.hypotheses]
 
 
 def score_finding(search: VariantSearch, provenance: dict[str, Any]) -> Finding | None:

@@ -38,15 +38,6 @@ def change(folder: Path, **fields: object) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_wrong_boundaries_are_named(exported: Path, session: TargetSession) -> None:
-    change(exported, eagle_aux_hidden_state_layer_ids=[0, 4, 11])
-    diagnosis = diagnose(exported, session)
-    assert diagnosis.layout == "speculators"
-    assert fault_kinds(diagnosis) == ["boundaries"]
-    assert diagnosis.verdict.startswith("the head has the default boundaries; AL ")
-    assert diagnosis.verdict.endswith("with [2, 6, 9]")
-
-
 def test_good_exports_have_no_findings(
     exported: Path, untrained_eagle: Path, session: TargetSession, tmp_path: Path
 ) -> None:

@@ -14,17 +14,16 @@ from safetensors.torch import load_file
 
 from draftlab.doctor.diagnose import diagnose
 from draftlab.doctor.diagnosis import Diagnosis
+from draftlab.doctor.head_files import unproject_mask
 from draftlab.doctor.hypotheses import (
     HeadVariant,
     HypothesisContext,
     boundaries,
     inputs,
     layouts,
-    masks,
     sorted_blocks,
-    unproject_mask,
 )
-from draftlab.doctor.score import Score, Scorer
+from draftlab.doctor.score import Score
 from draftlab.doctor.search import VariantResult
 from draftlab.doctor.target_session import TargetSession
 from draftlab.heads.config import HeadConfig
@@ -258,20 +257,6 @@ def test_a_projected_mask_is_named(session: TargetSession, copy_head: CopyHead) 
     assert "768" in finding.what
     unprojected = unproject_mask(projected, tensors["fc.weight"])
     torch.testing.assert_close(unprojected @ tensors["fc.weight"].T, projected)
-
-
-def test_a_mask_of_ambiguous_width_is_scored_both_ways(session: TargetSession) -> None:
-    """With one boundary a projected vector has the shape of a raw one."""
-    config = parallel_config(boundaries=[9])
-    tensors = initial_tensors(config, session.target.parts)
-    raw = HeadVariant(config, tensors)
-    mask = tensors["mask_hidden"] @ tensors["fc.weight"].T
-    stored = HeadVariant(config, tensors | {"mask_hidden": mask})
-    (hypothesis,) = masks(stored, None)  # type: ignore[arg-type]
-    scorer = Scorer(session.target, lambda template: session.scoring_set(template, 2), 2)
-    actual, expected, wrong = (scorer(v).likelihood for v in (hypothesis.variant, raw, stored))
-    assert actual == pytest.approx(expected, rel=1e-3)
-    assert wrong != pytest.approx(expected, rel=1e-3)
 
 
 def test_blocks_of_features_are_sorted_by_boundary() -> None:
