@@ -93,10 +93,11 @@ def render(
             limits or do what a template must not.
     """
     chats, again = tee(chats)
-    named = tokenizer.special_tokens_map
+    named, source = tokenizer.special_tokens_map, chat_template(tokenizer)
+    parts = _reads_parts_only(tokenizer, source)
     variables = (
         {
-            "messages": [_with_thinking(message) for message in chat.messages],
+            "messages": [_for_template(message, parts) for message in chat.messages],
             "tools": list(chat.tools) if chat.tools else None,
             "documents": None,
             "add_generation_prompt": chat.generation_prompt,
@@ -105,7 +106,7 @@ def render(
         }
         for chat in again
     )
-    results = render_template(chat_template(tokenizer), variables)
+    results = render_template(source, variables)
     for chat, result in zip(chats, results, strict=True):
         if not chat.messages:
             yield RenderError("expected a turn before the first answer, found none")
@@ -159,10 +160,38 @@ def render_text(
     return rendered(result).text
 
 
-def _with_thinking(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the message with its reasoning also under `thinking`, which some templates read."""
-    reasoning = message.get("reasoning_content")
-    return dict(message) if reasoning is None else {**message, "thinking": reasoning}
+@lru_cache(maxsize=8)
+def _reads_parts_only(tokenizer: PreTrainedTokenizerBase, source: str) -> bool:
+    """Return whether a template writes the parts of a content and no text, as Idefics 3's does."""
+    variables = (
+        {
+            "messages": [_for_template({"role": "user", "content": "☃"}, parts)],
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **tokenizer.special_tokens_map,
+        }
+        for parts in (False, True)
+    )
+    plain, of_parts = (
+        isinstance(result, Rendered) and "☃" in result.text
+        for result in render_template(source, variables)
+    )
+    return of_parts and not plain
+
+
+def _for_template(message: Mapping[str, Any], parts: bool) -> dict[str, Any]:
+    """Return a message as a template reads it: its reasoning is also under `thinking`.
+
+    Args:
+        parts: whether its text becomes a list of one part.
+    """
+    found = dict(message)
+    if (reasoning := message.get("reasoning_content")) is not None:
+        found["thinking"] = reasoning
+    if parts and isinstance(message.get("content"), str):
+        found["content"] = [{"type": "text", "text": message["content"]}]
+    return found
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import chain, islice, tee
 from typing import Any
 
@@ -148,7 +149,25 @@ def _last_turn(
     end = _answer_end(tokenizer, chat, number, prompt, full, whole.blocks)
     if end <= start:
         raise RenderError(f"expected answer {number} to have tokens, found none")
-    return AssistantTurn(prompt.ids, full.ids[start:end])
+    answer, stops = full.ids[start:end], answer_stops(tokenizer)
+    if stops.isdisjoint(full.ids[start:]):
+        answer += _stop_of_next_turn(tokenizer)
+    return AssistantTurn(prompt.ids, answer)
+
+
+@lru_cache(maxsize=8)
+def _stop_of_next_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the stop token that begins the turn behind an answer, if it does, as GLM's <|user|>.
+
+    A template then writes no token that ends an answer; the target writes this one.
+    """
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "☃"}
+    try:
+        text = render_text(tokenizer, [user, answer, user])
+    except RenderError:
+        return ()
+    first = encode(tokenizer, text.rpartition("☃")[2]).ids[:1]
+    return first if answer_stops(tokenizer).issuperset(first) else ()
 
 
 def _with_what_it_leaves_out(

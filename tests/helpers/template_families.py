@@ -279,6 +279,27 @@ KIMI_K3 = """\
     {{- '<|open|>message role="assistant"<|sep|><|open|>think<|sep|>' }}
 {%- endif %}"""
 
+IDEFICS3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- message.role + ':' }}
+    {%- for part in message['content'] %}
+        {%- if part['type'] == 'text' %}{{- ' ' + part['text'] }}{%- endif %}
+    {%- endfor %}
+    {{- '<end_of_utterance>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- 'assistant:' }}{%- endif %}"""
+
+GLM45 = """\
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>' }}
+    {%- if message.role == "assistant" %}
+        {{- '\\n<think>' + message.reasoning_content | default('') + '</think>' }}
+    {%- endif %}
+    {{- '\\n' + message.content }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|assistant|>' }}{%- endif %}"""
+
 
 @dataclass(frozen=True)
 class Family:
@@ -323,6 +344,8 @@ FAMILIES = {
     "deepseek-r1": Family(DEEPSEEK_R1, *_DEEPSEEK_TOKENS),
     "qwq": Family(QWQ, *_QWEN),
     "gemma4": Family(GEMMA4, _GEMMA4_TOKENS, bos="<bos>"),
+    "idefics3": Family(IDEFICS3, ("<end_of_utterance>", "<bos>"), bos="<bos>"),
+    "glm4.5": Family(GLM45, ("<|user|>", "<|assistant|>"), ("<think>", "</think>")),
     "kimi-k3": Family(KIMI_K3, ("<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>")),
 }
 _WORDS = r"\n\n|\n| |\w+|[^\w\s]"

@@ -44,7 +44,7 @@ ANSWERS = {
 }
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"kimi-k3"}))
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - {"glm4.5", "idefics3", "kimi-k3"}))
 def test_the_next_prompt_is_what_a_server_renders_from_the_parsed_answer(family) -> None:
     tokenizer = tokenizer_for(family)
     reasons = family in ("qwen3", "gpt-oss", "deepseek-r1", "qwq", "gemma4")

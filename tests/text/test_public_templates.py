@@ -166,6 +166,16 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
             "no¦ ¦doubt¦⏎¦</think>¦⏎⏎¦yes¦ ¦sir¦<｜end▁of▁sentence｜>",
         ],
     ),
+    # The turn of the user that follows an answer begins with the token that ends it.
+    (
+        "glm4.5",
+        {},
+        [ASK, THINK, AGAIN, THINK_AGAIN],
+        [
+            "⏎¦<think>¦easy¦ ¦sum¦</think>¦⏎¦four¦<|user|>",
+            "⏎¦<think>¦no¦ ¦doubt¦</think>¦⏎¦yes¦ ¦sir¦<|user|>",
+        ],
+    ),
     ("qwq", {}, [ASK, THINK], ["easy¦ ¦sum¦⏎¦</think>¦⏎⏎¦four¦<|im_end|>"]),
     ("gemma4", {}, [ASK, FOUR, AGAIN, YES], ["four¦<turn|>", "yes¦ ¦sir¦<turn|>"]),
     (
@@ -204,6 +214,16 @@ def test_answers_token_by_token(family, arguments, chat, expected) -> None:
             **arguments,
         )
         assert list(turn.prompt_ids) == list(prompt)
+
+
+def test_a_template_that_reads_parts_alone_gets_them() -> None:
+    tokenizer = tokenizer_for("idefics3")
+    first, second = assistant_turns(tokenizer, [ASK, FOUR, AGAIN, YES])
+    assert tokenizer.decode(first.prompt_ids).startswith("<bos>user: two and two<end_of_utterance>")
+    assert tokenizer.decode(first.token_ids) == " four<end_of_utterance>"
+    assert second.prompt_ids[: len(first.prompt_ids + first.token_ids)] == (
+        first.prompt_ids + first.token_ids
+    )
 
 
 @pytest.mark.parametrize(
@@ -256,7 +276,7 @@ def test_an_answer_that_the_template_does_not_write_is_an_error(family, chat, wo
     assert caught.value.where == "c"
 
 
-NO_EMPTY_ANSWERS = {"deepseek-r1", "gemma4", "qwen3", "qwq"}
+NO_EMPTY_ANSWERS = {"deepseek-r1", "gemma4", "glm4.5", "qwen3", "qwq"}
 """Families whose generation prompt is not what the template writes before such an answer."""
 
 
