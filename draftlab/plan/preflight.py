@@ -95,7 +95,7 @@ class Planned:
         if not self.plan:
             return resolve_target(self.recipe.target)
         folder = local_target(self.recipe.target)
-        has_tokenizer = folder and any(map(Path.is_file, folder.glob("tokenizer.*")))
+        has_tokenizer = folder and any(map(Path.is_file, folder.glob("tokenizer*")))
         return folder if has_tokenizer else None
 
     @cached_property
@@ -290,8 +290,9 @@ def _check_quantisation(planned: Planned) -> Iterable[str]:
             quantizer = AutoHfQuantizer.from_config(dict(fields), pre_quantized=True)
             quantizer.validate_environment(device_map=None, weights_only=False)
     except Exception as error:  # each library has its own
+        method = " ".join(str(fields[k]) for k in ("quant_method", "quant_algo") if fields.get(k))
         reason = (
-            f"the target's weights are quantised ({fields.get('quant_method')}), and transformers "
+            f"the target's weights are quantised ({method}), and transformers "
             f"cannot load them here: {str(error).splitlines()[0]}"
         )
         if not planned.here:
@@ -300,7 +301,9 @@ def _check_quantisation(planned: Planned) -> Iterable[str]:
         raise UserError(
             reason,
             where=recipe.target.path,
-            do="install what it names, or use the checkpoint that was quantised",
+            do="install what it names, use the checkpoint that was quantised, or let vLLM answer "
+            "and record (draftlab train with regenerate.backend=vllm record.backend=vllm), and "
+            "measure the head there",
         ) from None
 
 

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from draftlab.errors import UserError
-from draftlab.files import check_size
+from draftlab.files import check_size, read_fields
 from draftlab.process_environment import name_accelerator
 from draftlab.target_model.attention import text_attention
 from draftlab.target_model.auto_model import auto_class, drop_other_modules
@@ -39,7 +39,9 @@ from draftlab.target_model.pipeline_parallel import dispatch_layers, plan_placem
 from draftlab.target_model.replacements import replace_layers
 from draftlab.target_model.settings import FOLDER, ROWS, TargetSettings
 
+CHAT_TEMPLATE = "chat_template.json"
 _PARSED_FILES = (
+    CHAT_TEMPLATE,
     "config.json",
     "tokenizer*",
     "vocab*",
@@ -73,6 +75,10 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
             raise UserError(
                 "expected the target's tokenizer, found none with words", where=folder, do=advice
             )
+        if tokenizer.chat_template is None and (folder / CHAT_TEMPLATE).is_file():
+            # Of a processor, as Mistral Small 3.1 has one; transformers reads it for those alone.
+            fields = read_fields(folder / CHAT_TEMPLATE, {"chat_template": str}, kind="template")
+            tokenizer.chat_template = fields["chat_template"]
         config = load_config(folder, trust_remote_code=settings.trust_remote_code)
     setattr(tokenizer, ROWS, config.get_text_config().vocab_size)
     setattr(tokenizer, FOLDER, folder)

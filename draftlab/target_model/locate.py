@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from draftlab.errors import UserError
-from draftlab.files import read_json
+from draftlab.files import read_fields, read_json
 from draftlab.target_model.config_fields import check_rope
 from draftlab.target_model.settings import EMBEDDED, TargetSettings
 
@@ -203,6 +203,11 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     advice = "check that the folder is complete and that transformers knows the architecture"
     with explain_loading("the target's config", folder, advice):
         config = read_config(folder, trust_remote_code=trust_remote_code)
+    if (file := folder / "hf_quant_config.json").is_file() and not hasattr(
+        config, "quantization_config"
+    ):  # as Model Optimizer writes it; transformers does not read it
+        found = read_fields(file, {"quantization": dict}, kind="Model Optimizer's config")
+        config.quantization_config = {"quant_method": "modelopt"} | found["quantization"]
     check_rope(config, folder / "config.json")
     return config
 

@@ -241,6 +241,13 @@ class Target:
                     use_cache=True,
                     **{cache_name(self.decoder.forward): cache},
                 )
+        if skipped := sorted({*boundaries} - recorded.keys()):
+            raise UserError(
+                f"expected states at every boundary, found none at {skipped}: these layers of "
+                f"{type(self.decoder).__name__} do not run for text alone",
+                where=self.folder,
+                do="use another target, such as the text model that this one was made of",
+            )
         last = recorded[self.num_layers]
         for boundary, state in recorded.items():
             if state.numel() != last.numel():

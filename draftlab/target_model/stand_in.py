@@ -101,7 +101,8 @@ def _cut(fields: dict[str, Any], layers: int) -> dict[str, Any]:
         if key == "per_layer_config" and value:
             kept = {str(int(i)): layer for i, layer in value.items() if int(i) < layers}
             last = value.get(str(number - 1))  # Gemma 4's last layer has full attention
-            cut[key] = kept | ({str(layers - 1): last} if last else {})
+            end = min(layers, number) - 1
+            cut[key] = kept | ({str(end): last} if last else {})
         elif isinstance(value, dict):
             cut[key] = _cut(value, layers)
         elif isinstance(value, list) and len(value) == number:

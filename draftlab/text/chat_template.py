@@ -30,7 +30,7 @@ Arguments = Mapping[str, Any]
 """Values of the template's variables by name."""
 
 # Text that tokenizers split differently: digits, indentation, line ends, contractions, accents.
-_PROBE = "It's  1234567 OK:\n\n\tdef f(x):\r\n        return x  # naïve “日本語” 👩‍💻\n"
+PROBE = "It's  1234567 OK:\n\n\tdef f(x):\r\n        return x  # naïve “日本語” 👩‍💻\n"
 
 
 class RenderError(UserError):
@@ -92,20 +92,16 @@ def render(
         UserError: the template can render no conversation, or a conversation has it exceed its
             limits or do what a template must not.
     """
-    chats, again = tee(chats)
+    chats, again, first = tee(chats, 3)
     named, source = tokenizer.special_tokens_map, chat_template(tokenizer)
-    parts = _reads_parts_only(tokenizer, source)
-    variables = (
-        {
-            "messages": [_for_template(message, parts) for message in chat.messages],
-            "tools": list(chat.tools) if chat.tools else None,
-            "documents": None,
-            "add_generation_prompt": chat.generation_prompt,
-            **named,
-            **chat.arguments,
-        }
-        for chat in again
-    )
+    try:
+        parts = _reads_parts_only(tokenizer, source)
+    except _FaultError as error:
+        for chat in first:
+            raise _template_error(tokenizer, chat, error.args[0]) from None
+        return
+    del first  # which would keep every chat
+    variables = (_variables(chat, named, parts=parts) for chat in again)
     results = render_template(source, variables)
     for chat, result in zip(chats, results, strict=True):
         if not chat.messages:
@@ -160,24 +156,35 @@ def render_text(
     return rendered(result).text
 
 
+class _FaultError(Exception):
+    """Carries the fault of a template, which is not cached."""
+
+
 @lru_cache(maxsize=8)
 def _reads_parts_only(tokenizer: PreTrainedTokenizerBase, source: str) -> bool:
     """Return whether a template writes the parts of a content and no text, as Idefics 3's does."""
-    variables = (
-        {
-            "messages": [_for_template({"role": "user", "content": "☃"}, parts)],
-            "tools": None,
-            "documents": None,
-            "add_generation_prompt": True,
-            **tokenizer.special_tokens_map,
-        }
-        for parts in (False, True)
-    )
-    plain, of_parts = (
-        isinstance(result, Rendered) and "☃" in result.text
-        for result in render_template(source, variables)
-    )
-    return of_parts and not plain
+    probe = Chat([{"role": "user", "content": "☃"}], generation_prompt=True)
+    for parts in (False, True):
+        variables = _variables(probe, tokenizer.special_tokens_map, parts=parts)
+        (result,) = render_template(source, [variables])
+        if isinstance(result, Rendered):
+            if "☃" in result.text:
+                return parts
+        elif result.kind != "conversation":
+            raise _FaultError(result)
+    return False
+
+
+def _variables(chat: Chat, named: Mapping[str, str], *, parts: bool) -> dict[str, Any]:
+    """Return the variables of a template, among them the named special tokens."""
+    return {
+        "messages": [_for_template(message, parts) for message in chat.messages],
+        "tools": list(chat.tools) if chat.tools else None,
+        "documents": None,
+        "add_generation_prompt": chat.generation_prompt,
+        **named,
+        **chat.arguments,
+    }
 
 
 def _for_template(message: Mapping[str, Any], parts: bool) -> dict[str, Any]:
@@ -285,7 +292,7 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
     The file tokenizer.json is not hashed, because its layout changes with the library's version.
     """
-    probe = tokenizer(_PROBE, add_special_tokens=False)["input_ids"]
+    probe = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
     vocabulary = sorted(tokenizer.get_vocab().items())
     return sha256_text(canonical_json([vocabulary, sorted(special_ids(tokenizer)), list(probe)]))
 

@@ -13,6 +13,7 @@ with another tag.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -81,6 +82,9 @@ def find_turns(
 ) -> Iterator[tuple[str, list[AssistantTurn]] | RenderError]:
     """Yield the text of each conversation and its answers, in order, or why there are none.
 
+    The text is that of the last prompt, which may have turns that its answer removes, and that of
+    all turns.
+
     A `RenderError` says that the template refuses this conversation, does not write an answer
     directly after its generation prompt, or does not show where the answer ends.
 
@@ -95,7 +99,8 @@ def find_turns(
     for chat, where in conversations:
         own = list(islice(results, sum(1 for _ in _chats(chat))))
         try:
-            found = rendered(own[-1]).text, _turns(tokenizer, chat, own)
+            texts = (rendered(one).text for one in own[-2:])
+            found = "".join(texts), _turns(tokenizer, chat, own)
         except RenderError as error:
             where, do = where or error.where, error.do or REGENERATE
             yield RenderError(error.what, where=where, do=do)
@@ -129,7 +134,7 @@ def _last_turn(
 ) -> AssistantTurn:
     """Return the last message, which is answer `number`, from the texts before and after it."""
     index = len(chat.messages) - 1
-    whole = _with_what_it_leaves_out(tokenizer, chat, before, whole)
+    whole = _as_written(tokenizer, chat, before, whole)
     prompt, full = encode(tokenizer, before.text), encode(tokenizer, whole.text)
     start = len(prompt.ids)
     if not full.text.startswith(prompt.text):
@@ -170,10 +175,10 @@ def _stop_of_next_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return first if answer_stops(tokenizer).issuperset(first) else ()
 
 
-def _with_what_it_leaves_out(
+def _as_written(
     tokenizer: PreTrainedTokenizerBase, chat: Chat, before: Rendered, whole: Rendered
 ) -> Rendered:
-    """Return the conversation with the last answer's reasoning, if the template leaves it out."""
+    """Return the conversation with the last answer as the target writes it behind its prompt."""
     texts = list(_texts(chat.messages[-1]))
     reasoning = [text for kind, text in texts if kind == "reasoning"]
     answer = "".join(text for kind, text in texts if kind == "answer")
@@ -181,7 +186,26 @@ def _with_what_it_leaves_out(
     if whole.text.startswith(before.text) and all(text in turn for text in reasoning):
         return whole
     written = written_answer(tokenizer, chat, before.text, reasoning, answer)
+    if written is None and not whole.text.startswith(before.text):
+        written = _behind_rewritten_history(chat, before.text, whole.text)
     return whole if written is None else Rendered(written, [])
+
+
+def _behind_rewritten_history(chat: Chat, prompt: str, whole: str) -> str | None:
+    """Return the prompt with the last answer, where a template changes what precedes them.
+
+    Mistral's drops a system prompt once there is an answer, and gpt-oss's the thoughts of a call
+    of a tool. The turn that is answered, and the generation prompt, are in both texts.
+
+    Returns:
+        None: that turn is another one in the whole conversation.
+    """
+    common = bisect_left(range(len(prompt)), True, key=lambda n: prompt[-n - 1 :] not in whole)
+    shared = prompt[len(prompt) - common :]
+    asked = next((m["content"] for m in reversed(chat.messages[:-1]) if m["content"]), "").strip()
+    if not asked or asked not in shared:
+        return None
+    return prompt + whole[whole.rindex(shared) + common :]
 
 
 def _answer_end(

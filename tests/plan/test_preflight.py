@@ -8,10 +8,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tokenizers import Regex, Tokenizer, pre_tokenizers
+from transformers import AutoConfig
 
 from draftlab.errors import UserError
 from draftlab.export.layout import serving_warnings
 from draftlab.recipe.recipe import parse_recipe
+from draftlab.target_model.stand_in import check_architecture
+from tests.helpers.multimodal_zoo import random_folder
 from tests.helpers.small_run import draftlab, new_workshop
 from tests.helpers.zoo import zoo_folder_with_tokenizer
 
@@ -172,6 +176,80 @@ def test_a_target_that_the_engine_cannot_decode_is_refused_before_anything_runs(
         assert message in " ".join(result.stderr.split())
         assert f"where: {kind}" in result.stderr
     assert not (workshop / "runs").exists()
+
+
+def test_layers_that_read_images_are_no_decoder_of_text(tmp_path: Path) -> None:
+    workshop = new_workshop(tmp_path)
+    random_folder(workshop / "vision", "mllama")
+    result = draftlab(workshop, "run", "small.yaml", "target=vision", "--plan")
+    assert result.exit_code == 2
+    assert "these layers of MllamaTextModel do not run for text alone" in flat(result.output)
+
+
+def test_layers_of_several_shapes_are_tried_however_few_they_are(tmp_path: Path) -> None:
+    """Gemma 4's last layer has full attention; its config lists layers of another shape."""
+    config = AutoConfig.from_pretrained(random_folder(tmp_path / "few", "gemma4_text"))
+    assert config.is_heterogeneous
+    assert check_architecture(config, "few", engine="paged") is None
+
+
+def _run_on(target: Path) -> None:
+    for name in ("generation_config.json", "config.json", "tokenizer_config.json"):
+        edit_json(target / name, eos_token_id=..., eos_token="<|end_of_text|>")
+
+
+def _with_another_class(target: Path) -> None:
+    """Let a tokenizer split words in two, and name a class that does not (as OLMo 2's did)."""
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    halves = pre_tokenizers.Split(Regex(r"\p{L}{1,2}|[^\p{L}]"), "isolated")
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([halves, bytes_of])
+    tokenizer.save(str(target / "tokenizer.json"))
+    edit_json(target / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_run_on, "ends answers with '<|eot_id|>', which is no stop token"),
+        (_with_another_class, "reads its tokenizer as GPT2Tokenizer, which gives other tokens"),
+    ],
+)
+def test_a_tokenizer_that_serves_otherwise_than_it_was_trained_is_warned_of(
+    damage: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    workshop = new_workshop(tmp_path)
+    plan = ("run", "small.yaml", "--plan")
+    assert "warning: target" not in draftlab(workshop, *plan).output
+    damage(workshop / "toy")
+    result = draftlab(workshop, *plan)
+    assert result.exit_code == 0
+    assert message in flat(result.output)
+
+
+def test_a_processors_chat_template_is_the_targets(tmp_path: Path) -> None:
+    workshop = new_workshop(tmp_path)
+    file = workshop / "toy/chat_template.jinja"
+    write_text(file.with_suffix(".json"), json.dumps({"chat_template": file.read_text()}))
+    file.unlink()
+    assert draftlab(workshop, "run", "small.yaml", "--plan").exit_code == 0
+
+
+def test_a_tokenizer_of_the_checkpoints_own_code_is_refused_by_the_plan(tmp_path: Path) -> None:
+    """As Kimi's, without a tokenizer.json."""
+    workshop = new_workshop(tmp_path)
+    (workshop / "toy/tokenizer.json").unlink()
+    own = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
+    edit_json(workshop / "toy/tokenizer_config.json", auto_map=own, tokenizer_class="OwnTokenizer")
+    write_text(workshop / "toy/tokenization_own.py", "raise SystemExit")
+    result = draftlab(workshop, "run", "small.yaml", "--plan")
+    assert result.exit_code == 2
+    assert "the target's tokenizer needs code that the checkpoint ships" in flat(result.output)
+
+
+def flat(text: str) -> str:
+    """Return a text on one line."""
+    return " ".join(text.split())
 
 
 def test_an_architecture_without_a_small_model_is_tested_after_loading(

@@ -23,7 +23,7 @@ from draftlab.target_model.parts import load_parts
 from tests.helpers.greedy_answers import STOPS, requests, run
 from tests.helpers.small_run import draftlab, new_workshop, refused
 from tests.helpers.toys import toy_target_folder
-from tests.helpers.zoo import load_on_cpu
+from tests.helpers.zoo import load_on_cpu, zoo_folder
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +174,39 @@ def test_a_plan_names_the_library_that_quantised_weights_need(tmp_path: Path) ->
         for text in (plan, said):
             assert f"the target's weights are quantised ({method})" in text
             assert words in text
+    assert "regenerate.backend=vllm record.backend=vllm" in said
+    config.pop("quantization_config")
+    (folder / "toy/config.json").write_text(json.dumps(config))
+    quantised = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (folder / "toy/hf_quant_config.json").write_text(json.dumps(quantised))
+    plan = " ".join(draftlab(folder, "run", "small.yaml", "--plan").output.split())
+    assert "the target's weights are quantised (modelopt NVFP4)" in plan
+
+
+def test_blocks_of_4_bits_are_dequantised_on_a_cpu(tmp_path: Path) -> None:
+    """gpt-oss's experts: MXFP4, 32 values to a power of two, two in a byte."""
+    zoo_folder(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=64)
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    of_code = torch.tensor([*values, *(-value for value in values)])
+    stored, meant = {}, {}
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        if not name.endswith("_proj"):
+            stored[name] = weight.bfloat16()
+            continue
+        experts, columns, rows = weight.shape
+        codes = torch.randint(0, 16, (experts, rows, columns // 32, 32))
+        exponents = torch.randint(122, 126, codes.shape[:3], dtype=torch.uint8)
+        stored[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        stored[f"{name}_scales"] = exponents
+        blocks = of_code[codes] * 2.0 ** (exponents.int()[..., None] - 127)
+        meant[name] = blocks.reshape(experts, rows, columns).transpose(1, 2)
+    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text()) | {"dtype": "bfloat16"}
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    target = load_on_cpu(tmp_path)
+    assert "its weights were dequantised" in target.notes[0]
+    own = dict(target.model.named_parameters())
+    assert len(meant) == 8
+    for name, weight in meant.items():
+        assert torch.equal(own[name], weight)

@@ -71,7 +71,7 @@ def test_stop_tokens_outside_the_vocabulary_and_none_are_errors(tmp_path: Path):
 
 
 def test_template_arguments_change_the_prompt_and_are_checked(tmp_path: Path) -> None:
-    tokenizer, arguments = toy_tokenizer(QWEN3), {"enable_thinking": False}
+    tokenizer, arguments = toy_tokenizer(QWEN3, eos="<|im_end|>"), {"enable_thinking": False}
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     prompt, without = (

@@ -128,6 +128,8 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
         ["four¦<end_of_turn>", "yes¦ ¦sir¦<end_of_turn>"],
     ),
     ("mistral", {}, [ASK, FOUR, AGAIN, YES], [" ¦four¦</s>", " ¦yes¦ ¦sir¦</s>"]),
+    # The system prompt precedes the last user turn only, so an answer removes it.
+    ("mistral", {}, [SYSTEM, ASK, FOUR, AGAIN, YES], [" ¦four¦</s>", " ¦yes¦ ¦sir¦</s>"]),
     (
         "mistral",
         {},
@@ -232,6 +234,7 @@ def test_a_template_that_reads_parts_alone_gets_them() -> None:
         # One sample if the template keeps the history as it was written, else one per answer.
         ("llama3", {}, [ASK, FOUR, AGAIN, YES], [2]),
         ("mistral", {}, [ASK, FOUR, AGAIN, YES], [2]),
+        ("mistral", {}, [SYSTEM, ASK, FOUR, AGAIN, YES], [1, 1]),
         ("qwen3", {}, [ASK, THINK, AGAIN, THINK_AGAIN], [1, 1]),  # earlier reasoning is dropped
         ("qwen3", {}, [ASK, THINK_CALL, RESULT, THINK], [2]),  # kept between tool calls
         ("qwen3", {"enable_thinking": False}, [ASK, FOUR, AGAIN, YES], [1, 1]),
@@ -265,8 +268,6 @@ def test_answers_share_a_sample_if_the_template_keeps_history(
         ("deepseek-r1", [ASK, FOUR], "rewrites history"),
         ("gemma4", [ASK, THINK], "rewrites history"),  # enable_thinking must be on
         ("gemma", [ASK, ASK, FOUR], "must alternate"),
-        # The system prompt precedes the last user turn only, so an answer removes it.
-        ("mistral", [SYSTEM, ASK, FOUR], "'be brief"),
     ],
 )
 def test_an_answer_that_the_template_does_not_write_is_an_error(family, chat, words) -> None:

@@ -193,7 +193,7 @@ def test_a_long_message_of_a_template_is_cut() -> None:
     assert len(caught.value.what) < 500
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"idefics3"}))  # which gets parts
 @pytest.mark.parametrize("prompt", [True, False])
 def test_ordinary_templates_render_as_in_transformers(name: str, prompt: bool) -> None:
     tokenizer = family_tokenizer(name, "count to two")
