@@ -24,6 +24,19 @@ $(STAMP): pyproject.toml constraints.txt
 quickstart: setup  ## train, measure and export an EAGLE3 head for the embedded target (minutes)
 	$(BIN)/draftlab run recipes/quickstart.yaml
 
+# Sizes of a run on a CPU; ARGS='train.steps=300 ...' changes more settings.
+ON_CPU := name=smollm2_small prompts.max_prompts=96 regenerate.max_new_tokens=96 \
+	regenerate.batch=32 draft_vocab.size=4000 train.steps=100 train.row_tokens=384 \
+	record.max_length=384 train.batch_rows=4 train.ttt_steps=3 train.validation_share=0.1 \
+	eval.max_prompts=8 eval.max_new_tokens=64 eval.k=2 eval.timing_prompts=4 \
+	eval.timing_tokens=32 eval.draft_probs=off
+
+real: setup  ## a head for SmolLM2-135M-Instruct, without data (98 MB; on a CPU a small one)
+	target=$$($(BIN)/python data_prep/smollm2.py) && \
+	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	then sizes=; else sizes='$(ON_CPU)'; fi && \
+	$(BIN)/draftlab run recipes/smollm2_eagle3.yaml target="$$target" $$sizes $(ARGS)
+
 test: setup  ## the CPU tests
 	$(BIN)/python -m pytest -n 2 tests
 
@@ -73,5 +86,5 @@ parity-check: setup  ## what the checks run of them: speculators, and a vLLM tha
 clean:  ## build products and caches (runs/ and the environments stay)
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
-.PHONY: help setup quickstart test test-slow lint parity-vllm parity-transformers parity-llamacpp \
+.PHONY: help setup quickstart real test test-slow lint parity-vllm parity-transformers parity-llamacpp \
 	parity-speculators parity-serving parity-check clean

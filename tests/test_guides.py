@@ -26,6 +26,7 @@ COMMAND = re.compile(r"^(?:draftlab|make|pip|python|torchrun|vllm) .*", re.MULTI
 NOT_RUN = {
     "pip install .": "installs; tests/test_wheel.py installs the package",
     "make quickstart": "sets up an environment from the network",
+    "make real": "fetches a model from the network",
     "make test": "runs these tests",
     "python data_prep/chats.py ultrachat:100000 magpie my.jsonl --out prompts.jsonl": "network",
     "vllm serve TARGET --speculative-config": "needs vLLM and a GPU",

@@ -19,6 +19,7 @@ from draftlab.recipe.head_spec import target_config
 from draftlab.recipe.recipe import load_recipe, parse_recipe
 from draftlab.run.stages import STAGES
 from draftlab.text.prompts import EMBEDDED_PROMPTS
+from draftlab.text.settings import SELF
 from draftlab.train import checkpoint
 from tests.helpers.estimates import LLAMA_8B, head_size, recipe
 from tests.helpers.small_run import RECIPES, draftlab
@@ -247,7 +248,7 @@ def test_every_recipe_can_be_planned_from_a_config(
         tmp_path / "t"
     )
     result = draftlab(tmp_path, "train", str(path), f"target={tmp_path / 't'}", "--plan")
-    missing = load_recipe(path).prompts.source not in EMBEDDED_PROMPTS
+    missing = load_recipe(path).prompts.source not in (*EMBEDDED_PROMPTS, SELF)
     assert result.exit_code == (2 if missing else 0), result.output
     lines = result.output.splitlines()
     (start,) = (i for i, line in enumerate(lines) if line.startswith("estimate ("))

