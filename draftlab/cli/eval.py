@@ -45,7 +45,6 @@ OPTIONS = SettingsOptions(
         ],
         "Times": [
             *("batch", "timing_prompts", "timing_tokens", "timing_batches"),
-            "concurrency",
         ],
         "Engine": ["engine", "packed"],
     },

@@ -41,9 +41,7 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
 
 Collect = Callable[[int], Iterator[Generation]]
-_LESS_MEMORY = (
-    "lower regenerate.batch, eval.batch, eval.timing_batches or eval.concurrency, or the lengths"
-)
+_LESS_MEMORY = "lower regenerate.batch, eval.batch, eval.timing_batches, or the lengths"
 
 
 class Engine:

@@ -117,17 +117,15 @@ class Evaluator:
         workload, measured = self.workload, [self._measure(one) for one in self.workloads]
         certificates = self._certify()
         number = sum(len(one.sampled_configs) for one in self.workloads)
-        rows, load, probes, calibrations = [], [], [], []
+        rows, probes, calibrations = [], [], []
         for one, results in zip(self.workloads, measured, strict=True):
             of_suite = [
                 _with_certificate(row, certificates) for row in new_rows(one, results, number)
             ]
             rows += with_slow_step_warnings(of_suite)
-            load += [point for engine in results for point in engine.load]
             probes += [probe for engine in results for probe in engine.probes]
             if one.settings.calibrate:
                 calibrations += calibrate_rows(one, results[0])
-        load = with_slow_step_warnings(load)
         optional = {
             "heads": {
                 head.name: known_sha256(head.folder / WEIGHTS)
@@ -150,7 +148,6 @@ class Evaluator:
             | {name: value for name, value in optional.items() if value},
             adviser=advise(rows, probes),
             rows=rows,
-            load=load,
             calibrations=calibrations,
         )
 

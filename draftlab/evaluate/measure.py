@@ -1,5 +1,4 @@
-"""Measurement with draftlab's own engines: decode the suite, time every configuration, and measure
-it under load."""
+"""Measurement with draftlab's own engines: decode the suite, and time every configuration."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ def shared_pool(workload: Workload) -> PagedCache | None:
     alive = dict.fromkeys(workload.configs + extra)
     return new_kv_pool(
         workload.target,
-        batch=max((workload.batch, *timed, *settings.concurrency)),
+        batch=max((workload.batch, *timed)),
         max_length=workload.max_length,
         draft_bytes=sum(draft_kv_bytes(config.head.head) for config in alive if config.head),
         monitor=workload.monitor,
@@ -84,42 +83,7 @@ def measure_draftlab(workload: Workload) -> EngineResults:
         workload.decode(results, engine, config)
     for batch in settings.timing_batches if settings.timing_prompts else ():
         _time_batch(workload, results, batch, pool)
-    for concurrency in settings.concurrency:
-        measure_load(workload, results, concurrency, pool)
     return results
-
-
-def measure_load(
-    workload: Workload, results: EngineResults, concurrency: int, pool: PagedCache | None
-) -> None:
-    """Measure every configuration while `concurrency` requests always run."""
-    ts, name = workload.settings.temperatures, results.engine
-    engines = {
-        config: new_engine(workload, config, concurrency, pool, expect=False)
-        for config in workload.configs
-    }
-    for t in ts:
-        here = {config: engines[config] for config in workload.configs_at(t)}
-        runs = workload.load_runs(here, t, concurrency, name)
-        warnings = pool_warnings(workload, pool, concurrency)
-        results.load += [
-            point.model_copy(update={"warnings": point.warnings + warnings})
-            for point in workload.load_points(runs, t, concurrency, name)
-        ]
-
-
-def pool_warnings(workload: Workload, pool: PagedCache | None, concurrency: int) -> list[str]:
-    """Return a warning if the KV cache may not hold so many requests at once."""
-    if pool is None:
-        return []
-    width = -(-workload.max_length // pool.block_size)
-    if pool.num_blocks - 1 >= concurrency * width:  # block 0 belongs to no request
-        return []
-    return [
-        f"at concurrency {concurrency} free memory holds the keys and values of "
-        f"{(pool.num_blocks - 1) // width} requests of {workload.max_length:,} tokens: some may "
-        "have waited or been computed again"
-    ]
 
 
 def _time_batch(

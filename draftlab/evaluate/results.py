@@ -95,44 +95,6 @@ class Percentiles(BaseModel):
     p99_ci: tuple[float, float] | None
 
 
-class LoadPoint(BaseModel):
-    """One configuration under load: `concurrency` requests in a closed loop (methods §6.2).
-
-    `configuration` names it; `k` is its number of drafts a step. `mean_running` requests ran at
-    once while measured ones were admitted. `goodput_tok_s` is output tokens per second of all
-    requests, `user_tok_s` those of one request after its first token. TTFT counts from a request's
-    admission. `step_ms` is the time between two steps of a request, prefills of others included.
-    `speedup` is the goodput over that of plain decoding of the same streams. A field that was not
-    measured is None.
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    engine: str
-    configuration: str
-    head: str | None
-    k: int
-    draft_probs: bool
-    temperature: float
-    concurrency: int
-    requests: int
-    output_tokens: int
-    mean_running: float
-    goodput_tok_s: float
-    goodput_tok_s_ci: tuple[float, float] | None
-    speedup: float | None = None
-    speedup_ci: tuple[float, float] | None = None
-    user_tok_s: float | None
-    user_tok_s_ci: tuple[float, float] | None
-    tpot_ms: Percentiles | None
-    ttft_ms: Percentiles
-    step_ms: float | None
-    tokens_per_step: float | None
-    acceptance_length: float | None
-    acceptance_at: list[float] | None
-    warnings: list[str] = []
-
-
 class CategoryResult(BaseModel):
     """A row's counters and metrics over the prompts of one category of its suite.
 
@@ -257,7 +219,6 @@ class Report(BaseModel):
     environment: dict[str, Any]
     adviser: dict[str, Any] | None = None
     rows: list[Row]
-    load: list[LoadPoint] = []
     calibrations: list[Calibration] = []
 
     def write(self, path: Path) -> None:

@@ -18,16 +18,8 @@ _Distinct = AfterValidator(_without_repetitions)
 _Count = Annotated[int, Field(ge=1)]
 MAX_K = 64
 """Most drafts a step: several times what any head is trained for; each one costs a pass."""
-MAX_CONCURRENCY = 1024
-"""Most requests at once under load: a sixth of the requests of a measurement."""
-_Concurrency = Annotated[int, Field(ge=1, le=MAX_CONCURRENCY)]
 _Drafts = Annotated[int, Field(ge=1, le=MAX_K)]
 _Temperature = Annotated[float, Field(ge=0)]
-
-LOAD_ROUNDS = 2
-"""Rounds of every configuration under load: there and back."""
-MEASURED_PER_SLOT = 4
-"""Measured requests under load for each that runs at once, of all rounds together."""
 
 
 class EvalSettings(Settings):
@@ -90,10 +82,6 @@ class EvalSettings(Settings):
         default=(1,), min_length=1
     )
     """Prompts decoded at once when timed, one or several values; rows show the first."""
-    concurrency: Annotated[tuple[_Concurrency, ...], SingleOrList, _Distinct] = ()
-    """Numbers of requests that are kept running, one or several values: a request that finishes is
-    replaced by the next. Each gives goodput, TPOT and TTFT of answers of at most timing_tokens
-    tokens. Empty: nothing is measured under load."""
     certify: bool = False
     """Also test that drafting changes no output: equal tokens at temperature 0, an equal
     distribution above."""
@@ -118,10 +106,8 @@ class EvalSettings(Settings):
 
     @model_validator(mode="after")
     def _one_suite(self) -> EvalSettings:
-        several = len(self.suite or ()) > 1
-        for name in ("concurrency", "calibrate") if several else ():
-            if getattr(self, name):
-                raise ValueError(f"{name}: expected one suite, found {len(self.suite or ())}")
+        if self.calibrate and len(self.suite or ()) > 1:
+            raise ValueError(f"calibrate: expected one suite, found {len(self.suite or ())}")
         return self
 
     @model_validator(mode="after")
@@ -141,14 +127,3 @@ class EvalSettings(Settings):
                 f"{name} has no effect: no row samples {rows} (temperatures, draft_probs)"
             )
         return self
-
-    def requests_under_load(self, concurrency: int, rounds: int = LOAD_ROUNDS) -> int:
-        """Return how many requests are measured in a round under load, two or more."""
-        return max(-(-max(self.timing_prompts, MEASURED_PER_SLOT * concurrency) // rounds), 2)
-
-    def answers_under_load(self, concurrency: int) -> float:
-        """Return about how many whole answers each of the requests at once decodes under load.
-
-        In each round the start takes half an answer's time, and the end a whole one.
-        """
-        return LOAD_ROUNDS * (self.requests_under_load(concurrency) / concurrency + 1.5)

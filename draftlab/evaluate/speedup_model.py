@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from draftlab.evaluate.results import LoadPoint, Row, Timing
+from draftlab.evaluate.results import Row, Timing
 
 Shape = tuple[int, int]
 """(batch, K); K = 0 is plain decoding."""
@@ -190,7 +190,7 @@ Conditions = tuple[str, str | None, float, bool]
 """Engine, head, temperature and drafter setting."""
 
 
-def conditions(one: Row | Probe | LoadPoint) -> Conditions:
+def conditions(one: Row | Probe) -> Conditions:
     """Return what the measurements of a table share."""
     return one.engine, one.head, one.temperature, one.draft_probs
 

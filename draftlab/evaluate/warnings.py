@@ -6,11 +6,10 @@ Equal texts of several rows are printed once, so that figures of a row are left 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TypeVar
 
 from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.headline import drafting_pays
-from draftlab.evaluate.results import LoadPoint, Row
+from draftlab.evaluate.results import Row
 from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.speedup_model import Shape, conditions
@@ -21,8 +20,6 @@ MIN_PROMPTS = 30
 MIN_TIMED_PROMPTS = 10
 UNDERCUT = 0.8
 """A step is slow if one with no smaller batch and K takes less than this share of its time."""
-
-Measurement = TypeVar("Measurement", Row, LoadPoint)
 
 
 def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
@@ -98,30 +95,28 @@ def row_warnings(row: Row) -> list[str]:
     return warnings
 
 
-def with_slow_step_warnings(measured: Sequence[Measurement]) -> list[Measurement]:
-    """Return rows or load points with warnings about steps that a larger step undercuts.
+def with_slow_step_warnings(rows: Sequence[Row]) -> list[Row]:
+    """Return rows with warnings about steps that a larger step undercuts.
 
     Steps are compared with those of the same head under the same conditions.
     """
     groups: dict[tuple[object, ...], dict[Shape, float]] = {}
-    for one in measured:
-        groups.setdefault(conditions(one), {}).update(_steps(one))
+    for row in rows:
+        groups.setdefault(conditions(row), {}).update(_steps(row))
     return [
-        one.model_copy(update={"warnings": [*one.warnings, *_slow(one, groups[conditions(one)])]})
-        for one in measured
+        row.model_copy(update={"warnings": [*row.warnings, *_slow(row, groups[conditions(row)])]})
+        for row in rows
     ]
 
 
-def _steps(one: Row | LoadPoint) -> dict[Shape, float]:
-    """Return the milliseconds of the measured steps of a row or load point."""
-    if isinstance(one, LoadPoint):
-        return {(one.concurrency, one.k): one.step_ms} if one.step_ms else {}
-    return {(timing.batch, one.k): timing.step_ms for timing in one.timings if timing.step_ms}
+def _steps(row: Row) -> dict[Shape, float]:
+    """Return the milliseconds of a row's measured steps."""
+    return {(timing.batch, row.k): timing.step_ms for timing in row.timings if timing.step_ms}
 
 
-def _slow(one: Row | LoadPoint, steps: Mapping[Shape, float]) -> Iterator[str]:
+def _slow(row: Row, steps: Mapping[Shape, float]) -> Iterator[str]:
     """Yield a warning for each step of a row that a step of at least its batch and K undercuts."""
-    for (batch, k), ms in _steps(one).items():
+    for (batch, k), ms in _steps(row).items():
         larger = {s: other for s, other in steps.items() if s[0] >= batch and s[1] >= k}
         b, i = min(larger, key=larger.__getitem__)
         if larger[b, i] < UNDERCUT * ms:

@@ -16,11 +16,9 @@ from draftlab.evaluate.decoding_config import (
     NamedHead,
     configs_at,
 )
-from draftlab.evaluate.load import LoadRun, decode_under_load, load_streams
-from draftlab.evaluate.load_metrics import load_point
 from draftlab.evaluate.metrics import Decoded, timing, without_disturbed
-from draftlab.evaluate.results import LoadPoint, Timing
-from draftlab.evaluate.settings import LOAD_ROUNDS, EvalSettings
+from draftlab.evaluate.results import Timing
+from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.speedup_model import Probe
 from draftlab.evaluate.timing import (
     Decoder,
@@ -61,7 +59,6 @@ class EngineResults:
         default_factory=dict
     )
     probes: list[Probe] = field(default_factory=list)
-    load: list[LoadPoint] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
@@ -215,57 +212,3 @@ class Workload:
             distinct=len(self.suite.prompts),
             floor_ms=floor_ms(self.target, head, config.k, batch),
         )
-
-    def load_runs(
-        self,
-        engines: Mapping[DecodingConfig, Decoder],
-        temperature: float,
-        concurrency: int,
-        name: str,
-        *,
-        rounds: int = LOAD_ROUNDS,
-        least_s: float = 0.0,
-    ) -> dict[DecodingConfig, LoadRun]:
-        """Decode streams with every engine in turn while `concurrency` requests always run.
-
-        Args:
-            engines: each decodes `concurrency` requests at once.
-            name: engine name for progress.
-            rounds, least_s: see `decode_under_load`.
-        """
-        stage = _title("load", name, f"T = {temperature:g}, {concurrency} at once")
-        requests = self.requests(temperature, timed=True)
-        size = self.settings.requests_under_load(concurrency, rounds)
-        streams = load_streams(requests, size, concurrency)
-
-        def progress(done: int, total: int) -> None:
-            self.monitor.progress(stage, done, total)
-
-        with one_thread(self.target.device):
-            return decode_under_load(
-                engines, requests, streams, progress, rounds=rounds, least_s=least_s
-            )
-
-    def load_points(
-        self,
-        runs: Mapping[DecodingConfig, LoadRun],
-        temperature: float,
-        concurrency: int,
-        name: str,
-    ) -> list[LoadPoint]:
-        """Return what every configuration showed under load, plain decoding among them.
-
-        Args:
-            name: engine name for the report.
-        """
-        return [
-            load_point(
-                run,
-                runs[PLAIN_DECODING] if config != PLAIN_DECODING else None,
-                config,
-                engine=name,
-                temperature=temperature,
-                concurrency=concurrency,
-            )
-            for config, run in runs.items()
-        ]

@@ -247,8 +247,7 @@ def measured_steps(
 ) -> tuple[Source | None, list[MeasuredSteps]]:
     """Return the steps of the calibrated head, temperature and drafter setting, and their source.
 
-    vLLM's come first; then those of draftlab's engine under load, where the number of requests
-    stays the same; then its timed batches. Without two batch sizes there are none.
+    vLLM's come first. Without two timed batch sizes there are none.
     """
 
     def wanted(one: Any) -> bool:
@@ -257,17 +256,10 @@ def measured_steps(
 
     rows = [row for row in report.rows if wanted(row)]
     timed: dict[Source, list[MeasuredSteps]] = defaultdict(list)
-    under_load: dict[Source, list[MeasuredSteps]] = defaultdict(list)
     for row in rows:
         source = Source(row.engine, row.engine_version, row.device)
         timed[source] += [MeasuredSteps(t.batch, row.k, t.step_ms, t.speedup) for t in row.timings]
-        under_load[source] += [
-            MeasuredSteps(point.concurrency, point.k, point.step_ms, point.speedup)
-            for point in report.load
-            if wanted(point) and (point.engine, point.k) == (row.engine, row.k)
-        ]
-    candidates = [*under_load.items(), *timed.items()]
-    several = [(source, steps) for source, steps in candidates if len(_by_batch(steps)) > 1]
+    several = [(source, steps) for source, steps in timed.items() if len(_by_batch(steps)) > 1]
     return next((one for one in several if one[0].is_vllm), several[0] if several else (None, []))
 
 

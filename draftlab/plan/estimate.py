@@ -258,11 +258,10 @@ class RecipeSizes:
             return Estimate("eval", note)
         step = {
             batch: self.target.step_seconds(self.gpu, batch, PROMPT_TOKENS)
-            for batch in (1, settings.batch, *settings.concurrency)
+            for batch in (1, settings.batch)
         }
         steps = math.ceil(prompts / settings.batch) * settings.max_new_tokens
         timed = settings.timing_prompts * len(settings.timing_batches) * step[1]
-        timed += sum(settings.answers_under_load(c) * step[c] for c in settings.concurrency)
         seconds = rows * (steps * step[settings.batch] + settings.timing_tokens * timed)
         return Estimate("eval", note, seconds=seconds)
 

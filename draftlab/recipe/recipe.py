@@ -226,6 +226,7 @@ REMOVED_SETTINGS = {
     "train.replay": "a head trains on recorded answers alone",
     "target.compile": "layers without a fast path of draftlab run as transformers writes them",
     "eval.adaptive": "servers choose how many drafts they verify; every row here has a fixed K",
+    "eval.concurrency": "eval.timing_batches times several prompts at once",
     **{f"{s}.vllm.python": _VLLM_PYTHON for s in ("regenerate", "record", "eval")},
     "train.beta2": "AdamW's second moment decays by 0.95",
     "train.regression": "it is 1: train.distillation weighs the loss on tokens against it",

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from draftlab.evaluate.calibration.result import Calibration
-from draftlab.evaluate.results import LoadPoint, Row
+from draftlab.evaluate.results import Row
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish; without the pale yellow
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -27,7 +27,7 @@ LINE, SYMBOL = 69, 9
 
 def new_figure(
     title: str,
-    of: Sequence[Row | LoadPoint | Calibration],
+    of: Sequence[Row | Calibration],
     *,
     height: float = HEIGHT,
     grid: tuple[int, int] = (1, 1),

@@ -11,7 +11,6 @@ from draftlab.formatting import p_text
 from draftlab.report import formatting as fmt
 from draftlab.report.calibration import calibration_tables
 from draftlab.report.conditions import row_labels
-from draftlab.report.load import times_under_load
 from draftlab.report.section import NONE, Column, Line, Section, Table, facts, filled, grouped
 
 BY_HEAD = ("certificates", "heads", "alpha_by_position")
@@ -34,8 +33,6 @@ def details(report: Report) -> Iterator[Section]:
     if any(row.tpot_ms is not None for row in rows):
         timed = [(label, row.timings or [row]) for label, row in zip(labels, rows, strict=True)]
         yield Section("Times", [TIMES_TEXT], grouped("row", TIMES, timed, _style), kind="folded")
-    if report.load:
-        yield times_under_load(report.load)
     counted = [(label, [row]) for label, row in zip(labels, rows, strict=True)]
     table = filled(grouped("row", COUNTERS, counted, _style))
     yield Section("Raw counters and answers", [COUNTERS_TEXT], table, kind="folded")

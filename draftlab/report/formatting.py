@@ -64,13 +64,6 @@ LEGEND: dict[str, tuple[str, str]] = {
         "and without drafting together. Fewer than six have none.",
     ),
     "TTFT": ("milliseconds to the first token", "Drafting begins after it."),
-    "goodput": (
-        "output tokens/s while so many requests always run (against no drafting); * best",
-        "A request that finishes is replaced by the next one (a closed loop). Goodput is the mean "
-        "number of running requests times Σ output tokens / Σ time from admission to the end. It "
-        "leaves out the start, which has staggered lengths, and the drain. TTFT counts from a "
-        "request's admission.",
-    ),
     "repetition": (
         "share of 4-grams that repeat an earlier one of the answer; loops raise AL",
         "A loop is easy to draft: read an AL with a high repetition as an upper bound.",

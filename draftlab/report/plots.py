@@ -13,7 +13,6 @@ from draftlab.report.calibration import name as calibration_name
 from draftlab.report.canvas import (
     COLOURS,
     GREY,
-    HEIGHT,
     WIDTH,
     error_bars,
     legend,
@@ -22,7 +21,6 @@ from draftlab.report.canvas import (
     plain,
 )
 from draftlab.report.conditions import row_traits
-from draftlab.report.load import by_configuration, load_groups
 from draftlab.report.section import Plot, Section
 
 FEWEST = 20
@@ -142,33 +140,6 @@ def speedup_by_batch(report: Report) -> Iterator[Figure]:
         yield figure
 
 
-def goodput_by_speed(report: Report) -> Iterator[Figure]:
-    """Yield a Pareto plot for each engine and temperature, with a curve for each configuration.
-
-    A curve's points are concurrencies, and their numbers stand beside them. Up and right is better.
-    """
-    for title, points in load_groups(report.load).items():
-        figure = new_figure(f"Goodput and speed of a request, {title}", points, height=HEIGHT + 0.6)
-        axes, number = figure.axes[0], 0
-        for name, members in by_configuration(points).items():
-            shown = [point for point in members if point.user_tok_s is not None]
-            style: dict[str, Any] = {"color": GREY, "marker": "x", "linestyle": "-"}
-            if members[0].k:
-                sampled = members[0].draft_probs and members[0].temperature > 0
-                style = line_style(number, sampled=sampled)
-                number += 1
-            xs, ys = [p.user_tok_s for p in shown], [p.goodput_tok_s for p in shown]
-            axes.plot(xs, ys, label=plain(name), **style)
-            look = {"textcoords": "offset points", "fontsize": 7.5, "color": style["color"]}
-            for point, x, y in zip(shown, xs, ys, strict=True):
-                axes.annotate(str(point.concurrency), (x, y), xytext=(4, 3), **look)
-        axes.set(xlabel="tokens/s of one request, after its first token", ylabel="tokens/s in all")
-        axes.margins(0.09)  # room for the numbers
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
-        yield figure
-
-
 def reliability(report: Report) -> Iterator[Figure]:
     """Yield a figure for each calibration, with a diagram for each position.
 
@@ -218,11 +189,6 @@ PLOTS = {
         speedup_by_batch,
         "Against decoding without drafts, by the number of prompts decoded at once, with 95 % "
         "intervals over prompts. Below 1 drafting costs time.",
-    ),
-    "goodput": (
-        goodput_by_speed,
-        "Under load: output tokens per second of all requests against those of one, by the number "
-        "of requests that always run (beside the points). Up and to the right is better.",
     ),
     "reliability": (
         reliability,

@@ -8,7 +8,7 @@ from typing import Any
 from draftlab.errors import UserError
 from draftlab.evaluate.headline import headlines, speed
 from draftlab.evaluate.results import Report, Row
-from draftlab.report import details, load
+from draftlab.report import details
 from draftlab.report import formatting as fmt
 from draftlab.report.calibration import calibration_facts
 from draftlab.report.conditions import report_conditions, row_labels, split_conditions
@@ -45,7 +45,6 @@ def sections(
     best = [row for _, row in headlines(rows)]
     if any(row.categories for row in best):
         found.append(details.categories("By category", rows, best, "open"))
-    found += load.goodput(report.load)
     if figures:
         from draftlab.report.plots import plots
 
@@ -109,7 +108,6 @@ def of_head(report: Report, head: str) -> Report:
     return report.model_copy(
         update={
             "rows": [row for row in report.rows if row.head in (head, None)],
-            "load": [point for point in report.load if point.head in (head, None)],
             "calibrations": [one for one in report.calibrations if one.head == head],
             "adviser": adviser,
             "environment": report.environment | by_head,
@@ -230,23 +228,14 @@ def advice_names(entries: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _warnings(report: Report) -> dict[str, str]:
-    """Return each distinct warning, with the labels of its rows unless all drafted rows have it.
-
-    Those of measurements under load have the configuration and the temperature.
-    """
+    """Return each distinct warning, with the labels of its rows unless all drafted rows have it."""
     rows = report.rows
     labels_of: dict[str, list[str]] = {}
     for row, label in zip(rows, row_labels(rows), strict=True):
         for text in dict.fromkeys(row.warnings):
             labels_of.setdefault(text, []).append(label)
     drafted = sum(map(fmt.has_drafter, rows))
-    texts = {
+    return {
         text: text if len(labels) >= drafted else f"{text} ({'; '.join(labels)})"
         for text, labels in labels_of.items()
     }
-    under_load: dict[str, list[str]] = {}
-    for point in report.load:
-        label = f"T = {fmt.temperature(point.temperature)}, {point.configuration}"
-        for text in point.warnings:
-            under_load.setdefault(text, []).append(label)
-    return texts | {text: f"{text} ({'; '.join(labels)})" for text, labels in under_load.items()}

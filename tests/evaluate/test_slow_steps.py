@@ -49,15 +49,3 @@ def test_a_larger_k_shows_a_slow_step_too() -> None:
 def test_plain_decoding_is_compared_with_itself() -> None:
     """A drafted step's excess over plain decoding says nothing of other batches."""
     assert list(warned({(1, 0): 2.0})) == [(None, 0)]
-
-
-def test_points_under_load_are_compared_alike() -> None:
-    points = [sample.load_point(c, k) for c in (1, 4, 16) for k in (0, 1, 3, 5)]
-    assert with_slow_step_warnings(points) == points
-    slow = sample.load_point(4, 3, step_ms=1e4)
-    judged = with_slow_step_warnings([*(p for p in points if (p.concurrency, p.k) != (4, 3)), slow])
-    found = [p for p in judged if p.warnings]
-    assert [(p.concurrency, p.k) for p in found] == [(4, 3)]
-    assert "longer than one at batch 4, K = 5 (" in found[0].warnings[0]
-    none = sample.load_point(4, 7, step_ms=None)
-    assert with_slow_step_warnings([none]) == [none]

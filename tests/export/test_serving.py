@@ -243,21 +243,9 @@ def test_schedules_and_rates_need_two_batches() -> None:
     assert batch_schedule([], K) == ()
 
 
-def test_load_comes_before_timed_batches(head: Path) -> None:
+def test_steps_of_vllm_come_first(head: Path) -> None:
     one = calibration(head)
-    load = [
-        sample.load_point(concurrency=concurrency, k=k, head=NAME if k else None, engine=engine)
-        for engine in ("draftlab-eager", "another")
-        for concurrency in (1, 16)
-        for k in (0, 3)
-    ]
-    report = sample.report(timed_rows()).model_copy(update={"load": load})
-    source, found = measured_steps(report, one)
-    assert source is not None
-    assert source.engine == "draftlab-eager"
-    assert {(s.batch, s.k) for s in found} == {(1, 3), (16, 3)}
-    of_vllm = report.model_copy(update={"rows": timed_rows() + timed_rows(**VLLM)})
-    source, found = measured_steps(of_vllm, one)
+    source, found = measured_steps(sample.report(timed_rows() + timed_rows(**VLLM)), one)
     assert source is not None
     assert source.is_vllm
     assert {s.batch for s in found} == set(STEPS)

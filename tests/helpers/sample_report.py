@@ -9,7 +9,7 @@ import numpy as np
 
 from draftlab.engine.counters import Counters
 from draftlab.evaluate.adviser import advise
-from draftlab.evaluate.results import LoadPoint, Percentiles, Report, Row, Timing
+from draftlab.evaluate.results import Report, Row, Timing
 from draftlab.evaluate.statistics import acceptance_interval
 
 PLAIN_MS = 9.84
@@ -220,53 +220,3 @@ def timed_report() -> Report:
     for batch, plain_ms in ((1, PLAIN_MS), (8, 11.4)):
         rows = [with_timing(one, plain_ms * (1 + 0.12 * one.k), batch, plain_ms) for one in rows]
     return with_adviser(rows)
-
-
-def load_point(
-    concurrency: int, k: int, temperature: float = 0.0, *, prefill_ms: float = 8.0, **changes: Any
-) -> LoadPoint:
-    """Return a point whose times follow from a step of 5 ms, 0.3 more a draft and a row.
-
-    Prefills run alone, one after the other.
-    """
-    tokens = sum(0.7**i for i in range(k + 1))
-    step_ms = 5 + 0.3 * k + 0.3 * concurrency * (k + 1)
-    answer_s = 1e-3 * (prefill_ms * concurrency + 63 / tokens * step_ms)  # 64 tokens
-    goodput, user = 64 * concurrency / answer_s, 1e3 * tokens / step_ms
-    plain = load_point(concurrency, 0, prefill_ms=prefill_ms).goodput_tok_s if k else goodput
-    times = {
-        f"{name}{ci}": (7.0, 8.0) if ci else 7.5
-        for name in ("p50", "p90", "p99")
-        for ci in ("", "_ci")
-    }
-    fields = {
-        "engine": "draftlab",
-        "configuration": f"a head, K={k}, argmax drafts" if k else "no drafting",
-        "head": "a head" if k else None,
-        "k": k,
-        "draft_probs": False,
-        "temperature": temperature,
-        "concurrency": concurrency,
-        "requests": 4 * concurrency,
-        "output_tokens": 64 * 4 * concurrency,
-        "mean_running": concurrency,
-        "goodput_tok_s": goodput,
-        "goodput_tok_s_ci": (0.97 * goodput, 1.03 * goodput),
-        "user_tok_s": user,
-        "user_tok_s_ci": (0.98 * user, 1.02 * user),
-        "tpot_ms": Percentiles(mean=7.6, **times),
-        "ttft_ms": Percentiles(mean=prefill_ms, **times),
-        "step_ms": step_ms + prefill_ms * (concurrency - 1) * tokens / 63,
-        "tokens_per_step": tokens,
-        "acceptance_length": tokens if k else None,
-        "acceptance_at": [0.7**i for i in range(1, k + 1)] if k else None,
-        "speedup": goodput / plain if k else None,
-        "speedup_ci": (0.98 * goodput / plain, 1.02 * goodput / plain) if k else None,
-    }
-    return LoadPoint.model_validate(fields | changes)
-
-
-def loaded_report() -> Report:
-    """Return a report with points under load at T = 0 and 0.8."""
-    points = [load_point(c, k, t) for t in (0.0, 0.8) for c in (1, 4, 64) for k in (0, 1, 3, 5)]
-    return report().model_copy(update={"load": points})

@@ -13,9 +13,6 @@ from transformers import LlamaConfig
 from draftlab.files import write_json
 from draftlab.pipeline import pipeline
 from draftlab.plan.estimate import CHECKPOINTS, RecipeSizes, _shared, estimate_table
-from draftlab.plan.sizes import TargetSize
-from draftlab.recipe.hardware import GPUS
-from draftlab.recipe.head_spec import target_config
 from draftlab.recipe.recipe import load_recipe, parse_recipe
 from draftlab.run.stages import STAGES
 from draftlab.text.prompts import EMBEDDED_PROMPTS
@@ -49,23 +46,6 @@ def test_the_disk_holds_the_checkpoints_that_there_are_at_a_time(
         written = checkpoint.Checkpoint(step, 0, "key", tensors, tensors, True)
         checkpoint.save_checkpoint(tmp_path, written)
     assert max(counts) == CHECKPOINTS
-
-
-def test_measurements_under_load_take_time(llama_8b: Path) -> None:
-    def seconds(**settings: object) -> float:
-        settings = {"temperatures": 0, "timing_prompts": 0, "k": 3} | settings
-        recipe_ = recipe(llama_8b, hardware={"gpu": "H200"}, eval=settings)
-        return RecipeSizes(recipe_).stages()[-1].seconds
-
-    base = seconds()
-    one, many = (seconds(concurrency=c) - base for c in (1, 64))
-    # plain decoding and K = 3; in each of two rounds two answers, half a start and the end
-    step = TargetSize(recipe(llama_8b), target_config(recipe(llama_8b).target)).step_seconds(
-        GPUS["H200"], 1, 256
-    )
-    assert one == pytest.approx(2 * 2 * (2 + 1.5) * 64 * step, rel=0.2)
-    assert one < many < 3 * one
-    assert seconds(concurrency=[1, 64]) == pytest.approx(base + one + many)
 
 
 def test_conversations_are_truncated_in_the_store_and_not_when_answered(

@@ -99,7 +99,7 @@ def measured(folder: Path, width: int, *, dark: bool = False) -> dict[str, Any]:
 
 def test_the_page_fits_its_window(target: Target, head: Eagle3Head, tmp_path: Path) -> None:
     settings = {"temperatures": [0, 0.8], "k": [1, 3], "draft_probs": "both"}
-    report = evaluate(target, head, head, timing_batches=[1, 2], concurrency=[1, 2], **settings)
+    report = evaluate(target, head, head, timing_batches=[1, 2], **settings)
     report.target["name"] = "a/target-with-a-long-name" * 3
     write_html(report, tmp_path)
     wide, narrow = measured(tmp_path, 1200), measured(tmp_path, 400)

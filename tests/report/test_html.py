@@ -115,8 +115,8 @@ def test_partial_reports_still_make_a_page(rows: list, tmp_path: Path) -> None:
 
 
 def test_every_section_is_on_the_page_with_its_cells() -> None:
-    shown = sections(sample.loaded_report())
-    text = page(sample.loaded_report()).text
+    shown = sections(sample.report())
+    text = page(sample.report()).text
     for section in shown:
         lines = [line.cells for line in section.table.lines] if section.table else []
         for words in (section.title, *section.text, *(cell for line in lines for cell in line)):
