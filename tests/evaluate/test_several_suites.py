@@ -34,7 +34,7 @@ def two_suites() -> list[Suite]:
     first = suite()
     return [
         replace(first, categories={i: "ab"[n % 2] for n, (i, _) in enumerate(first.prompts[:5])}),
-        Suite("folder/other.jsonl", "t", other),
+        Suite("folder/second.jsonl", "t", other),
     ]
 
 
@@ -50,7 +50,7 @@ def test_each_suite_has_the_rows_that_it_has_alone(
     report: Report, target: Target, head: Eagle3Head
 ) -> None:
     alone = evaluate(target, head, **SETTINGS)
-    assert [row.suite for row in report.rows] == ["toy"] * 6 + ["folder/other.jsonl"] * 6
+    assert [row.suite for row in report.rows] == ["toy"] * 6 + ["folder/second.jsonl"] * 6
     for row, other in zip(report.rows[:6], alone.rows, strict=True):
         assert (row.k, row.temperature, row.counters) == (
             other.k,
