@@ -14,7 +14,6 @@ from torch import Tensor
 from draftlab.doctor.hypotheses import HeadVariant
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.errors import UserError
 from draftlab.evaluate.statistics import repetition_rate
 from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import target_config
@@ -138,13 +137,7 @@ class TargetSession:
         options: dict[str, Any] = {"raw": not template, "max_prompt_tokens": max(room, 1)}
         arguments = self.tokenizer, self.monitor
         if self.settings.prompts is None and self._held_out is not None:
-            try:
-                conversations = self._held_out()
-            except UserError as error:
-                raise UserError(
-                    error.what, where=error.where, do="name prompts: --prompts"
-                ) from None
-            return conversation_suite(self.suite_name, conversations, *arguments, **options)
+            return conversation_suite(self.suite_name, self._held_out(), *arguments, **options)
         modes = self.target_settings.modes
         return load_suite(self.suite_name, *arguments, modes=modes, **options)
 

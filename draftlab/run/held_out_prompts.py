@@ -18,8 +18,8 @@ from draftlab.text.suites import prompt_digest
 from draftlab.train.validation import hold_out_records
 
 NAMED_BY_USER = (
-    "name prompts: eval.suite in a recipe, --suite on the command line (a JSONL file of "
-    "conversations, mt-bench, humaneval …)"
+    "name prompts: eval.suite in a recipe, --suite on the command line, --prompts of the doctor (a "
+    "JSONL file of conversations, mt-bench, humaneval …)"
 )
 
 

@@ -63,7 +63,7 @@ def test_a_run_without_a_suite_has_the_prompts_that_its_training_held_out(worksp
     shutil.rmtree(workspace / "runs" / "small" / "store")
     result = draftlab(workspace, "doctor", "small", *OPTIONS)
     assert result.exit_code == 2
-    assert "name prompts: --prompts" in " ".join(result.output.split())
+    assert "--prompts of the doctor" in " ".join(result.output.split())
 
 
 def test_lines_wrap_on_a_terminal_alone() -> None:
