@@ -77,7 +77,7 @@ def model_card(
 def _eval_results(row: Row, several_engines: bool = False) -> Iterator[EvalResult]:
     if not formatting.has_drafter(row):
         return
-    condition = f"K = {row.k}, T = {formatting.temperature(row.temperature)}"
+    condition = f"K = {row.k}, T = {row.temperature:g}"
     condition += f", {formatting.drafting(row)} drafts" + f", {row.engine}" * several_engines
     for kind, name, value in (
         ("acceptance_length", "Acceptance length", row.acceptance_length),

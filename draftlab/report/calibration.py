@@ -48,8 +48,8 @@ def _text(one: Calibration) -> str:
     return (
         f"the {source_text(one)} errs by at most {before:.3f} before and "
         f"{worst.error_after:.3f} after calibration (a perfect predictor shows "
-        f"{worst.error_perfect:.3f} there), over {fmt.count(one.blocks)} steps of "
-        f"{fmt.count(one.prompts)} other prompts; verifying only drafts that survive "
+        f"{worst.error_perfect:.3f} there), over {one.blocks:,} steps of "
+        f"{one.prompts:,} other prompts; verifying only drafts that survive "
         f"with probability {saving.threshold:g} leaves out "
         f"{_percent(saving.not_verified)} of the drafts and {_percent(saving.lost)} of the accepted"
     )
@@ -60,7 +60,7 @@ def _number(field: str, digits: int = 3) -> Callable[[CalibratedPosition], str]:
 
 
 POSITIONS: dict[str, Callable[[CalibratedPosition], str]] = {
-    "steps": lambda p: fmt.count(p.blocks),
+    "steps": lambda p: f"{p.blocks:,}",
     "share accepted": lambda p: fmt.number(p.survived / p.blocks, 3),
     "error, raw": _number("error_before"),
     "error, slope and intercept": _number("error_logistic"),
@@ -86,9 +86,9 @@ def calibration_tables(report: Report) -> Iterator[Section]:
     """Yield the errors at each position of every calibration, and what cut-offs leave out."""
     for one in report.calibrations:
         text = (
-            f"Fitted on {fmt.count(one.fitted_blocks)} steps of {fmt.count(one.fitted_prompts)} "
+            f"Fitted on {one.fitted_blocks:,} steps of {one.fitted_prompts:,} "
             f"prompts of {one.suite}, chosen at random with seed 0; measured on "
-            f"{fmt.count(one.blocks)} steps of the other {fmt.count(one.prompts)}."
+            f"{one.blocks:,} steps of the other {one.prompts:,}."
         )
         if one.common_temperature is not None:
             text += f" One temperature for all positions: {one.common_temperature:.2f}."

@@ -34,10 +34,10 @@ _CONDITIONS: dict[str, Callable[[Row], str | None]] = {
     "device": lambda row: row.device,
     "dtype": lambda row: row.dtype,
     "batch": lambda row: str(row.batch),
-    "prompts": lambda row: fmt.count(row.prompts),
+    "prompts": lambda row: f"{row.prompts:,}",
     "suite": lambda row: f"{row.suite} (sha256 of its tokens {row.suite_sha256[:12]})",
     "template": lambda row: fmt.short_hash(row.template),
-    "max tokens": lambda row: fmt.count(row.max_new_tokens),
+    "max tokens": lambda row: f"{row.max_new_tokens:,}",
     "top-k": lambda row: _off(row.top_k),
     "top-p": lambda row: _off(row.top_p),
     "seed": lambda row: str(row.seed),
@@ -118,12 +118,12 @@ def row_traits(rows: Sequence[Row], without: Sequence[str] = ()) -> list[tuple[s
     return traits
 
 
-def row_labels(rows: Sequence[Row], without: Sequence[str] = ()) -> list[str]:
-    """Return a unique label per row: its temperature and its traits, but for those in `without`."""
+def row_labels(rows: Sequence[Row]) -> list[str]:
+    """Return a unique label per row: its temperature and its traits."""
     labels = []
-    for row, traits in zip(rows, row_traits(rows, without), strict=True):
+    for row, traits in zip(rows, row_traits(rows), strict=True):
         state = [] if fmt.has_drafter(row) else ["no drafting"]
-        labels.append(", ".join([f"T = {fmt.temperature(row.temperature)}", *state, *traits]))
+        labels.append(", ".join([f"T = {row.temperature:g}", *state, *traits]))
     return [
         label if labels.count(label) == 1 else f"{label} (#{i})"
         for i, label in enumerate(labels, 1)

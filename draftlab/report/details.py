@@ -63,24 +63,24 @@ def _style(one: Any) -> str:
 
 
 def _drafted(name: str) -> Callable[[Row], str]:
-    return lambda row: fmt.count(getattr(row, name)) if fmt.has_drafter(row) else NONE
+    return lambda row: f"{getattr(row, name):,}" if fmt.has_drafter(row) else NONE
 
 
 def _lossless(row: Row) -> str:
     if row.lossless is None:
         return NONE
     p_value = "" if row.lossless.p_value is None else f", {p_text(row.lossless.p_value)}"
-    return f"{row.lossless.level}: {row.lossless.test}{p_value}, n = {fmt.count(row.lossless.n)}"
+    return f"{row.lossless.level}: {row.lossless.test}{p_value}, n = {row.lossless.n:,}"
 
 
 TIMES: dict[str, Callable[[Any], str]] = {
     "at once": lambda t: str(t.batch) if hasattr(t, "timed_speedup") else NONE,
-    "TPOT": lambda t: fmt.milliseconds(t.tpot_ms, t.tpot_ms_ci),
-    "TPOT without drafting": lambda t: fmt.milliseconds(t.baseline_tpot_ms),
+    "TPOT": lambda t: fmt.with_interval(t.tpot_ms, t.tpot_ms_ci),
+    "TPOT without drafting": lambda t: fmt.with_interval(t.baseline_tpot_ms),
     "speed-up": lambda t: fmt.speedup(t.speedup, t.speedup_ci),
-    "TTFT": lambda t: fmt.milliseconds(t.ttft_ms),
-    "step": lambda t: fmt.milliseconds(t.step_ms),
-    "step floor": lambda t: fmt.milliseconds(t.floor_ms),
+    "TTFT": lambda t: fmt.with_interval(t.ttft_ms),
+    "step": lambda t: fmt.with_interval(t.step_ms),
+    "step floor": lambda t: fmt.with_interval(t.floor_ms),
     "tokens / s": lambda t: fmt.number(t.throughput_tok_s, 1),
 }
 TIMES_TEXT = (
@@ -89,13 +89,13 @@ TIMES_TEXT = (
     "once at the measured copy rate of the device. A dash means not measured."
 )
 COUNTERS: dict[str, Callable[[Row], str]] = {
-    "prompts": lambda row: fmt.count(row.prompts),
-    "output tokens": lambda row: fmt.count(row.output_tokens),
+    "prompts": lambda row: f"{row.prompts:,}",
+    "output tokens": lambda row: f"{row.output_tokens:,}",
     "drafts": _drafted("drafts"),
     "draft tokens": _drafted("draft_tokens"),
     "accepted": _drafted("accepted"),
-    "undrafted steps": lambda row: fmt.count(row.undrafted_steps),
-    "truncated tokens": lambda row: fmt.count(row.truncated_tokens),
+    "undrafted steps": lambda row: f"{row.undrafted_steps:,}",
+    "truncated tokens": lambda row: f"{row.truncated_tokens:,}",
     "prompts equal": lambda row: fmt.number(row.prompts_equal, 3),
     "equal to draftlab": lambda row: fmt.number(row.prompts_equal_draftlab, 3),
     "losslessness": _lossless,
@@ -106,7 +106,7 @@ COUNTERS_TEXT = (
 )
 CATEGORY: dict[str, Callable[[CategoryResult], str]] = {
     "category": lambda one: one.category,
-    "prompts": lambda one: fmt.count(one.prompts),
+    "prompts": lambda one: f"{one.prompts:,}",
     "AL": lambda one: fmt.with_interval(one.acceptance_length, one.acceptance_length_ci),
     "speed-up": lambda one: fmt.speedup(one.speedup, one.speedup_ci),
 }
@@ -137,7 +137,7 @@ def _positions(rows: Sequence[Row]) -> Section:
         counters = row.counters
         own = {
             "unconditional": [
-                f"{fmt.number(share, 3)}\n{fmt.count(accepted)} / {fmt.count(row.drafts)}"
+                f"{fmt.number(share, 3)}\n{accepted:,} / {row.drafts:,}"
                 for share, accepted in zip(
                     counters.acceptance_at or (), row.accepted_at, strict=True
                 )
@@ -175,14 +175,14 @@ def _self_check(row: Row) -> str:
 ADVICE: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "K": lambda p: f"{p['k']}{' (best)' * p['best']}",
     "AL": lambda p: fmt.number(p["acceptance_length"], 2),
-    "step ms": lambda p: fmt.milliseconds(p["step_ms"]),
-    "TPOT ms": lambda p: fmt.milliseconds(p["tpot_ms"]),
+    "step ms": lambda p: fmt.with_interval(p["step_ms"]),
+    "TPOT ms": lambda p: fmt.with_interval(p["tpot_ms"]),
     "speed-up": lambda p: (
         "predicted " * (not p["measured"]) + fmt.speedup(p["speedup"], p["speedup_ci"])
     ),
-    "on the timed prompts": lambda p: fmt.factor(p["timed_speedup"]),
-    "from the other K's": lambda p: fmt.factor(p["left_out_speedup"]),
-    "error": lambda p: fmt.percent_off(p["error"]),
+    "on the timed prompts": lambda p: fmt.speedup(p["timed_speedup"]),
+    "from the other K's": lambda p: fmt.speedup(p["left_out_speedup"]),
+    "error": lambda p: NONE if p["error"] is None else f"{100 * p['error']:+.1f} %",
 }
 
 
@@ -229,9 +229,9 @@ def _alpha(by_head: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Secti
         lines = [
             Line(
                 [
-                    f"{fmt.count(one['start'])} – {fmt.count(one['stop'] - 1)}",
+                    f"{one['start']:,} – {one['stop'] - 1:,}",
                     *(fmt.number(alpha, 3) for alpha in one["alpha"]),
-                    fmt.count(one["rows"][0]),
+                    f"{one['rows'][0]:,}",
                 ]
             )
             for one in ranges

@@ -13,8 +13,6 @@ from typing import Any
 from draftlab.evaluate.results import Report, Row
 from draftlab.report.section import NONE
 
-TIME_DIGITS = 2  # the same for all milliseconds, so that a column aligns
-
 HEAD_NOTES = {
     "reference": "the head that ships in draftlab for its embedded model, trained on a GPU on 82 M "
     "tokens; it shows what more training gives"
@@ -81,13 +79,8 @@ def number(value: float | None, digits: int) -> str:
     return NONE if value is None or math.isnan(value) else f"{value:.{digits}f}"
 
 
-def count(value: int) -> str:
-    """Return a counter with thousands separators."""
-    return f"{value:,}"
-
-
 def with_interval(
-    value: float | None, interval: tuple[float, float] | None, digits: int = 2
+    value: float | None, interval: tuple[float, float] | None = None, digits: int = 2
 ) -> str:
     """Return "2.31 [2.20, 2.43]", or the number alone without an interval."""
     text = number(value, digits)
@@ -96,31 +89,9 @@ def with_interval(
     return f"{text} [{number(interval[0], digits)}, {number(interval[1], digits)}]"
 
 
-def milliseconds(value: float | None, interval: tuple[float, float] | None = None) -> str:
-    """Return a time with its interval, in milliseconds."""
-    return with_interval(value, interval, TIME_DIGITS)
-
-
-def factor(value: float | None) -> str:
-    """Return a factor: "1.62×"."""
-    return NONE if value is None else f"{number(value, 2)}×"
-
-
-def speedup(value: float | None, interval: tuple[float, float] | None) -> str:
-    """Return a speed-up with its interval: "1.62× [1.50, 1.71]"."""
-    if value is None or interval is None:
-        return factor(value)
-    return f"{factor(value)} [{number(interval[0], 2)}, {number(interval[1], 2)}]"
-
-
-def percent_off(error: float | None) -> str:
-    """Return the error of a prediction: "+1.2 %"."""
-    return NONE if error is None else f"{100 * error:+.1f} %"
-
-
-def temperature(value: float) -> str:
-    """Return a temperature without trailing zeros."""
-    return f"{value:g}"
+def speedup(value: float | None, interval: tuple[float, float] | None = None) -> str:
+    """Return a factor with its interval: "1.62× [1.50, 1.71]"."""
+    return re.sub(r"^[\d.]+", r"\g<0>×", with_interval(value, interval))
 
 
 def has_drafter(row: Row) -> bool:
@@ -154,11 +125,11 @@ def target_name(report: Report) -> str:
     return f"{name} ({short_hash(str(fingerprint))})" if fingerprint else name
 
 
-def conditions_text(temperature_: float, draft_probs_: bool, batch: int | None, *names: str) -> str:
+def conditions_text(temperature: float, draft_probs: bool, batch: int | None, *names: str) -> str:
     """Return "head, T = 0.8, sampled drafts, batch 1"; `names` come first."""
-    parts = [*names, f"T = {temperature(temperature_)}"]
-    if temperature_ > 0:
-        parts.append(f"{'sampled' if draft_probs_ else 'argmax'} drafts")
+    parts = [*names, f"T = {temperature:g}"]
+    if temperature > 0:
+        parts.append(f"{'sampled' if draft_probs else 'argmax'} drafts")
     if batch is not None:
         parts.append(f"batch {batch}")
     return ", ".join(parts)

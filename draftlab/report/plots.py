@@ -62,7 +62,7 @@ def acceptance_by_position(report: Report) -> Iterator[Figure]:
         largest[row.head, row.engine] = max(row.k, largest.get((row.head, row.engine), 0))
     shown = [row for row in drafted if row.k == largest[row.head, row.engine]]
     for temperature, here in by_temperature(series(shown, without=("K",))):
-        title = f"Acceptance by draft position, T = {fmt.temperature(temperature)}"
+        title = f"Acceptance by draft position, T = {temperature:g}"
         figure = new_figure(title, [row for row, *_ in here])
         axes = figure.axes[0]
         for row, name, style in here:
@@ -91,7 +91,7 @@ def tpot_by_k(report: Report) -> Iterator[Figure]:
     top = max(max(timing.tpot_ms_ci or [timing.tpot_ms]) for timing in timings)
     top = max([top, *(p["tpot_ms"] for one in advice for p in one["predictions"])])
     for temperature, here in by_temperature(series(rows, without=("K",))):
-        where = f"T = {fmt.temperature(temperature)}, batch {batch}"
+        where = f"T = {temperature:g}, batch {batch}"
         figure = new_figure(f"Time per output token by K, {where}", [row for row, *_ in here])
         axes, names = figure.axes[0], list(dict.fromkeys(name for _, name, _ in here))
         for row, name, style in here:
@@ -123,7 +123,7 @@ def speedup_by_batch(report: Report) -> Iterator[Figure]:
     batches = sorted({timing.batch for row in shown for timing in row.timings})
     tops = [(t.speedup_ci or (0, t.speedup or 0))[1] for row in shown for t in row.timings]
     for temperature, here in by_temperature(series(shown)):
-        title = f"Speed-up by batch, T = {fmt.temperature(temperature)}"
+        title = f"Speed-up by batch, T = {temperature:g}"
         figure = new_figure(title, [row for row, *_ in here])
         axes = figure.axes[0]
         for i, (row, name, style) in enumerate(here):

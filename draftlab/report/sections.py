@@ -177,7 +177,7 @@ def _results(rows: Sequence[Row]) -> Section:
         drafted = fmt.has_drafter(row)
         cells = [
             *(values[i] for values in varying.values()),
-            fmt.temperature(row.temperature),
+            f"{row.temperature:g}",
             str(row.k) if drafted else "none",
             *(values[i] for values in drafting.values()),
             fmt.with_interval(row.acceptance_length, row.acceptance_length_ci),
@@ -187,8 +187,8 @@ def _results(rows: Sequence[Row]) -> Section:
             own = cells if j == 0 else [""] * len(cells)
             times = [
                 str(timing.batch) if several_batches else "",
-                fmt.milliseconds(timing.tpot_ms),
-                fmt.milliseconds(timing.ttft_ms),
+                fmt.with_interval(timing.tpot_ms),
+                fmt.with_interval(timing.ttft_ms),
                 fmt.speedup(timing.speedup, timing.speedup_ci),
                 fmt.number(row.repetition_rate, 2) if j == 0 else "",
             ]

@@ -15,15 +15,12 @@ def test_formats() -> None:
     assert fmt.with_interval(2.308, None) == "2.31"
     assert fmt.with_interval(None, (1.0, 2.0)) == NONE
     assert fmt.number(float("nan"), 2) == NONE
-    assert fmt.factor(1.618) == "1.62×"
-    assert fmt.factor(None) == NONE
-    assert fmt.temperature(0.0) == "0"
-    assert fmt.temperature(0.80) == "0.8"
+    assert fmt.speedup(1.618, (1.5, 1.708)) == "1.62× [1.50, 1.71]"
+    assert fmt.speedup(1.618) == "1.62×"
+    assert fmt.speedup(None) == NONE
     assert fmt.short_hash("ab" * 32) == "abababababab"
     assert fmt.short_hash(f"2-{'ab' * 16}-{'cd' * 16}") == "2-ababababab"
     assert fmt.short_hash("none (raw text)") == "none (raw text)"
-    assert fmt.milliseconds(0.5) == "0.50"
-    assert fmt.milliseconds(512.3, (512.3, 512.3)) == "512.30 [512.30, 512.30]"
 
 
 def test_labels_name_what_differs_and_are_unique() -> None:
