@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from draftlab.evaluate.results import Report, Row
@@ -82,29 +82,26 @@ def split_conditions(rows: Sequence[Row]) -> Conditions:
     return Conditions(shared, varying)
 
 
-def report_conditions(report: Report) -> Conditions:
-    """Return the conditions of the rows and of the timing pass (`environment.timing`).
+def report_conditions(report: Report) -> dict[str, str]:
+    """Return the target, the conditions that rows share, and those of the timing pass.
 
     The timing pass can differ from the counting pass: batch 1, fewer prompts, shorter answers.
     """
-    conditions = split_conditions(report.rows)
+    found = {"target": fmt.target_name(report)} | split_conditions(report.rows).shared
     timing = report.environment.get("timing")
-    if not isinstance(timing, Mapping):
-        return conditions
-    text = ", ".join(
-        f"{name.replace('_', ' ')} {value}" for name, value in timing.items() if value is not None
-    )
-    return replace(conditions, shared=conditions.shared | {"timed at": text})
+    if isinstance(timing, Mapping):
+        found["timed at"] = ", ".join(
+            f"{name.replace('_', ' ')} {value}"
+            for name, value in timing.items()
+            if value is not None
+        )
+    return found
 
 
-def row_traits(rows: Sequence[Row], without: Sequence[str] = ()) -> list[tuple[str, ...]]:
-    """Return what distinguishes each row from the others, except its temperature.
-
-    Args:
-        without: traits to leave out: "K", "drafting" or another condition.
-    """
-    varying = {k: v for k, v in split_conditions(rows).varying.items() if k not in without}
-    several_k = "K" not in without and len({row.k for row in rows if fmt.has_drafter(row)}) > 1
+def row_traits(rows: Sequence[Row], *, with_k: bool = True) -> list[tuple[str, ...]]:
+    """Return what distinguishes each row from the others, except its temperature."""
+    varying = split_conditions(rows).varying
+    several_k = with_k and len({row.k for row in rows if fmt.has_drafter(row)}) > 1
     traits = []
     for i, row in enumerate(rows):
         values = {name: column[i] for name, column in varying.items() if column[i] != NONE}
@@ -132,5 +129,4 @@ def row_labels(rows: Sequence[Row]) -> list[str]:
 
 def description(report: Report) -> str:
     """Return target and conditions of a report's plots, which a PNG file carries as text."""
-    facts = {"target": fmt.target_name(report)} | report_conditions(report).shared
-    return " · ".join(f"{name} {value}" for name, value in facts.items())
+    return " · ".join(f"{name} {value}" for name, value in report_conditions(report).items())

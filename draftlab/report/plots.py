@@ -28,15 +28,11 @@ FEWEST = 20
 Series = list[tuple[Row, str, dict[str, Any]]]
 
 
-def series(rows: Sequence[Row], without: Sequence[str] = ()) -> Series:
-    """Return each row with its name in a legend and its style; rows of one name have one style.
-
-    Args:
-        without: traits that the names leave out (`conditions.row_traits`).
-    """
+def series(rows: Sequence[Row], *, with_k: bool = True) -> Series:
+    """Return each row with its name in a legend and its style; rows of one name have one style."""
     names = [
         plain(", ".join(traits) or row.head or "unnamed")
-        for row, traits in zip(rows, row_traits(rows, without), strict=True)
+        for row, traits in zip(rows, row_traits(rows, with_k=with_k), strict=True)
     ]
     order = list(dict.fromkeys(names))
     return [
@@ -61,7 +57,7 @@ def acceptance_by_position(report: Report) -> Iterator[Figure]:
     for row in drafted:
         largest[row.head, row.engine] = max(row.k, largest.get((row.head, row.engine), 0))
     shown = [row for row in drafted if row.k == largest[row.head, row.engine]]
-    for temperature, here in by_temperature(series(shown, without=("K",))):
+    for temperature, here in by_temperature(series(shown, with_k=False)):
         title = f"Acceptance by draft position, T = {temperature:g}"
         figure = new_figure(title, [row for row, *_ in here])
         axes = figure.axes[0]
@@ -90,7 +86,7 @@ def tpot_by_k(report: Report) -> Iterator[Figure]:
     timings = [timing for row in report.rows for timing in row.timings[:1]]
     top = max(max(timing.tpot_ms_ci or [timing.tpot_ms]) for timing in timings)
     top = max([top, *(p["tpot_ms"] for one in advice for p in one["predictions"])])
-    for temperature, here in by_temperature(series(rows, without=("K",))):
+    for temperature, here in by_temperature(series(rows, with_k=False)):
         where = f"T = {temperature:g}, batch {batch}"
         figure = new_figure(f"Time per output token by K, {where}", [row for row, *_ in here])
         axes, names = figure.axes[0], list(dict.fromkeys(name for _, name, _ in here))

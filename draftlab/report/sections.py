@@ -116,8 +116,7 @@ def of_head(report: Report, head: str) -> Report:
 
 
 def _conditions(report: Report) -> Section:
-    shared = {"target": fmt.target_name(report)} | report_conditions(report).shared
-    return Section("Conditions", table=facts(shared.items(), packed=True))
+    return Section("Conditions", table=facts(report_conditions(report).items(), packed=True))
 
 
 def _equality(report: Report) -> list[str]:
