@@ -30,12 +30,6 @@ def name(report: Report, one: Calibration) -> str:
     return text + f", K = {one.k}" * several_k
 
 
-def source_text(one: Calibration) -> str:
-    """Return what the raw confidence is, with its temperature: "draft probability at T = 1"."""
-    at = one.confidence_temperature
-    return one.source if at is None else f"{one.source} at T = {at:g}"
-
-
 def calibration_facts(report: Report) -> list[tuple[str, str]]:
     """Return (conditions, text) for each calibration."""
     return [(name(report, one), _text(one)) for one in report.calibrations]
@@ -45,8 +39,10 @@ def _text(one: Calibration) -> str:
     worst = max(one.positions, key=lambda p: p.error_after)
     before = max(p.error_before for p in one.positions)
     (saving,) = (s for s in one.survival_savings if s.threshold == SHOWN_THRESHOLD)
+    at = one.confidence_temperature
+    source = one.source if at is None else f"{one.source} at T = {at:g}"
     return (
-        f"the {source_text(one)} errs by at most {before:.3f} before and "
+        f"the {source} errs by at most {before:.3f} before and "
         f"{worst.error_after:.3f} after calibration (a perfect predictor shows "
         f"{worst.error_perfect:.3f} there), over {one.blocks:,} steps of "
         f"{one.prompts:,} other prompts; verifying only drafts that survive "
