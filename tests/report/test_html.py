@@ -122,11 +122,3 @@ def test_every_section_is_on_the_page_with_its_cells() -> None:
         for words in (section.title, *section.text, *(cell for line in lines for cell in line)):
             assert " ".join(words.split()) in text
     assert text.index("Conditions") < text.index("Warnings") < text.index("Measurements")
-
-
-def test_a_table_that_is_cut_shows_that_it_scrolls() -> None:
-    page = render_html(sections(sample.report()))
-    style = page[: page.index("</style>")]
-    assert "overflow-x: auto" in style
-    assert "local" in style  # its edges are covered by shadows
-    assert "wide tables scroll sideways" in style[style.index("@media (max-width: 40rem)") :]

@@ -96,7 +96,7 @@ def test_each_engine_has_its_verdict() -> None:
     disturbed = sample.with_timing(sample.row(speedup=None, **vllm), 9.0, disturbance="disturbed")
     first, second = verdicts(sample.report([ours, disturbed]))
     assert "makes decoding 1.30× as fast" in first
-    assert "no verdict: disturbed" in second
+    assert second.endswith("; no verdict: disturbed; repeat the evaluation.")
 
 
 def test_without_times_the_verdict_is_the_acceptance_length() -> None:
@@ -163,15 +163,6 @@ def test_verdict_and_adviser_have_one_speed_up() -> None:
     assert f"best K = {row.k} at batch 1: " in advice["text"]
     assert number.format(row.speedup, "", *row.speedup_ci) + ", measured" in advice["text"]
     assert "1.42" not in verdicts(report)[0] + advice["text"]
-
-
-def test_a_disturbed_machine_gives_no_verdict() -> None:
-    report = timed_report(disturbance="the machine was disturbed", speedup=None, speedup_ci=None)
-    (sentence,) = verdicts(report)
-    length = f"{report.rows[1].acceptance_length:.2f}"
-    reason = "no verdict: the machine was disturbed; repeat the evaluation."
-    assert sentence.endswith(f" has AL {length}; {reason}")
-    assert report.adviser is None
 
 
 def test_too_few_timed_prompts_give_no_verdict() -> None:
