@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from draftlab.cli.bench import bench
 from draftlab.cli.chat import chat
 from draftlab.cli.console import Debug, Json, Verbs, guard, monitor, output, show_report
 from draftlab.cli.doctor import doctor
@@ -186,6 +187,7 @@ def train(
 
 
 app.command("eval")(eval_)
+app.command()(bench)
 app.command()(chat)
 app.command()(export)
 app.command("import")(import_)

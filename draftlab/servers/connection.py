@@ -9,11 +9,14 @@ import ipaddress
 import json
 import os
 import time
+import urllib.error
 import urllib.request
-from http.client import HTTPConnection, HTTPResponse
+from http.client import HTTPConnection, HTTPException, HTTPResponse
 from io import BufferedReader, RawIOBase
 from typing import IO, Any
 from urllib.parse import urlsplit
+
+from draftlab.url_secrets import HIDDEN
 
 API_KEY = "OPENAI_API_KEY"
 """Environment variable with the key that is sent to a server of `key_for`, if it is set."""
@@ -93,6 +96,48 @@ def key_for(url: str) -> str | None:
     if origin is None or not (origin in own or _is_loopback(origin[1])):
         return None
     return os.environ.get(API_KEY)
+
+
+class Connection:
+    """The address of a server, and requests to it.
+
+    Args:
+        url: the server's address, with or without /v1.
+
+    Attributes:
+        keeps_key: the user has a key, which this server does not get.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._key, self._opener = key_for(self.url), opener_for(self.url)
+        self.keeps_key = self._key is None and has_key()
+
+    def open(self, path: str, body: Any = None, *, timeout_s: float) -> Any:
+        """Send a request (GET without a body) and return the answer, to be read and closed.
+
+        Raises:
+            OSError, HTTPException: as `urllib.request.urlopen`.
+        """
+        headers = {"Content-Type": "application/json"}
+        if self._key:
+            headers["Authorization"] = f"Bearer {self._key}"
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, headers)
+        return self._opener.open(request, timeout=timeout_s)
+
+    def without_key(self, text: str) -> str:
+        """Return what the server says without the key, which it may repeat."""
+        return text.replace(self._key, HIDDEN) if self._key else text
+
+
+def error_text(answer: urllib.error.HTTPError) -> str:
+    """Return the beginning of a failure's text, or why it cannot be read."""
+    try:
+        with answer:
+            return answer.read(2000).decode(errors="replace")
+    except (OSError, HTTPException) as error:  # its connection can break off too
+        return str(error) or type(error).__name__
 
 
 def _origin(url: str) -> tuple[str, str, int] | None:

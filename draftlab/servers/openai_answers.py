@@ -11,7 +11,6 @@ import json
 import re
 import time
 import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from http.client import HTTPException
@@ -29,23 +28,21 @@ from draftlab.servers.answer_check import answer_fault
 from draftlab.servers.connection import (
     API_KEY,
     BASE_URL,
-    has_key,
-    key_for,
-    opener_for,
+    Connection,
+    error_text,
     read_json,
 )
 from draftlab.servers.settings import RegenerateSettings
-from draftlab.url_secrets import HIDDEN
 
 REPEATED = {408, 409, 429}
 """HTTP statuses below 500 of requests that may succeed later."""
-_TOO_LONG = re.compile(
+TOO_LONG = re.compile(
     # OpenAI, vLLM and SGLang; the code of OpenAI; the type and an older message of llama.cpp
     "context length|context_length_exceeded|exceed_context_size_error|available context size",
     re.IGNORECASE,
 )
 """What servers say, with HTTP status 400, of a prompt that does not fit with its answer."""
-_FREE_BYTES, _TOKEN_BYTES = 1 << 20, 200
+FREE_BYTES, _TOKEN_BYTES = 1 << 20, 200
 """Most bytes of an answer, and more for each token of the prompt and of what was asked for."""
 _OTHER_SERVER = "use a server with OpenAI's completions interface, and see its log"
 LINE_EVERY_S = 60.0
@@ -83,9 +80,9 @@ class ServerAnswers:
     ) -> None:
         self.settings, self.tokenizer, self.monitor = settings.server, tokenizer, monitor
         self.concurrency, self.vocab_size = settings.batch, vocab_size
-        self._url = (self.settings.url or "").rstrip("/").removesuffix("/v1")
-        self._key, self._opener = key_for(self._url), opener_for(self._url)
-        if self._key is None and has_key():
+        self._connection = Connection(self.settings.url or "")
+        self._url = self._connection.url
+        if self._connection.keeps_key:
             monitor.say(
                 f"answers: {API_KEY} is not sent to {self._url}; if it is this server's key, set "
                 f"{BASE_URL}={self._url}"
@@ -263,17 +260,12 @@ class ServerAnswers:
             UserError: the server refused the request, or failed after all attempts.
             _NoRoom: it refused the request as too long.
         """
-        headers = {"Content-Type": "application/json"}
-        if self._key:
-            headers["Authorization"] = f"Bearer {self._key}"
-        data = None if body is None else json.dumps(body).encode()
         tokens = 0 if body is None else len(body["prompt"]) + body["max_tokens"]
-        max_bytes = _FREE_BYTES + _TOKEN_BYTES * tokens
-        http_request = urllib.request.Request(self._url + path, data, headers)
-        wait, attempts = FIRST_WAIT_S, self.settings.attempts
+        max_bytes = FREE_BYTES + _TOKEN_BYTES * tokens
+        wait, attempts, timeout_s = FIRST_WAIT_S, self.settings.attempts, self.settings.timeout_s
         for attempt in range(1, attempts + 1):
             try:
-                with self._opener.open(http_request, timeout=self.settings.timeout_s) as answer:
+                with self._connection.open(path, body, timeout_s=timeout_s) as answer:
                     return read_json(answer, max_bytes)[field]
             except urllib.error.HTTPError as error:
                 if place_of := error.headers.get("Location"):
@@ -283,8 +275,8 @@ class ServerAnswers:
                         f"HTTP {error.code}: it redirects to {place_of}, where nothing was sent",
                         "if you trust that server, name its address: regenerate.server.url",
                     ) from None
-                reason = f"HTTP {error.code}: {self._without_key(_beginning(error))}"
-                if error.code == 400 and _TOO_LONG.search(reason):
+                reason = f"HTTP {error.code}: {self._connection.without_key(error_text(error))}"
+                if error.code == 400 and TOO_LONG.search(reason):
                     raise _NoRoom(reason) from None
                 if error.code not in REPEATED and error.code < 500:
                     do = "check regenerate.server" + (", or remove this prompt" if place else "")
@@ -316,22 +308,9 @@ class ServerAnswers:
             self._next_line = now + LINE_EVERY_S
             self.monitor.say(f"answers: requests are repeated: {reason}")
 
-    def _without_key(self, text: str) -> str:
-        """Return what the server says without the key, which it may repeat."""
-        return text.replace(self._key, HIDDEN) if self._key else text
-
     def _failure(self, place: str, reason: str, do: str) -> UserError:
         return UserError(
-            f"the server gave no answer: {self._without_key(reason)}",
+            f"the server gave no answer: {self._connection.without_key(reason)}",
             where=f"{self._url}{place}",
             do=do,
         )
-
-
-def _beginning(answer: urllib.error.HTTPError) -> str:
-    """Return the beginning of a failure's text, or why it cannot be read."""
-    try:
-        with answer:
-            return answer.read(2000).decode(errors="replace")
-    except (OSError, HTTPException) as error:  # its connection can break off too
-        return str(error) or type(error).__name__

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from draftlab.settings import Settings, SingleOrList
-from draftlab.target_model.settings import VllmSettings
+from draftlab.target_model.settings import TemplateMix, VllmSettings
 
 AnswerBackend = Literal["paged", "vllm", "openai"]
 
@@ -25,6 +25,48 @@ class ServerSettings(Settings):
     """Attempts of a request before the run ends; the waits between them grow from 1 to 60 s."""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds to wait for one answer."""
+
+
+MAX_AT_ONCE = 1024
+"""Most requests that one measurement of a server has running: each has a thread."""
+
+
+class BenchSettings(Settings):
+    """What `draftlab bench` asks a running server."""
+
+    suite: str | None = Field(default=None, min_length=1)
+    """Prompts, as in `eval --suite`; None: those of the report of --head."""
+    raw: bool = False
+    """Use the prompts as plain text, without the chat template."""
+    template_arguments: TemplateMix | None = None
+    """Template arguments, such as {"enable_thinking": true}, or a list of such objects."""
+    max_prompts: Annotated[int, Field(ge=1)] | None = 64
+    """Number of prompts, drawn by the seed from all of the suite as `eval` draws them; None: all.
+    They are repeated as whole, until there are four requests for each that runs at once."""
+    seed: int = 0
+    """Seed of the prompts and of the arrivals; answers are sampled without one."""
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature; 0 is greedy decoding."""
+    max_new_tokens: Annotated[int, Field(ge=1)] = 128
+    """Largest number of tokens in an answer."""
+    concurrency: Annotated[
+        tuple[Annotated[int, Field(ge=1, le=MAX_AT_ONCE)], ...],
+        SingleOrList,
+        Field(min_length=1),
+    ] = (1,)
+    """Requests that run at once, one or several numbers: each finished one is replaced by the next
+    (closed loop)."""
+    rate: Annotated[tuple[Annotated[float, Field(gt=0)], ...] | None, SingleOrList] = Field(
+        default=None, min_length=1
+    )
+    """Requests a second, one or several numbers, that arrive at random times (a Poisson process,
+    open loop) in place of --concurrency."""
+    model: str | None = None
+    """The server's name of the target; None: the only model that it serves."""
+    attempts: Annotated[int, Field(ge=1)] = 4
+    """Attempts of a request that the server refuses as busy (429, 5xx)."""
+    timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds after which an answer counts as failed."""
 
 
 class RegenerateSettings(Settings):

@@ -28,8 +28,8 @@ from draftlab.target_model.locate import explain_loading
 from tests.helpers.small_run import draftlab, finished, snapshot
 
 VERBS = (
-    "run", "prepare", "record", "train", "eval", "chat", "doctor", "export", "import", "push",
-    "new", "inspect", "recipe", "store", "version",
+    "run", "prepare", "record", "train", "eval", "bench", "chat", "doctor", "export", "import",
+    "push", "new", "inspect", "recipe", "store", "version",
 )  # fmt: skip
 
 

@@ -1,0 +1,199 @@
+"""The AL of a running server beside that of a draftlab report, and why they may differ."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from draftlab.errors import UserError
+from draftlab.evaluate.results import Report, Row
+from draftlab.evaluate.server_bench import Acceptance, ServerBench, ServerPoint
+from draftlab.servers.server_load import LoadedServer
+from draftlab.servers.settings import BenchSettings
+from draftlab.text.chat_template import prompt_ids, render_text
+
+FULL_BITS = 15.0
+"""Fewer bits a weight are a quantised model."""
+WEAK_START = 0.85
+"""A smaller share of the report's acceptance at the first position is more than rounding does."""
+_QUANTISED = re.compile(
+    r"(?i)(?<![a-z0-9])((i?q[2-8](_[a-z0-9]+)*)|awq|gptq|nvfp4|mxfp4|fp8|int[48]|w[48]a\d+|"
+    r"bnb|[48]bit|[48]-bit)(?![a-z0-9])"
+)
+PROBE = "What is 2 + 2?"
+"""The message whose template is compared."""
+
+
+def drafted_row(report: Report, temperature: float, k: int | None, suite: str | None) -> Row:
+    """Return the row of a report that a server is compared with.
+
+    Of the rows with drafts at the temperature it is one of the same suite, with the smallest K from
+    the server's on, and with argmax drafts, which servers draft by default.
+
+    Args:
+        k: the server's drafts a step; None: unknown.
+        suite: `Suite.sha256` of the measured prompts; None: unknown.
+
+    Raises:
+        UserError: the report has no row with drafts at the temperature.
+    """
+    rows = [row for row in report.rows if row.drafts and row.engine.startswith("draftlab")]
+    at = [row for row in rows if row.temperature == temperature]
+    if not at:
+        found = ", ".join(sorted({f"T = {row.temperature:g}" for row in rows})) or "none"
+        raise UserError(
+            f"expected a row with drafts at T = {temperature:g}, found {found}",
+            where="--head",
+            do="name another --temperature, or evaluate the head at this one",
+        )
+    return min(
+        at,
+        key=lambda row: (
+            row.suite_sha256 != suite,
+            row.k < (k or 0),
+            abs(row.k - (k or row.k)),
+            row.draft_probs,
+        ),
+    )
+
+
+def settings_of(report: Report, settings: BenchSettings) -> BenchSettings:
+    """Return settings with the prompts and answers of a report's row, as far as it names them."""
+    row = drafted_row(report, settings.temperature, None, None)
+    changes = {"max_prompts": row.prompts, "seed": row.seed, "max_new_tokens": row.max_new_tokens}
+    return settings.model_copy(update=changes | {"suite": row.suite.split(" (")[0]})
+
+
+def al_at(row: Row, k: int) -> float:
+    """Return a row's AL if its drafts end at position k."""
+    return 1 + sum(row.accepted_at[:k]) / row.drafts
+
+
+def compare(bench: ServerBench, report: Report, tokenizer: Any) -> Iterator[str]:
+    """Yield lines with both ALs, and with the causes to check if they differ."""
+    points = [point for point in bench.points if point.acceptance]
+    if not points:
+        yield "report: nothing to compare, since the server shows no drafts"
+        return
+    point, settings = points[0], bench.settings
+    served = point.acceptance
+    assert served is not None
+    row = drafted_row(report, settings.temperature, served.k or None, bench.suite.sha256)
+    k = min(served.k, row.k) if served.k else row.k
+    al, own = served.acceptance_length, served.acceptance_length_ci
+    if k < served.k and served.acceptance_at:
+        al, own = 1 + sum(served.acceptance_at[:k]), None
+    expected, interval = al_at(row, k), row.acceptance_length_ci
+    if interval is not None and row.acceptance_length:  # of fewer drafts, in proportion
+        scale = (expected - 1) / max(row.acceptance_length - 1, 1e-9)
+        interval = (1 + (interval[0] - 1) * scale, 1 + (interval[1] - 1) * scale)
+    shown = "" if interval is None else f" [{interval[0]:.2f}, {interval[1]:.2f}]"
+    yield (
+        f"report: AL {expected:.2f}{shown} of {row.head}, {row.engine}, {row.dtype}, K = {k}; "
+        f"server {al:.2f}"
+    )
+    same = row.suite_sha256 == bench.suite.sha256
+    if not same:
+        yield "  the report is of other prompts: compare the same --suite and --max-prompts"
+    if row.max_new_tokens != settings.max_new_tokens:
+        yield f"  the report's answers have up to {row.max_new_tokens:,} tokens"
+    found = list(_found(bench, point, row, tokenizer))
+    differs = _differs(al, own, expected, interval, same=same)
+    yield (
+        "  they differ beyond the intervals; causes to check:"
+        if differs
+        else "  they agree within the intervals"
+    )
+    yield from (f"  - found: {text}" for text in found)
+    if differs and point.concurrency != 1:
+        yield "  - check: --concurrency 1; a server may accept less of requests that run together"
+    if differs:
+        yield from (f"  - check: {text}" for text in _to_check(served, al, expected, row))
+
+
+def _differs(
+    al: float,
+    own: tuple[float, float] | None,
+    expected: float,
+    interval: tuple[float, float] | None,
+    *,
+    same: bool,
+) -> bool:
+    """Return whether two ALs differ beyond their intervals.
+
+    The same prompts vary together, so that the server's AL must lie in the report's interval.
+    """
+    if interval is None:
+        interval = (expected, expected)
+    low, high = (al, al) if (same and interval[0] < interval[1]) or own is None else own
+    return high < interval[0] or interval[1] < low
+
+
+def _found(bench: ServerBench, point: ServerPoint, row: Row, tokenizer: Any) -> Iterator[str]:
+    """Yield the causes that the server itself shows."""
+    server, served = bench.server, point.acceptance
+    assert served is not None
+    if served.k and served.k != row.k and row.k_trained and served.k > row.k:
+        yield (
+            f"other K: the server drafts {served.k}, the report's largest is {row.k} (trained for "
+            f"{row.k_trained})"
+        )
+    template = "" if bench.settings.raw else _template_fault(server, tokenizer)
+    if template:
+        yield template
+    if quantised := _quantised(server.card):
+        yield f"quantised target: {quantised}; the report's is {row.dtype}"
+    if any("other lengths on the server" in text for text in point.warnings):
+        yield "truncated context: the server has other lengths of the prompts than were sent"
+    if any("other traffic" in text for text in point.warnings):
+        yield "other traffic: the counters have requests that are not the suite's"
+
+
+def _template_fault(server: LoadedServer, tokenizer: Any) -> str:
+    """Return how the server's chat template differs from the target's; "": it does not."""
+    theirs, messages = server.own_template(PROBE), [{"role": "user", "content": PROBE}]
+    if isinstance(theirs, str):
+        bos = tokenizer.bos_token or ""
+        ours: Any = render_text(tokenizer, messages, generation_prompt=True).removeprefix(bos)
+        theirs = theirs.removeprefix(bos)
+    else:
+        ours = list(prompt_ids(tokenizer, messages))
+    if theirs is None or theirs == ours:
+        return ""
+    return (
+        "template: the server's chat template differs from the target's files (this measurement "
+        "sends token ids; chats get the server's)"
+    )
+
+
+def _quantised(card: dict[str, Any]) -> str:
+    """Return what shows that the served model is quantised; "": nothing does."""
+    meta = card.get("meta")  # of llama.cpp
+    if isinstance(meta, dict):
+        size, parameters = meta.get("size"), meta.get("n_params")
+        if type(size) is int and type(parameters) is int and 0 < 8 * size < FULL_BITS * parameters:
+            return f"{8 * size / parameters:.1f} bits a weight"
+    names = [card["id"], card.get("root")]
+    found = next(filter(None, (_QUANTISED.search(n) for n in names if isinstance(n, str))), None)
+    return f"its name has {json.dumps(found[0])}" if found else ""
+
+
+def _to_check(served: Acceptance, al: float, expected_al: float, row: Row) -> Iterator[str]:
+    """Yield the causes that the acceptance by position suggests."""
+    first = served.acceptance_at[0] if served.acceptance_at else None
+    expected = row.accepted_at[0] / row.drafts
+    if al > expected_al:
+        yield "the suite and its template arguments; a server that stops answers elsewhere"
+    elif first is None or first < WEAK_START * expected:
+        weak = "" if first is None else f" (the first draft: {first:.2f}, report {expected:.2f})"
+        yield f"aux layers{weak}: those whose states the server gives the head, in its config"
+        yield "other weights of the target or head: their revision, a converted vocabulary"
+        yield "template; a quantised target or head"
+    elif first < 0.97 * expected:
+        yield "a quantised target or head, and its KV cache's type"
+        yield f"dtype: the report has {row.dtype}"
+    else:
+        yield "later positions alone lose: K and what the head was trained for, RoPE and context"
+        yield f"dtype: the report has {row.dtype}; the head's own"

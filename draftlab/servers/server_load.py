@@ -1,0 +1,466 @@
+"""Load on a running server with OpenAI's completions interface: streamed requests and their times.
+
+Prompts are sent as token ids, so the server applies no chat template. A request that the server
+refuses as busy is repeated and counted. One whose stream breaks off, takes too long or is no answer
+is counted as failed: the server may have decoded it, so it is neither repeated nor measured.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPException
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from typing import IO, Any
+
+from draftlab.errors import UserError
+from draftlab.servers.answer_check import MAX_TEXT, is_token_id
+from draftlab.servers.connection import API_KEY, BASE_URL, Connection, error_text, read_json
+from draftlab.servers.openai_answers import FIRST_WAIT_S, FREE_BYTES, REPEATED, TOO_LONG
+from draftlab.servers.server_counters import PROGRAMS, ServerCounters, parse_counters
+from draftlab.servers.settings import BenchSettings
+
+_EVENT_BYTES = 1 << 14
+"""Most bytes of a stream for each token that was asked for."""
+_SETTLE_S, _SETTLED_S = 10.0, 0.2
+"""Seconds that counters may take to stop changing, and for which they are then equal."""
+_CALL_S = 10.0
+"""Seconds of a request that decodes nothing."""
+
+
+class _Fault(Exception):
+    """What is wrong with an answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A measured request.
+
+    Attributes:
+        prompt: number of its prompt.
+        tokens: output tokens, by the server's count.
+        prompt_tokens: tokens of the prompt, by the server's count; None: it does not say.
+        started_s: `time.perf_counter()` when it was sent, or should have arrived (open loop).
+        first_token_s, total_s: seconds from then.
+        pieces: pieces of the stream after the first one that had tokens.
+        drafts, draft_tokens, accepted: the server's counters of this request alone; None where it
+            does not state them.
+    """
+
+    prompt: int
+    tokens: int
+    prompt_tokens: int | None
+    started_s: float
+    first_token_s: float
+    total_s: float
+    pieces: int
+    drafts: int | None = None
+    draft_tokens: int | None = None
+    accepted: int | None = None
+
+
+@dataclass
+class LoadResult:
+    """What came of the requests, as far as they were sent.
+
+    Attributes:
+        failures, retries: numbers of failed and of repeated requests, by the reason.
+        late_s: the most by which an open loop sent a request too late.
+    """
+
+    answers: list[Answer] = field(default_factory=list)
+    failures: Counter[str] = field(default_factory=Counter)
+    retries: Counter[str] = field(default_factory=Counter)
+    late_s: float = 0.0
+
+
+class LoadedServer:
+    """A running server that is measured.
+
+    Args:
+        vocab_size: rows of the target's embedding.
+        say: receives lines for the user.
+
+    Attributes:
+        card: what the server says of its model.
+        program: the program's name; "the server": unknown.
+        no_counters: why there are no counters; "": there are.
+
+    Raises:
+        UserError: the server cannot be reached, or does not serve the named model.
+    """
+
+    def __init__(
+        self, url: str, settings: BenchSettings, vocab_size: int, say: Callable[[str], None]
+    ) -> None:
+        self.settings, self.vocab_size, self.connection = settings, vocab_size, Connection(url)
+        self.url, self.no_counters = self.connection.url, ""
+        if self.connection.keeps_key:
+            say(
+                f"{API_KEY} is not sent to {self.url}; if it is this server's key, set "
+                f"{BASE_URL}={self.url}"
+            )
+        self.card = self._served_model()
+        self.model: str = self.card["id"]
+        owner = self.card.get("owned_by")
+        counters = self.counters()
+        key = counters.program if counters else owner if isinstance(owner, str) else ""
+        self.program = PROGRAMS.get(key, "the server")
+
+    def _served_model(self) -> dict[str, Any]:
+        models, fault = self.call("/v1/models")
+        cards = models.get("data") if isinstance(models, dict) else None
+        if not isinstance(cards, list) or not all(
+            isinstance(card, dict) and isinstance(card.get("id"), str) for card in cards
+        ):
+            found = fault or f"found {json.dumps(models)[:MAX_TEXT]}"
+            do = "name a running server with OpenAI's interface"
+            if "HTTP 401" in found or "HTTP 403" in found:
+                do = f"set {API_KEY} to the server's key, and {BASE_URL}={self.url}"
+            raise UserError(f"expected the server's models, {found}", where=self.url, do=do)
+        by_id = {card["id"]: card for card in cards}
+        name = self.settings.model or (next(iter(by_id)) if len(by_id) == 1 else None)
+        if name not in by_id:
+            raise UserError(
+                f"expected the server to serve {name or 'one model'}, found {', '.join(by_id)}",
+                where=self.url,
+                do="name one of them with --model",
+            )
+        return by_id[name]
+
+    def call(self, path: str, body: Any = None) -> tuple[Any, str]:
+        """Return the JSON of a small request, and why there is none: None and a reason."""
+        try:
+            with self.connection.open(path, body, timeout_s=_CALL_S) as answer:
+                return read_json(answer, FREE_BYTES), ""
+        except (OSError, HTTPException, ValueError) as error:
+            return None, self._reason(error)
+
+    def counters(self) -> ServerCounters | None:
+        """Read the server's counters; None: it shows none (`no_counters` says why)."""
+        try:
+            with self.connection.open("/metrics", timeout_s=_CALL_S) as answer:
+                page = answer.read(8 * FREE_BYTES + 1)
+            if len(page) > 8 * FREE_BYTES:
+                raise ValueError(f"a page of more than {8 * FREE_BYTES:,} bytes")
+            counters = parse_counters(page.decode(errors="replace"))
+            self.no_counters = "" if counters else "its metrics are of an unknown program"
+        except (OSError, HTTPException, ValueError) as error:
+            counters, self.no_counters = None, f"/metrics: {self._reason(error)}"
+        return counters
+
+    def own_template(self, message: str) -> str | list[int] | None:
+        """Return a user's message in the server's chat template; None: it does not show it.
+
+        Returns:
+            The text (llama.cpp), or token ids (vLLM).
+        """
+        messages = [{"role": "user", "content": message}]
+        if self.program == PROGRAMS["llamacpp"]:
+            answer, _ = self.call("/apply-template", {"messages": messages})
+            text = answer.get("prompt") if isinstance(answer, dict) else None
+            return text if isinstance(text, str) else None
+        body = {"model": self.model, "messages": messages, "add_generation_prompt": True}
+        answer, _ = self.call("/tokenize", body)
+        ids = answer.get("tokens") if isinstance(answer, dict) else None
+        return ids if isinstance(ids, list) and ids else None
+
+    def settled_counters(self, least: int = 0) -> tuple[ServerCounters | None, bool]:
+        """Read the counters once they have stopped changing; return them, and whether they have.
+
+        A server counts the last steps of a request a moment after it has answered.
+
+        Args:
+            least: tokens that are waited for.
+        """
+        end, last = time.monotonic() + _SETTLE_S, self.counters()
+        while last is not None:
+            time.sleep(_SETTLED_S)
+            now = self.counters()
+            quiet = now == last and now is not None and not now.values.get("running")
+            if (quiet and now.values.get("tokens", least) >= least) or time.monotonic() > end:
+                return now, quiet
+            last = now
+        return None, True
+
+    def warm_up(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Let the server answer prompts at once, with a few tokens each.
+
+        Raises:
+            UserError: it answers none of them.
+        """
+        result = LoadResult()
+        self.run(list(enumerate(prompts)), result, at_once=len(prompts), max_tokens=4)
+        if not result.answers:
+            raise UserError(
+                f"expected answers of the server, found {'; '.join(result.failures)}",
+                where=f"{self.url}/v1/completions",
+                do="see its log; prompts are sent as token ids, as vLLM, SGLang and llama.cpp "
+                "read them",
+            )
+
+    def run(
+        self,
+        prompts: Sequence[tuple[int, Sequence[int]]],
+        result: LoadResult,
+        *,
+        at_once: int,
+        arrivals: Sequence[float] | None = None,
+        max_tokens: int | None = None,
+        progress: Callable[[int], None] = lambda done: None,
+    ) -> None:
+        """Send prompts, and add what comes of each to `result`; an interruption leaves the rest.
+
+        Args:
+            prompts: number and token ids of each request's prompt.
+            at_once: most requests that run at once.
+            arrivals: seconds from now at which each is sent; None: as soon as there is room.
+        """
+        jobs, done = SimpleQueue[Any](), SimpleQueue[Any]()
+        stopped, start = Event(), time.perf_counter()
+        salt = f"draftlab-{time.time_ns()}"
+        for n, (number, ids) in enumerate(prompts):
+            body = self._body(ids, max_tokens or self.settings.max_new_tokens, salt)
+            jobs.put((number, body, None if arrivals is None else start + arrivals[n]))
+
+        def work() -> None:
+            while not stopped.is_set():
+                try:
+                    number, body, due = jobs.get_nowait()
+                except Empty:
+                    return
+                retries: Counter[str] = Counter()
+                late = 0.0
+                try:
+                    if due is not None:
+                        if stopped.wait(max(due - time.perf_counter(), 0.0)):
+                            return
+                        late = time.perf_counter() - due
+                    outcome: Any = self._ask(number, body, due, retries, stopped)
+                except BaseException as error:
+                    outcome = error
+                done.put((outcome, retries, late))
+
+        def add(outcome: Any, retries: Counter[str], late: float) -> None:
+            result.retries += retries
+            result.late_s = max(result.late_s, late)
+            if isinstance(outcome, Answer):
+                result.answers.append(outcome)
+            elif isinstance(outcome, str):
+                result.failures[outcome] += 1
+            else:
+                raise outcome
+
+        # Nobody waits for daemon threads: an interrupted command does not wait for long answers.
+        for _ in range(min(at_once, len(prompts))):
+            Thread(target=work, daemon=True).start()
+        try:
+            for number in range(len(prompts)):
+                add(*done.get())
+                progress(number + 1)
+        finally:
+            stopped.set()
+            while not done.empty():
+                add(*done.get())
+
+    def _body(self, ids: Sequence[int], max_tokens: int, salt: str) -> dict[str, Any]:
+        settings = self.settings
+        return {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": max_tokens,
+            "temperature": settings.temperature,
+            # No seed: with one vLLM samples the requests one after the other.
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            # A server fills what is missing from the model's generation_config.json.
+            "top_p": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            # Not in OpenAI's interface, but read by vLLM and SGLang:
+            "top_k": -1,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "return_token_ids": True,
+            # No prompt is read from the cache of an earlier measurement (vLLM, SGLang; llama.cpp).
+            "cache_salt": salt,
+            "cache_prompt": False,
+        }
+
+    def _ask(
+        self,
+        number: int,
+        body: dict[str, Any],
+        due: float | None,
+        retries: Counter[str],
+        stopped: Event,
+    ) -> Answer | str:
+        """Return the answer to a prompt, or why there is none."""
+        wait, timeout_s = FIRST_WAIT_S, self.settings.timeout_s
+        for attempt in range(1, self.settings.attempts + 1):
+            sent = time.perf_counter()
+            try:
+                with self.connection.open("/v1/completions", body, timeout_s=timeout_s) as stream:
+                    return self._read(stream, number, body, sent if due is None else due)
+            except urllib.error.HTTPError as error:
+                code, reason = error.code, self._reason(error)
+                if code == 400 and TOO_LONG.search(reason):
+                    return "no room for the prompt and its answer (HTTP 400)"
+                if code not in REPEATED and code < 500:
+                    return reason
+                reason = f"HTTP {code}"
+            except _Fault as fault:
+                return self.connection.without_key(str(fault))[:MAX_TEXT]
+            except (OSError, HTTPException, ValueError) as error:
+                reason = self._reason(error)
+                if not isinstance(getattr(error, "reason", None), ConnectionRefusedError):
+                    return reason
+            if attempt == self.settings.attempts:
+                return f"{reason} ({attempt} attempts)"
+            retries[reason] += 1
+            if stopped.wait(wait):
+                break
+            wait = min(2 * wait, 60.0)
+        return "interrupted"
+
+    def _read(self, stream: IO[bytes], number: int, body: dict[str, Any], start: float) -> Answer:
+        """Return the answer of a stream of server-sent events.
+
+        Raises:
+            _Fault: it is none, or it is cut.
+        """
+        limit = body["max_tokens"]
+        left = FREE_BYTES + _EVENT_BYTES * limit
+        first, pieces, ids, finish = None, 0, 0, None
+        said: dict[str, Any] = {}
+        while line := stream.readline(min(left, FREE_BYTES) + 1):
+            now = time.perf_counter()
+            left -= len(line)
+            if left < 0 or len(line) > FREE_BYTES:
+                raise _Fault("an answer of too many bytes")
+            data = line.removeprefix(b"data:").strip()
+            if data == b"[DONE]":
+                break
+            if len(data) == len(line.strip()):  # an empty line, a comment or the kind of an event
+                continue
+            event = _event(data)
+            said |= {key: event[key] for key in ("usage", "timings", "metrics") if event.get(key)}
+            for choice in event.get("choices") or ():
+                if finish:
+                    raise _Fault("expected the end of an answer, found more of it")
+                text, tokens = choice.get("text") or "", choice.get("token_ids") or ()
+                ids += _checked_ids(text, tokens, self.vocab_size)
+                if text or tokens:
+                    pieces += first is not None
+                    first = first or now
+                finish = choice.get("finish_reason")
+                if finish not in (None, "stop", "length"):
+                    raise _Fault(f"the answer ended by {finish!r:.40}")
+        end = time.perf_counter()
+        if finish is None:
+            raise _Fault("the stream was cut")
+        return Answer(
+            number,
+            _tokens(said, ids, limit),
+            _count(said.get("usage"), "prompt_tokens"),
+            start,
+            (first or end) - start,
+            end - start,
+            pieces,
+            **_own_counters(said),
+        )
+
+    def _reason(self, error: Exception) -> str:
+        """Return a short reason for a failure, without the key."""
+        if isinstance(error, urllib.error.HTTPError):
+            place = error.headers.get("Location")
+            text = f"it redirects to {place}, where nothing was sent" if place else ""
+            reason = f"HTTP {error.code}: {text or error_text(error)}"
+        elif isinstance(getattr(error, "reason", error), TimeoutError):
+            reason = "no end of an answer in time"
+        else:
+            reason = str(getattr(error, "reason", error) or type(error).__name__)
+        return " ".join(self.connection.without_key(reason).split())[:MAX_TEXT]
+
+
+def _event(data: bytes) -> dict[str, Any]:
+    """Return an event of a stream, whose choices are one or none.
+
+    Raises:
+        _Fault: it is none, or the server reports an error.
+    """
+    try:
+        event = json.loads(data)
+    except (ValueError, RecursionError):
+        raise _Fault("the stream was cut, or is no JSON") from None
+    choices = event.get("choices", []) if isinstance(event, dict) else None
+    if isinstance(event, dict) and event.get("error"):
+        raise _Fault(f"the server reports {json.dumps(event['error'])[:MAX_TEXT]}")
+    is_list = isinstance(choices, list) and len(choices) <= 1
+    if not is_list or not all(isinstance(choice, dict) for choice in choices):
+        raise _Fault("expected events with one choice, found another")
+    return event
+
+
+def _checked_ids(text: Any, tokens: Any, vocab_size: int) -> int:
+    """Return the number of tokens of a piece, whose text and ids are checked."""
+    if not isinstance(text, str):
+        raise _Fault("expected a text, found another type")
+    is_list = isinstance(tokens, list | tuple)
+    if not is_list or not all(is_token_id(token, vocab_size) for token in tokens):
+        raise _Fault(f"expected token ids from 0 to {vocab_size - 1:,}, found others")
+    return len(tokens)
+
+
+def _count(fields: Any, name: str) -> int | None:
+    """Return a count of a server; None: it does not state it.
+
+    Raises:
+        _Fault: it is no count.
+    """
+    value = fields.get(name) if isinstance(fields, dict) else None
+    if value is not None and (type(value) is not int or not 0 <= value < 1 << 40):
+        raise _Fault(f"expected {name} to be a count, found {value!r:.40}")
+    return value
+
+
+def _tokens(said: dict[str, Any], ids: int, limit: int) -> int:
+    """Return the number of an answer's tokens."""
+    tokens = _count(said.get("usage"), "completion_tokens")
+    if tokens is None:
+        tokens = ids or _count(said.get("timings"), "predicted_n")
+    if tokens is None or tokens > limit:
+        raise _Fault(f"expected a count of at most {limit:,} tokens, found {tokens}")
+    if ids and ids != tokens:
+        raise _Fault("expected as many token ids as the answer has tokens, found others")
+    return tokens
+
+
+def _own_counters(said: dict[str, Any]) -> dict[str, int]:
+    """Return the counters of one answer: llama.cpp's timings, or vLLM's metrics of a request.
+
+    vLLM states them with --per-request-spec-decode-metrics.
+    """
+    timings, metrics = said.get("timings"), said.get("metrics")
+    if isinstance(timings, dict):
+        found = {
+            "draft_tokens": _count(timings, "draft_n") or 0,
+            "accepted": _count(timings, "draft_n_accepted") or 0,
+        }
+    else:
+        own = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
+        found = {
+            "drafts": _count(own, "num_spec_steps"),
+            "draft_tokens": _count(own, "num_draft_tokens"),
+            "accepted": _count(own, "num_accepted_draft_tokens"),
+        }
+        if None in found.values():
+            return {}
+    if found["accepted"] > found["draft_tokens"]:
+        raise _Fault("expected no more accepted drafts than drafts, found more")
+    return found
