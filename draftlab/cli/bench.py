@@ -118,11 +118,11 @@ def bench(
             measured.run()
         finally:
             if measured.points:
+                measured.write(out)
                 for point in measured.points:
                     lines += _lines(point)
                 if report and not any(point.interrupted for point in measured.points):
                     lines += compare(measured, report, tokenizer)
-                measured.write(out, lines)
                 if as_json:
                     echo_json(out.read_text(encoding="utf-8"))
                 else:
@@ -177,5 +177,5 @@ def _percentiles(values: Percentiles) -> str:
     """Return "12.1 [11.8, 12.5] ms; p90 14.0, p99 20.1", the first of them the median."""
     from draftlab.report import formatting as fmt
 
-    middle = fmt.milliseconds(values.p50, values.p50_ci)
+    middle = fmt.with_interval(values.p50, values.p50_ci, 1)
     return f"p50 {middle}, p90 {values.p90:.1f}, p99 {values.p99:.1f} ms"

@@ -153,8 +153,8 @@ class ServerBench:
                 else:
                     point.warnings.append("no speed-up: not the same requests were answered")
 
-    def write(self, path: Path, lines: Sequence[str]) -> None:
-        """Write bench.json: the settings, what was measured, and the report's lines."""
+    def write(self, path: Path) -> None:
+        """Write bench.json: the settings, what was measured, and every answer's numbers."""
         suite = {"name": self.suite.name, "sha256": self.suite.sha256}
         write_json(
             path,
@@ -165,7 +165,6 @@ class ServerBench:
                 "settings": self.settings.model_dump(mode="json"),
                 "suite": suite | {"prompts": len(self.prompts)},
                 "points": [_plain_json(point) for point in self.points],
-                "lines": list(lines),
             },
         )
 
