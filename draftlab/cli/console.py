@@ -52,7 +52,9 @@ HeadOption = Annotated[
 ]
 TargetOption = Annotated[
     str | None,
-    typer.Option(help='Target: a folder, a Hub id or "embedded"; by default that of the run.'),
+    typer.Option(
+        help='Target: a folder, a GGUF file, a Hub id or "embedded"; by default that of the run.'
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool,

@@ -24,8 +24,8 @@ def doctor(
     target: Annotated[
         str | None,
         typer.Option(
-            help='Target: a folder, a Hub id or "embedded"; by default that of the run, and '
-            '"embedded" for its heads.'
+            help='Target: a folder, a GGUF file, a Hub id or "embedded"; by default '
+            'that of the run, and "embedded" for its heads.'
         ),
     ] = None,
     chosen: Any = None,

@@ -57,7 +57,8 @@ def import_(
     target: Annotated[
         str | None,
         typer.Option(
-            help='Its target: a folder, a Hub id or "embedded"; by default that of its config.'
+            help='Its target: a folder, a GGUF file, a Hub id or "embedded"; by default that of '
+            "its config."
         ),
     ] = None,
     boundaries: Annotated[
