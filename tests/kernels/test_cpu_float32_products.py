@@ -56,14 +56,24 @@ def test_an_imprecise_processor_and_a_gpu_are_left_alone(monkeypatch: pytest.Mon
         assert torch.get_float32_matmul_precision() == before
 
 
-class RoundingTensor(torch.Tensor):
-    """A tensor whose float32 products round their factors to bfloat16, as on CPUs with AMX."""
+class ExactTensor(torch.Tensor):
+    """A tensor whose products are rounded once, as on CPUs without AMX."""
+
+    rounds = False
 
     def __matmul__(self, other: torch.Tensor) -> torch.Tensor:
         a, b = self.as_subclass(torch.Tensor), other.as_subclass(torch.Tensor)
-        if a.dtype == torch.float32 and torch.get_float32_matmul_precision() == "medium":
-            a, b = a.bfloat16().float(), b.bfloat16().float()
-        return a @ b
+        dtype = a.dtype
+        if self.rounds and dtype == torch.float32:
+            assert torch.get_float32_matmul_precision() == "medium"
+            a, b = a.bfloat16(), b.bfloat16()
+        return (a.double() @ b.double()).to(dtype)
+
+
+class RoundingTensor(ExactTensor):
+    """A tensor whose float32 products round their factors to bfloat16, as on CPUs with AMX."""
+
+    rounds = True
 
 
 @pytest.mark.parametrize("rounds", [False, True])
@@ -72,7 +82,7 @@ def test_a_probe_tells_rounded_factors(rounds: bool, monkeypatch: pytest.MonkeyP
 
     def random(*shape: int, generator: torch.Generator) -> torch.Tensor:
         numbers = randn(*shape, generator=generator)
-        return numbers.as_subclass(RoundingTensor) if rounds else numbers
+        return numbers.as_subclass(RoundingTensor if rounds else ExactTensor)
 
     monkeypatch.setattr(torch, "randn", random)
     assert cpu_float32_products._is_precise.__wrapped__() is not rounds
