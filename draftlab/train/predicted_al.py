@@ -13,11 +13,11 @@ from draftlab.store.prompt_split import group_by_prompt
 
 
 class Walked(NamedTuple):
-    """What a record adds to an AL: accepted drafts, or their expected number, and steps."""
+    """What a record adds to an AL: accepted drafts and steps, or their expected numbers."""
 
     id: str
     accepted: float
-    steps: int
+    steps: float
 
 
 def al_text(al: float, records: Sequence[Walked]) -> str:

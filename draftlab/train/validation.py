@@ -2,8 +2,8 @@
 
 The teacher-forced walk (methods §6) goes through an answer as a server does: from t = a − 1 it
 accepts the drafts that equal the recorded tokens up to the first that differs, then continues after
-them. On the target's greedy answers its counters are those of real decoding. On sampled answers the
-expectation under the acceptance rule replaces the hits.
+them. On the target's greedy answers its counters are those of real decoding. On sampled answers it
+takes every path with its probability under the acceptance rule.
 
 For a parallel head a step is a depth. Its drafts depend on no other draft, and a chain's drafts
 depend on the recorded tokens in place of accepted drafts, so both are scored at all positions at
@@ -59,7 +59,8 @@ class Validation:
         alpha, accuracy: for each step (of a parallel head: depth).
         loss: for each step, mean over rows.
         walk: counters over greedy answers, of steps whose K drafts lie inside the answer.
-        sampled_al: predicted AL at temperature 1 over sampled answers; None without any.
+        sampled_al: predicted AL over sampled answers with p and q at temperature 1, which is that
+            of sampled drafts at T = 1 if the answers were sampled at 1; None without any.
         by_position: α by position in the conversation; heads get worse at positions beyond those
             they were trained on.
         greedy, sampled: the records that `walk` and `sampled_al` are of.
@@ -90,7 +91,7 @@ class Validation:
                 f"predicted AL (T = 0) {found} (K = {self.walk.k}, {self.walk.drafts} steps)"
             )
         if self.sampled_al is not None:
-            parts.append(f"predicted AL (T = 1) {al_text(self.sampled_al, self.sampled)}")
+            parts.append(f"predicted AL (sampled answers) {al_text(self.sampled_al, self.sampled)}")
         return " · ".join(parts)
 
     def position_line(self) -> str | None:
@@ -142,6 +143,31 @@ def walk(hits: Tensor, spans: Tensor, k: int) -> tuple[Counters, list[tuple[int,
             t += accepted + 1
         t += 1
     return counters, steps
+
+
+def expected_walk(ratios: Tensor, spans: Tensor, k: int) -> tuple[float, float]:
+    """Return the expected accepted drafts and steps of the walk over a sampled conversation.
+
+    A position counts by the probability that a step begins there: steps that accept little are
+    many, so that a mean over all positions would be too large.
+
+    Args:
+        ratios: float [T, K], the probability that draft k at t is accepted if it is reached, given
+            that the target has written x_{t+2+k}. spans, k: as in `walk`.
+    """
+    reach, labels = loss_reach(spans).numpy(), spans.numpy()
+    reached = np.ones((len(labels), k + 2))
+    reached[:, 1:-1] = ratios[:, :k].double().cumprod(-1).numpy()
+    reached[:, -1] = 0
+    accepts = reached[:, :-1] - reached[:, 1:]  # the probabilities of 0 … k accepted drafts
+    begins = np.zeros(len(labels) + k + 1)
+    for t in range(len(labels) - 1):
+        if labels[t + 1] > 0 and labels[t] != labels[t + 1]:
+            begins[t] = 1
+        if reach[t] >= k:
+            begins[t + 1 : t + k + 2] += begins[t] * accepts[t]
+    steps = np.where(reach >= k, begins[: len(labels)], 0)
+    return float(steps @ reached[:, 1:].sum(1)), float(steps.sum())
 
 
 MAX_TOKENS_PER_PASS = 16384
@@ -287,9 +313,8 @@ def validate(
                 counters += found
                 greedy.append(Walked(record.id, found.accepted, found.drafts))
             else:
-                complete = loss_reach(record.spans) >= num_steps
-                runs = ratios[b, : len(record.tokens)][complete].cumprod(-1).sum(-1)
-                sampled.append(Walked(record.id, float(runs.sum()), len(runs)))
+                expected = expected_walk(ratios[b, : len(record.tokens)], record.spans, num_steps)
+                sampled.append(Walked(record.id, *expected))
     head.train(training)
     by_position.sums, sums = (ranks.all_reduce(x.cpu()) for x in (by_position.sums, sums))
     gathered = ranks.all_gather((counters, greedy, sampled))
@@ -297,7 +322,7 @@ def validate(
     greedy, sampled = (
         [record for records in ranked for record in records if record.steps] for ranked in of_ranks
     )
-    expected, anchors = (sum(getattr(r, n) for r in sampled) for n in ("accepted", "steps"))
+    accepted, steps = (sum(getattr(r, n) for r in sampled) for n in ("accepted", "steps"))
     *totals, rows = sums.tolist()
     loss, alpha, accuracy = (
         [value / max(1, n) for value, n in zip(values, rows, strict=True)] for values in totals
@@ -307,7 +332,7 @@ def validate(
         accuracy,
         loss,
         sum(rank_counters, Counters(num_steps)),
-        1 + expected / anchors if anchors else None,
+        1 + accepted / steps if steps else None,
         by_position.bins(),
         greedy,
         sampled,

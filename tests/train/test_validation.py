@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from draftlab.engine.counters import Counters
 from draftlab.train.predicted_al import Walked, al_text
 from draftlab.train.settings import TrainSettings
-from draftlab.train.validation import Validation
+from draftlab.train.validation import Validation, expected_walk, walk
 from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.toy_training import orthogonal_parts, toy_answer, trained
@@ -61,7 +62,7 @@ def test_a_prediction_says_how_many_prompts_it_is_of(prompts: int, line: str) ->
     counters = Counters(3, drafts=steps, accepted=steps)
     assert line in Validation([1.0], [1.0], [0.1], counters, None, [], walked).line()
     warm = Validation([1.0], [1.0], [0.1], Counters(3), 2.0, [], [], walked)
-    assert line.partition(" (K")[0].replace("T = 0", "T = 1") in warm.line()
+    assert line.partition(" (K")[0].replace("T = 0", "sampled answers") in warm.line()
 
 
 def test_an_interval_resamples_prompts() -> None:
@@ -69,3 +70,22 @@ def test_an_interval_resamples_prompts() -> None:
     low, high = map(float, al_text(2.0, records)[7:19].split(", "))
     assert 1 <= low < 1.8 < 2.2 < high <= 3
     assert al_text(3.0, [record for record in records if record.accepted][:1]).startswith("not")
+
+
+def test_the_walk_over_sampled_answers_weighs_positions_by_their_steps() -> None:
+    """Half of the answer accepts nothing; the mean over all positions would be 2.5."""
+    spans = torch.tensor([0] * 5 + [1] * 401)
+    ratios = torch.zeros(406, 3)
+    ratios[204:] = 1
+    accepted, steps = expected_walk(ratios, spans, 3)
+    assert 1 + accepted / steps == pytest.approx(400 / (200 + 50), abs=0.02)
+    generator = torch.Generator().manual_seed(0)
+    ratios = torch.rand(406, 3, generator=generator)
+    draws = [
+        walk(torch.rand(406, 3, generator=generator) < ratios, spans, 3)[0] for _ in range(200)
+    ]
+    expected = [
+        float(torch.tensor([getattr(c, n) for c in draws]).double().mean())
+        for n in ("accepted", "drafts")
+    ]
+    assert expected_walk(ratios, spans, 3) == pytest.approx(expected, rel=0.02)
