@@ -106,6 +106,10 @@ def quantile_intervals(
 
     Args:
         prompts: the prompt of each value, int [N]; values of one prompt are resampled together.
+
+    Returns:
+        The intervals; None of too few prompts: n values all lie on one side of a quantile with the
+        probability qⁿ + (1 − q)ⁿ. At 95 % a median needs 6, q = 0.9 needs 29 and 0.99 needs 299.
     """
     names, place = np.unique(prompts, return_inverse=True)
     order = np.argsort(place, kind="stable")
@@ -116,7 +120,11 @@ def quantile_intervals(
     resampled = table[resampled_prompts(len(names), samples, seed)].reshape(samples, -1)
     quantile = np.quantile if len(values) == table.size else np.nanquantile
     resamples = quantile(resampled, quantiles, axis=1)
-    return [prompt_interval(one, len(names), level) for one in resamples]
+    count = len(names)
+    return [
+        prompt_interval(one, count, level) if q**count + (1 - q) ** count <= 1 - level else None
+        for q, one in zip(quantiles, resamples, strict=True)
+    ]
 
 
 def ratio_interval(

@@ -82,7 +82,10 @@ class Timing(BaseModel):
 
 
 class Percentiles(BaseModel):
-    """Percentiles of a time over requests, in milliseconds, with 95 % intervals over prompts."""
+    """Percentiles of a time over requests, in milliseconds, with 95 % intervals over prompts.
+
+    An interval is None of too few prompts (`quantile_intervals`).
+    """
 
     model_config = ConfigDict(extra="forbid")
 

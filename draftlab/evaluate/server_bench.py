@@ -68,7 +68,7 @@ class LoadFigures:
 
     Attributes:
         running: mean number of requests at once.
-        goodput_tok_s: output tokens per second of all requests.
+        goodput_tok_s: output tokens per second of all requests under steady load (`SteadyLoad`).
         speedup: goodput over that without drafts, for the same requests.
     """
 
@@ -147,9 +147,7 @@ class ServerBench:
                 drafted, alone = (sorted(a.prompt for a in one.answers) for one in (point, plain))
                 if drafted == alone:
                     load = point.load
-                    load.speedup, load.speedup_ci = speedup(
-                        point.answers, plain.answers, concurrency
-                    )
+                    load.speedup, load.speedup_ci = speedup(point.answers, plain.answers)
                 else:
                     point.warnings.append("no speed-up: not the same requests were answered")
 
@@ -264,7 +262,7 @@ class ServerBench:
             len(answers),
             dict(result.failures),
             dict(result.retries),
-            load_figures(answers, concurrency) if answers else None,
+            load_figures(answers) if answers else None,
             measured,
             not finished,
             warnings,
@@ -298,51 +296,72 @@ def check_out(path: Path) -> None:
         raise UserError(what, where=path, do="name another file with --out")
 
 
-def load_figures(answers: Sequence[Answer], concurrency: int | None) -> LoadFigures:
-    """Return goodput by Little's law, and percentiles of TPOT and TTFT.
+@dataclass(frozen=True)
+class SteadyLoad:
+    """What requests wrote, and how long they ran, until the first one ended after the last sent.
 
-    With L requests running on average while requests are sent, each of which takes W seconds for
-    n tokens, goodput is L · Σ n / Σ W: neither the start nor the end of the measurement counts.
+    From then on fewer and fewer run at once, which a busy server answers faster. If fewer than half
+    had ended by then, it is until the end of all.
+
+    Attributes:
+        tokens, seconds: of each prompt's requests, [P]; tokens are written at an even pace.
+        duration: seconds.
     """
-    tokens, seconds = _sums(answers)
-    running = _running(answers, concurrency)
-    interval = ratio_interval(tokens, seconds)
+
+    tokens: np.ndarray
+    seconds: np.ndarray
+    duration: float
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer]) -> SteadyLoad:
+        """Return it for all answers of one measurement."""
+        start, first, end = np.array(
+            [(a.started_s, a.started_s + a.first_token_s, a.started_s + a.total_s) for a in answers]
+        ).T
+        stop = end[end > start.max()].min()
+        if 2 * np.count_nonzero(end <= stop) < len(answers):
+            stop = end.max()
+        share = np.clip((stop - first) / np.maximum(end - first, 1e-9), 0, 1)
+        more = np.array([max(a.tokens - 1, 0) for a in answers])
+        written = (first <= stop) + more * share
+        ran = np.minimum(end, stop) - start
+        return cls(*sums_by_prompt([a.prompt for a in answers], written, ran), stop - start.min())
+
+    @property
+    def running(self) -> float:
+        """Requests that ran at once, on average."""
+        return float(self.seconds.sum()) / self.duration
+
+
+def load_figures(answers: Sequence[Answer]) -> LoadFigures:
+    """Return goodput under steady load, and percentiles of TPOT and TTFT.
+
+    Goodput is L · Σ tokens / Σ seconds, with L requests running; its interval is of the ratio.
+    """
+    load = SteadyLoad.of(answers)
+    interval = ratio_interval(load.tokens, load.seconds)
     tpot = [(a, (a.total_s - a.first_token_s) / (a.tokens - 1)) for a in answers if a.tokens > 1]
     return LoadFigures(
-        int(tokens.sum()),
-        running,
-        float(running * tokens.sum() / seconds.sum()),
-        interval and (running * interval[0], running * interval[1]),
+        sum(a.tokens for a in answers),
+        load.running,
+        float(load.tokens.sum()) / load.duration,
+        interval and (load.running * interval[0], load.running * interval[1]),
         _percentiles(tpot),
         _percentiles([(a, a.first_token_s) for a in answers]),
     )
 
 
 def speedup(
-    answers: Sequence[Answer], plain: Sequence[Answer], concurrency: int | None
+    answers: Sequence[Answer], plain: Sequence[Answer]
 ) -> tuple[float, tuple[float, float] | None]:
     """Return the ratio of two goodputs over the same prompts, and its interval."""
-    sums = [*_sums(answers), *_sums(plain)]
-    factor = _running(answers, concurrency) / _running(plain, concurrency)
-    drawn = resample_sums(*sums)
-    totals = [column.sum() for column in sums]
-    ratio, ratios = (factor * (one[0] / one[1]) / (one[2] / one[3]) for one in (totals, drawn))
+    ours, theirs = SteadyLoad.of(answers), SteadyLoad.of(plain)
+    sums = [ours.tokens, ours.seconds, theirs.tokens, theirs.seconds]
+    factor = ours.running / theirs.running
+    totals, drawn = [column.sum() for column in sums], resample_sums(*sums)
+    with np.errstate(invalid="ignore", divide="ignore"):  # NaN is ignored by the interval
+        ratio, ratios = (factor * (o[0] / o[1]) / (o[2] / o[3]) for o in (totals, drawn))
     return float(ratio), prompt_interval(ratios, len(sums[0]))
-
-
-def _sums(answers: Sequence[Answer]) -> list[np.ndarray]:
-    """Return the output tokens and the seconds of each prompt's requests, [P] each."""
-    prompts = [a.prompt for a in answers]
-    return sums_by_prompt(prompts, [a.tokens for a in answers], [a.total_s for a in answers])
-
-
-def _running(answers: Sequence[Answer], concurrency: int | None) -> float:
-    """Return how many requests ran at once, on average, from the first to the last one sent."""
-    start, stop = (edge(a.started_s for a in answers) for edge in (min, max))
-    if len(answers) < 2 * (concurrency or 1):  # too few for a time of steady load
-        stop = max(a.started_s + a.total_s for a in answers)
-    ends = ((a.started_s, min(a.started_s + a.total_s, stop)) for a in answers)
-    return sum(max(end - begin, 0.0) for begin, end in ends) / (stop - start)
 
 
 def _percentiles(times: Sequence[tuple[Answer, float]]) -> Percentiles | None:

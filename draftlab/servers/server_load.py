@@ -223,9 +223,11 @@ class LoadedServer:
         """
         jobs, done = SimpleQueue[Any](), SimpleQueue[Any]()
         stopped, start = Event(), time.perf_counter()
-        salt = f"draftlab-{time.time_ns()}"
+        salt, copies = f"draftlab-{time.time_ns()}", Counter[int]()
         for n, (number, ids) in enumerate(prompts):
-            body = self._body(ids, max_tokens or self.settings.max_new_tokens, salt)
+            copies[number] += 1
+            own = f"{salt}-{copies[number]}"
+            body = self._body(ids, max_tokens or self.settings.max_new_tokens, own)
             jobs.put((number, body, None if arrivals is None else start + arrivals[n]))
 
         def work() -> None:
@@ -287,7 +289,8 @@ class LoadedServer:
             "min_p": 0.0,
             "repetition_penalty": 1.0,
             "return_token_ids": True,
-            # No prompt is read from the cache of an earlier measurement (vLLM, SGLang; llama.cpp).
+            # No prompt is read from the cache of an earlier measurement, or of its own earlier copy
+            # in this one (vLLM, SGLang; llama.cpp).
             "cache_salt": salt,
             "cache_prompt": False,
         }

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.evaluate.server_bench import ServerBench, ServerPoint
+from draftlab.evaluate.server_bench import ServerBench, ServerPoint, load_figures
 from draftlab.evaluate.server_compare import compare
 from draftlab.progress import Monitor
 from draftlab.servers import server_load
 from draftlab.servers.server_counters import CountersRestarted, parse_counters
-from draftlab.servers.server_load import LoadedServer
+from draftlab.servers.server_load import Answer, LoadedServer
 from draftlab.servers.settings import BenchSettings
 from draftlab.text.suites import Suite
 from tests.helpers.bench_server import ACCEPTED, BenchServer, bench_server
@@ -131,6 +131,37 @@ def test_a_server_without_counters_or_drafts() -> None:
         assert any("/metrics: HTTP 404" in text for text in point.warnings)
     with bench_server(drafts=False) as server:
         assert measured(server).acceptance is None
+
+
+def test_goodput_of_a_busy_server_is_its_rate() -> None:
+    """The server writes 100 tokens a second, shared by the four that run.
+
+    With the tail, where fewer run, 4 · Σ tokens / Σ seconds would be 111 tokens a second.
+    """
+    lengths = [20, 80, 180, 320] * 4
+    left, began, answers, now, sent = {}, {}, [], 0.0, 0
+    while len(answers) < 16:
+        while sent < 16 and len(left) < 4:
+            left[sent], began[sent], sent = lengths[sent], now, sent + 1
+        step = min(left.values())
+        now += step * len(left) / 100
+        left = {i: tokens - step for i, tokens in left.items()}
+        for i in [i for i, tokens in left.items() if not tokens]:
+            del left[i]
+            answers.append(Answer(i, lengths[i], 3, began[i], 0.001, now - began[i], 9))
+    load = load_figures(answers)
+    assert load.goodput_tok_s == pytest.approx(100, rel=0.05)
+    assert load.running == pytest.approx(4)
+    assert load.ttft_ms.p50_ci is not None
+    assert load.ttft_ms.p90_ci is None, "all of 16 are below the 90th percentile 19 times in 100"
+
+
+def test_copies_of_a_prompt_share_no_cache() -> None:
+    with bench_server() as server:
+        bench = new_bench(server, max_prompts=2, concurrency=(2,))
+        bench.run()
+    salts = [(tuple(body["prompt"]), body["cache_salt"]) for body in server.bodies]
+    assert len(set(salts)) == len(salts) == 2 + 8, "two of the warm-up"
 
 
 def test_poisson_arrivals_do_not_wait_for_answers() -> None:
