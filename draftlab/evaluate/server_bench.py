@@ -147,7 +147,9 @@ class ServerBench:
                 drafted, alone = (sorted(a.prompt for a in one.answers) for one in (point, plain))
                 if drafted == alone:
                     load = point.load
-                    load.speedup, load.speedup_ci = speedup(point.answers, plain.answers)
+                    load.speedup, load.speedup_ci = speedup(
+                        point.answers, plain.answers, concurrency
+                    )
                 else:
                     point.warnings.append("no speed-up: not the same requests were answered")
 
@@ -262,7 +264,7 @@ class ServerBench:
             len(answers),
             dict(result.failures),
             dict(result.retries),
-            load_figures(answers) if answers else None,
+            load_figures(answers, concurrency) if answers else None,
             measured,
             not finished,
             warnings,
@@ -298,10 +300,10 @@ def check_out(path: Path) -> None:
 
 @dataclass(frozen=True)
 class SteadyLoad:
-    """What requests wrote, and how long they ran, until the first one ended after the last sent.
+    """What requests wrote, and how long they ran, until one ended that none replaced.
 
-    From then on fewer and fewer run at once, which a busy server answers faster. If fewer than half
-    had ended by then, it is until the end of all.
+    From then on fewer and fewer run at once, which a busy server answers faster. An open loop ends
+    with the last arrival. If fewer than half had ended by then, it is until the end of all.
 
     Attributes:
         tokens, seconds: of each prompt's requests, [P]; tokens are written at an even pace.
@@ -313,12 +315,12 @@ class SteadyLoad:
     duration: float
 
     @classmethod
-    def of(cls, answers: Sequence[Answer]) -> SteadyLoad:
-        """Return it for all answers of one measurement."""
+    def of(cls, answers: Sequence[Answer], concurrency: int | None) -> SteadyLoad:
+        """Return it for all answers of one measurement; concurrency is None in an open loop."""
         start, first, end = np.array(
             [(a.started_s, a.started_s + a.first_token_s, a.started_s + a.total_s) for a in answers]
         ).T
-        stop = end[end > start.max()].min()
+        stop = start.max() if concurrency is None else np.sort(end)[-min(concurrency, len(end))]
         if 2 * np.count_nonzero(end <= stop) < len(answers):
             stop = end.max()
         share = np.clip((stop - first) / np.maximum(end - first, 1e-9), 0, 1)
@@ -333,12 +335,12 @@ class SteadyLoad:
         return float(self.seconds.sum()) / self.duration
 
 
-def load_figures(answers: Sequence[Answer]) -> LoadFigures:
+def load_figures(answers: Sequence[Answer], concurrency: int | None) -> LoadFigures:
     """Return goodput under steady load, and percentiles of TPOT and TTFT.
 
     Goodput is L · Σ tokens / Σ seconds, with L requests running; its interval is of the ratio.
     """
-    load = SteadyLoad.of(answers)
+    load = SteadyLoad.of(answers, concurrency)
     interval = ratio_interval(load.tokens, load.seconds)
     tpot = [(a, (a.total_s - a.first_token_s) / (a.tokens - 1)) for a in answers if a.tokens > 1]
     return LoadFigures(
@@ -352,10 +354,10 @@ def load_figures(answers: Sequence[Answer]) -> LoadFigures:
 
 
 def speedup(
-    answers: Sequence[Answer], plain: Sequence[Answer]
+    answers: Sequence[Answer], plain: Sequence[Answer], concurrency: int | None
 ) -> tuple[float, tuple[float, float] | None]:
     """Return the ratio of two goodputs over the same prompts, and its interval."""
-    ours, theirs = SteadyLoad.of(answers), SteadyLoad.of(plain)
+    ours, theirs = (SteadyLoad.of(one, concurrency) for one in (answers, plain))
     sums = [ours.tokens, ours.seconds, theirs.tokens, theirs.seconds]
     factor = ours.running / theirs.running
     totals, drawn = [column.sum() for column in sums], resample_sums(*sums)

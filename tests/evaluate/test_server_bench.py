@@ -149,7 +149,7 @@ def test_goodput_of_a_busy_server_is_its_rate() -> None:
         for i in [i for i, tokens in left.items() if not tokens]:
             del left[i]
             answers.append(Answer(i, lengths[i], 3, began[i], 0.001, now - began[i], 9))
-    load = load_figures(answers)
+    load = load_figures(answers, 4)
     assert load.goodput_tok_s == pytest.approx(100, rel=0.05)
     assert load.running == pytest.approx(4)
     assert load.ttft_ms.p50_ci is not None
