@@ -18,8 +18,7 @@ from draftlab.errors import UserError
 from draftlab.servers.settings import BenchSettings
 
 if TYPE_CHECKING:
-    from draftlab.evaluate.results import Percentiles
-    from draftlab.evaluate.server_bench import ServerPoint
+    from draftlab.evaluate.server_bench import Percentiles, ServerPoint
 
 OPTIONS = SettingsOptions(BenchSettings, "bench", names={"suite": ["--suite", "--prompts"]})
 KEPT = "what was measured so far is kept"
@@ -174,7 +173,7 @@ def _lines(point: ServerPoint, plain: bool = False) -> Iterator[str]:
 
 
 def _percentiles(values: Percentiles) -> str:
-    """Return "12.1 [11.8, 12.5] ms; p90 14.0, p99 20.1", the first of them the median."""
+    """Return "p50 12.1 [11.8, 12.5], p90 14.0, p99 20.1 ms"."""
     from draftlab.report import formatting as fmt
 
     middle = fmt.with_interval(values.p50, values.p50_ci, 1)

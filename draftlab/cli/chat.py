@@ -52,7 +52,6 @@ def chat(
     Each line of the input is a message. An empty line, or the input's end, ends the chat.
     """
     with guard(debug, NOT_KEPT):
-        _check_utf8(system or "", "--system")
         from draftlab.engine.sampling import Sampling
         from draftlab.run.api import load_trained_head
         from draftlab.run.chat import Chat
@@ -100,27 +99,15 @@ def _messages() -> Iterator[str]:
     while True:
         try:
             line = output.input("> ") if asks else sys.stdin.readline()
+            line.encode()
         except EOFError:
             return
-        except UnicodeDecodeError as error:
-            raise _not_utf8("stdin", error) from None
-        _check_utf8(line, "stdin")
+        except UnicodeError as error:  # of encode, where Python keeps such bytes as surrogates
+            what, do = f"expected text in UTF-8, found {error}", "convert it, as with iconv"
+            raise UserError(what, where="stdin", do=do) from None
         if not line.strip():
             return
         yield line.strip()
-
-
-def _check_utf8(text: str, where: str) -> None:
-    """Check that a text has no bytes that Python kept because they are not UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _not_utf8(where, error) from None
-
-
-def _not_utf8(where: str, error: UnicodeError) -> UserError:
-    what = f"expected text in UTF-8, found {error}"
-    return UserError(what, where=where, do="convert it, as with iconv")
 
 
 def _show(piece: str, drafted: bool) -> None:

@@ -37,7 +37,7 @@ ADVICE = {
     "zeros": RESTORE,
     "d2t": RESTORE,
 }
-"""What to do about each kind of the validator's faults but dtypes, in the order of the findings."""
+"""What to do about a fault, by its kind, in the order of the findings. Dtypes are not here."""
 
 
 @dataclass(frozen=True)

@@ -81,23 +81,6 @@ class Timing(BaseModel):
     disturbance: str | None = None
 
 
-class Percentiles(BaseModel):
-    """Percentiles of a time over requests, in milliseconds, with 95 % intervals over prompts.
-
-    An interval is None of too few prompts (`quantile_intervals`).
-    """
-
-    model_config = ConfigDict(extra="forbid")
-
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    p50_ci: tuple[float, float] | None
-    p90_ci: tuple[float, float] | None
-    p99_ci: tuple[float, float] | None
-
-
 class CategoryResult(BaseModel):
     """A row's counters and metrics over the prompts of one category of its suite.
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict
 
 from draftlab.errors import UserError
-from draftlab.evaluate.results import Percentiles
 from draftlab.files import parse_json, write_json
 from draftlab.formatting import count_text
 from draftlab.intervals import (
@@ -60,6 +60,23 @@ class Acceptance:
     acceptance_length: float
     acceptance_length_ci: tuple[float, float] | None
     acceptance_at: list[float]
+
+
+class Percentiles(BaseModel):
+    """Percentiles of a time over requests, in milliseconds, with 95 % intervals over prompts.
+
+    An interval is None of too few prompts (`quantile_intervals`).
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+    p50_ci: tuple[float, float] | None
+    p90_ci: tuple[float, float] | None
+    p99_ci: tuple[float, float] | None
 
 
 @dataclass
@@ -300,7 +317,7 @@ def check_out(path: Path) -> None:
 
 @dataclass(frozen=True)
 class SteadyLoad:
-    """What requests wrote, and how long they ran, until one ended that none replaced.
+    """The tokens and seconds of the requests until one ended that none replaced.
 
     From then on fewer and fewer run at once, which a busy server answers faster. An open loop ends
     with the last arrival. If fewer than half had ended by then, it is until the end of all.

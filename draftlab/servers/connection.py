@@ -16,6 +16,7 @@ from io import BufferedReader, RawIOBase
 from typing import IO, Any
 from urllib.parse import urlsplit
 
+from draftlab.errors import UserError
 from draftlab.url_secrets import HIDDEN
 
 API_KEY = "OPENAI_API_KEY"
@@ -80,11 +81,6 @@ def opener_for(url: str) -> urllib.request.OpenerDirector:
     return urllib.request.build_opener(proxies, _NoRedirects, _Timed)
 
 
-def has_key() -> bool:
-    """Return whether the user's environment has a key."""
-    return bool(os.environ.get(API_KEY))
-
-
 def key_for(url: str) -> str | None:
     """Return the user's key if a server may have it; else None.
 
@@ -105,13 +101,18 @@ class Connection:
         url: the server's address, with or without /v1.
 
     Attributes:
-        keeps_key: the user has a key, which this server does not get.
+        key_note: says that this server does not get the user's key; "": there is none to keep.
     """
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         self._key, self._opener = key_for(self.url), opener_for(self.url)
-        self.keeps_key = self._key is None and has_key()
+        self.key_note = ""
+        if self._key is None and os.environ.get(API_KEY):
+            self.key_note = (
+                f"{API_KEY} is not sent to {self.url}; if it is this server's key, set "
+                f"{BASE_URL}={self.url}"
+            )
 
     def open(self, path: str, body: Any = None, *, timeout_s: float) -> Any:
         """Send a request (GET without a body) and return the answer, to be read and closed.
@@ -129,6 +130,35 @@ class Connection:
     def without_key(self, text: str) -> str:
         """Return what the server says without the key, which it may repeat."""
         return text.replace(self._key, HIDDEN) if self._key else text
+
+
+def served_card(models: Any, name: str | None, *, where: str, do: str) -> dict[str, Any] | None:
+    """Return what a server says of the named model, or of the only one that it serves.
+
+    Args:
+        models: the field `data` of its answer to /v1/models.
+        do: how the user names one of them.
+
+    Returns:
+        The card, whose `id` is a text; None: `models` is no list of cards.
+
+    Raises:
+        UserError: it does not serve the named model, or it serves several and none is named.
+    """
+    if not isinstance(models, list) or not all(
+        isinstance(card, dict) and isinstance(card.get("id"), str) for card in models
+    ):
+        return None
+    cards: dict[str, dict[str, Any]] = {card["id"]: card for card in models}
+    if name is None and len(cards) == 1:
+        (name,) = cards
+    if name not in cards:
+        raise UserError(
+            f"expected the server to serve {name or 'one model'}, found {', '.join(cards)}",
+            where=where,
+            do=do,
+        )
+    return cards[name]
 
 
 def error_text(answer: urllib.error.HTTPError) -> str:

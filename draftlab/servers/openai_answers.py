@@ -25,13 +25,7 @@ from draftlab.engine.sampling import Generation, Request, request_seed
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.servers.answer_check import answer_fault
-from draftlab.servers.connection import (
-    API_KEY,
-    BASE_URL,
-    Connection,
-    error_text,
-    read_json,
-)
+from draftlab.servers.connection import Connection, error_text, read_json, served_card
 from draftlab.servers.settings import RegenerateSettings
 
 REPEATED = {408, 409, 429}
@@ -82,11 +76,8 @@ class ServerAnswers:
         self.concurrency, self.vocab_size = settings.batch, vocab_size
         self._connection = Connection(self.settings.url or "")
         self._url = self._connection.url
-        if self._connection.keeps_key:
-            monitor.say(
-                f"answers: {API_KEY} is not sent to {self._url}; if it is this server's key, set "
-                f"{BASE_URL}={self._url}"
-            )
+        if self._connection.key_note:
+            monitor.say(f"answers: {self._connection.key_note}")
         self._says_text, self._says_no_room, self._next_line = False, False, 0.0
         card = self._served_model()
         self.model: str = card["id"]
@@ -225,25 +216,15 @@ class ServerAnswers:
     def _served_model(self) -> dict[str, Any]:
         """Return what the server says of the named model, or of the only one there is."""
         models = self._post("/v1/models", None, "data", Event())
-        if not isinstance(models, list) or not all(
-            isinstance(model, dict) and isinstance(model.get("id"), str) for model in models
-        ):
+        do = "name one of them: regenerate.server.model"
+        card = served_card(models, self.settings.model, where=self._url, do=do)
+        if card is None:
             raise self._failure(
                 "/v1/models",
                 f"expected a list of models with their ids, found {json.dumps(models)[:200]}",
                 _OTHER_SERVER,
             )
-        cards = {model["id"]: model for model in models}
-        name = self.settings.model
-        if name is None and len(cards) == 1:
-            (name,) = cards
-        if name not in cards:
-            raise UserError(
-                f"expected the server to serve {name or 'one model'}, found {', '.join(cards)}",
-                where=self._url,
-                do="name one of them: regenerate.server.model",
-            )
-        return cards[name]
+        return card
 
     def _post(
         self, path: str, body: dict[str, Any] | None, field: str, stopped: Event, place: str = ""

@@ -20,7 +20,14 @@ from typing import IO, Any
 
 from draftlab.errors import UserError
 from draftlab.servers.answer_check import MAX_TEXT, is_token_id
-from draftlab.servers.connection import API_KEY, BASE_URL, Connection, error_text, read_json
+from draftlab.servers.connection import (
+    API_KEY,
+    BASE_URL,
+    Connection,
+    error_text,
+    read_json,
+    served_card,
+)
 from draftlab.servers.openai_answers import FIRST_WAIT_S, FREE_BYTES, REPEATED, TOO_LONG
 from draftlab.servers.server_counters import PROGRAMS, ServerCounters, parse_counters
 from draftlab.servers.settings import BenchSettings
@@ -100,11 +107,8 @@ class LoadedServer:
     ) -> None:
         self.settings, self.vocab_size, self.connection = settings, vocab_size, Connection(url)
         self.url, self.no_counters = self.connection.url, ""
-        if self.connection.keeps_key:
-            say(
-                f"{API_KEY} is not sent to {self.url}; if it is this server's key, set "
-                f"{BASE_URL}={self.url}"
-            )
+        if self.connection.key_note:
+            say(self.connection.key_note)
         self.card = self._served_model()
         self.model: str = self.card["id"]
         owner = self.card.get("owned_by")
@@ -115,23 +119,15 @@ class LoadedServer:
     def _served_model(self) -> dict[str, Any]:
         models, fault = self.call("/v1/models")
         cards = models.get("data") if isinstance(models, dict) else None
-        if not isinstance(cards, list) or not all(
-            isinstance(card, dict) and isinstance(card.get("id"), str) for card in cards
-        ):
+        do = "name one of them with --model"
+        card = served_card(cards, self.settings.model or None, where=self.url, do=do)
+        if card is None:
             found = fault or f"found {json.dumps(models)[:MAX_TEXT]}"
             do = "name a running server with OpenAI's interface"
             if "HTTP 401" in found or "HTTP 403" in found:
                 do = f"set {API_KEY} to the server's key, and {BASE_URL}={self.url}"
             raise UserError(f"expected the server's models, {found}", where=self.url, do=do)
-        by_id = {card["id"]: card for card in cards}
-        name = self.settings.model or (next(iter(by_id)) if len(by_id) == 1 else None)
-        if name not in by_id:
-            raise UserError(
-                f"expected the server to serve {name or 'one model'}, found {', '.join(by_id)}",
-                where=self.url,
-                do="name one of them with --model",
-            )
-        return by_id[name]
+        return card
 
     def call(self, path: str, body: Any = None) -> tuple[Any, str]:
         """Return the JSON of a small request, and why there is none: None and a reason."""

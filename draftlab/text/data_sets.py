@@ -285,14 +285,12 @@ def read_commit(file: Path) -> str:
 
 
 def fetch_data_set(settings: PromptSettings, source: Source, monitor: Monitor) -> Path:
-    """Return a data set's file, which is written first if this machine does not have it.
+    """Read a data set of the Hub into its file on this machine, and return the file.
 
     Raises:
         UserError: the Hub does not answer, has no such data set, or only other formats.
     """
     file = data_set_file(settings, source)
-    if file.is_file() and file.with_suffix(".json").is_file():
-        return file
     check_available(settings.source)
     datasets_package(source.path)
     from huggingface_hub import HfApi
