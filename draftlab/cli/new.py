@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.cli.console import Debug, TargetOption, guard, monitor
+from draftlab.cli.console import Debug, guard, monitor
 from draftlab.errors import UserError
 
 CPU = "cpu"
@@ -17,7 +17,9 @@ CPU = "cpu"
 
 def new(
     path: Annotated[Path, typer.Argument(help="The recipe to write.", metavar="RECIPE")],
-    target: TargetOption = None,
+    target: Annotated[
+        str | None, typer.Option(help='Target: a folder, a GGUF file, a Hub id or "embedded".')
+    ] = None,
     prompts: Annotated[
         str | None, typer.Option(help="As prompts.source: a JSONL file, self, embedded.")
     ] = None,
