@@ -89,3 +89,13 @@ def test_the_walk_over_sampled_answers_weighs_positions_by_their_steps() -> None
         for n in ("accepted", "drafts")
     ]
     assert expected_walk(ratios, spans, 3) == pytest.approx(expected, rel=0.02)
+
+
+def test_certain_drafts_are_walked_as_greedy_answers_are() -> None:
+    """To the last step that fits in an answer."""
+    generator = torch.Generator().manual_seed(1)
+    for first, second in ((1, 5), (4, 9), (6, 6), (12, 3)):
+        spans = torch.tensor([0] * 2 + [1] * first + [0] * 3 + [2] * second)
+        hits = torch.rand(len(spans), 3, generator=generator) < 0.6
+        counters, _ = walk(hits, spans, 3)
+        assert expected_walk(hits.float(), spans, 3) == (counters.accepted, counters.drafts)
