@@ -138,7 +138,11 @@ def _lines(point: ServerPoint, plain: bool = False) -> Iterator[str]:
     """Yield the console report of a server at one concurrency or rate."""
     from draftlab.report import formatting as fmt
 
-    title = f"{point.concurrency} at once" if point.concurrency else f"{point.rate:g} a second"
+    title = (
+        f"{point.concurrency} at once"
+        if point.concurrency
+        else f"{point.rate:g} a second, idle at first"
+    )
     failed, retried = sum(point.failures.values()), sum(point.retries.values())
     yield (
         f"{point.url}{' (without drafts)' if plain else ''}, {title}: {point.requests:,} requests"

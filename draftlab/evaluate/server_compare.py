@@ -100,35 +100,18 @@ def compare(bench: ServerBench, report: Report, tokenizer: Any) -> Iterator[str]
     if row.max_new_tokens != settings.max_new_tokens:
         yield f"  the report's answers have up to {row.max_new_tokens:,} tokens"
     found = list(_found(bench, point, row, tokenizer))
-    differs = _differs(al, own, expected, interval, same=same)
-    yield (
-        "  they differ beyond the intervals; causes to check:"
-        if differs
-        else "  they agree within the intervals"
-    )
+    # The same prompts vary together, so that the server's AL must lie in the report's interval.
+    ours = (al, al) if own is None or (same and interval) else own
+    theirs = interval or (expected, expected)
+    differs = ours[1] < theirs[0] or theirs[1] < ours[0]
+    names = ["interval" if low < high else "AL" for low, high in (ours, theirs)]
+    pair = f"the server's {names[0]} and the report's {names[1]}, not prompt by prompt"
+    yield f"  they {'differ' if differs else 'agree'} ({pair})" + "; causes to check:" * differs
     yield from (f"  - found: {text}" for text in found)
     if differs and point.concurrency != 1:
         yield "  - check: --concurrency 1; a server may accept less of requests that run together"
     if differs:
         yield from (f"  - check: {text}" for text in _to_check(served, al, expected, row))
-
-
-def _differs(
-    al: float,
-    own: tuple[float, float] | None,
-    expected: float,
-    interval: tuple[float, float] | None,
-    *,
-    same: bool,
-) -> bool:
-    """Return whether two ALs differ beyond their intervals.
-
-    The same prompts vary together, so that the server's AL must lie in the report's interval.
-    """
-    if interval is None:
-        interval = (expected, expected)
-    low, high = (al, al) if (same and interval[0] < interval[1]) or own is None else own
-    return high < interval[0] or interval[1] < low
 
 
 def _found(bench: ServerBench, point: ServerPoint, row: Row, tokenizer: Any) -> Iterator[str]:

@@ -52,7 +52,7 @@ class Answer:
         prompt: number of its prompt.
         tokens: output tokens, by the server's count.
         prompt_tokens: tokens of the prompt, by the server's count; None: it does not say.
-        started_s: `time.perf_counter()` when it was sent, or should have arrived (open loop).
+        started_s: `time.perf_counter()` when it was first sent, or should have arrived (open loop).
         first_token_s, total_s: seconds from then.
         pieces: pieces of the stream after the first one that had tokens.
         drafts, draft_tokens, accepted: the server's counters of this request alone; None where it
@@ -301,11 +301,11 @@ class LoadedServer:
     ) -> Answer | str:
         """Return the answer to a prompt, or why there is none."""
         wait, timeout_s = FIRST_WAIT_S, self.settings.timeout_s
+        start = time.perf_counter() if due is None else due  # a refused request waits from here on
         for attempt in range(1, self.settings.attempts + 1):
-            sent = time.perf_counter()
             try:
                 with self.connection.open("/v1/completions", body, timeout_s=timeout_s) as stream:
-                    return self._read(stream, number, body, sent if due is None else due)
+                    return self._read(stream, number, body, start)
             except urllib.error.HTTPError as error:
                 code, reason = error.code, self._reason(error)
                 if code == 400 and TOO_LONG.search(reason):

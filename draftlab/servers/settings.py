@@ -60,7 +60,7 @@ class BenchSettings(Settings):
         default=None, min_length=1
     )
     """Requests a second, one or several numbers, that arrive at random times (a Poisson process,
-    open loop) in place of --concurrency."""
+    open loop) at a server that is idle at first, in place of --concurrency."""
     model: str | None = None
     """The server's name of the target; None: the only model that it serves."""
     attempts: Annotated[int, Field(ge=1)] = 4

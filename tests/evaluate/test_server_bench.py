@@ -76,11 +76,12 @@ def test_other_programs(program: str) -> None:
 
 
 def test_faults_are_named_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    faults = [429, "cut", 500, 503, "ids", "type", "huge", "count", "more"]
+    monkeypatch.setattr(server_load, "FIRST_WAIT_S", 0.2)
+    faults = [429, "cut", 500, 503, "ids", "type", "huge", "count", "more", 429]
     with bench_server() as server:
         server.faults = list(faults)
         point = measured(server)
-    assert point.retries == {"HTTP 429": 1, "HTTP 500": 1, "HTTP 503": 1}
+    assert point.retries == {"HTTP 429": 2, "HTTP 500": 1, "HTTP 503": 1}
     assert point.requests == 2, "what is left of eight"
     assert set(point.failures) == {
         "the stream was cut",
@@ -91,6 +92,7 @@ def test_faults_are_named_and_not_measured(monkeypatch: pytest.MonkeyPatch) -> N
         "expected a count of at most 11 tokens, found 12",
     }
     assert point.load.output_tokens == 2 * TOKENS
+    assert max(answer.first_token_s for answer in point.answers) > 0.2, "a refusal is waited for"
     assert any("6 requests failed" in text for text in point.warnings)
     assert point.acceptance.source == "vLLM's counters, failed requests included"
 
@@ -230,7 +232,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("keep", "k", "expected"),
     [
-        (0.65, 3, ["agree"]),
+        (0.65, 3, ["agree (the server's AL and the report's interval, not prompt by prompt)"]),
         (0.99, 3, ["differ", "aux layers (the first draft: 0.75"]),
         (0.65, 2, ["agree", "K = 2; server 2.25", "found: other K"]),
         (0.85, 2, ["differ", "found: other K"]),
