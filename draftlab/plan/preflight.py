@@ -62,7 +62,7 @@ from draftlab.train.trackers import check_trackers
 from draftlab.workers.window.training import check_memory_for_vllm
 
 MOST_GIVEN = 64
-"""Conversations of which given answers are rendered before a run."""
+"""Conversations of which prompts or given answers are rendered before a run."""
 
 
 @dataclass(frozen=True)

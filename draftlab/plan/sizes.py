@@ -5,8 +5,10 @@ Models are built on torch's "meta" device, and their parameters are counted.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,7 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
+from draftlab.plan.preflight import MOST_GIVEN, Planned
 from draftlab.recipe.hardware import Gpu
 from draftlab.recipe.recipe import Recipe
 from draftlab.target_model.auto_model import drop_other_modules, meta_model
@@ -21,13 +24,16 @@ from draftlab.target_model.config_fields import max_positions
 from draftlab.target_model.parts import text_decoder
 from draftlab.target_model.recurrent import attention_layers, planned_state_bytes
 from draftlab.target_model.replacements import freeze_rope
-from draftlab.text.prompts import find_prompts
+from draftlab.text.chat_template import Chat, Encoded, encode_prompts
+from draftlab.text.conversations import parse_conversation
+from draftlab.text.prompts import find_prompts, with_arguments
 from draftlab.train.flops import kept_bytes
 
 PROMPT_TOKENS = 256
 """Assumed length of a prompt, if there is no prompt file."""
 BYTES_PER_TOKEN = 4
-"""Approximate bytes of text per token: English with a vocabulary of 100,000 tokens or more."""
+"""Assumed bytes of a line of prompts per token, if the target's tokenizer is not here: of English
+with a vocabulary of 100,000 tokens or more."""
 
 
 def _first(config: Any, *names: str) -> Any:
@@ -171,12 +177,27 @@ def _prompt_sizes(recipe: Recipe) -> list[tuple[float, int]]:
         return []
     if path is None:
         return []
+    number = recipe.prompts.max_prompts
     with open(path, "rb") as file:
-        return [
-            # In a text the quotes would be escaped.
-            (len(line) / BYTES_PER_TOKEN, max(1, line.count(b'"user"')))
-            for line in islice(file, recipe.prompts.max_prompts)
-        ]
+        # In a text the quotes would be escaped.
+        sizes = [(len(line), max(1, line.count(b'"user"'))) for line in islice(file, number)]
+        file.seek(0)
+        part = list(islice(file, 0, number, max(1, len(sizes) // MOST_GIVEN)))
+    each = _token_bytes(recipe, part, path)
+    return [(size / each, turns) for size, turns in sizes]
+
+
+def _token_bytes(recipe: Recipe, lines: list[bytes], path: Path) -> float:
+    """Return the bytes of a line of prompts per token, which the chat template adds to, too."""
+    with suppress(UserError):  # the checks report it
+        if tokenizer := Planned(recipe, (), plan=True, here=True).tokenizer:
+            parsed = [parse_conversation(line, path, n)[0] for n, line in enumerate(lines, 1)]
+            prompts = with_arguments(parsed, recipe.target.modes, recipe.seed)
+            found = list(encode_prompts(tokenizer, map(Chat.of, prompts)))
+            tokens = {n: len(one.ids) for n, one in enumerate(found) if isinstance(one, Encoded)}
+            if tokens:
+                return sum(len(lines[n]) for n in tokens) / sum(tokens.values())
+    return BYTES_PER_TOKEN
 
 
 class HeadSize:

@@ -14,8 +14,9 @@ from draftlab.plan.sizes import Conversations, TargetSize
 from draftlab.recipe.hardware import GPUS
 from draftlab.recipe.head_spec import planned_head, planned_identity, target_config
 from draftlab.run.stages import STAGES
-from draftlab.target_model.loading import load_target
+from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
+from draftlab.text.chat_template import prompt_ids
 from tests.helpers.estimates import head_size, recipe
 from tests.helpers.multimodal_zoo import random_folder
 from tests.helpers.small_run import write_prompts
@@ -117,6 +118,16 @@ def test_conversations_are_measured_or_assumed(llama_8b: Path, tmp_path: Path) -
     assert (cut.prompt, cut.answer) == (256, 44)
     with_answers = Conversations.of(recipe(llama_8b, regenerate={"enabled": False}), 4096)
     assert with_answers.answer == 0
+
+
+def test_a_tokenizer_that_is_here_counts_what_its_template_adds(tmp_path: Path) -> None:
+    texts = [f"Write {n} short functions." for n in range(10)]
+    write_prompts(tmp_path / "p.jsonl", texts)
+    prompts = {"source": str(tmp_path / "p.jsonl")}
+    settings = recipe(Path("embedded"), prompts=prompts)
+    tokenizer = load_tokenizer(settings.target)
+    real = [len(prompt_ids(tokenizer, [{"role": "user", "content": text}])) for text in texts]
+    assert Conversations.of(settings, 4096).prompt == pytest.approx(sum(real) / len(real))
 
 
 def test_every_turn_of_a_conversation_has_an_answer(llama_8b: Path, tmp_path: Path) -> None:
