@@ -15,8 +15,7 @@ from draftlab.doctor.identity import position_findings, vocabulary_mask
 from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
 from draftlab.export.foreign_config import ForeignHead, boundary_readings, read_foreign_config
-from draftlab.export.importing import foreign_head_config
-from draftlab.export.renaming import rename_tensors
+from draftlab.export.importing import foreign_head_config, rename_tensors
 from draftlab.export.weight_files import read_weights, weight_files
 from draftlab.files import read_json, sha256_file
 from draftlab.heads.config import HeadConfig

@@ -20,9 +20,9 @@ from draftlab.plan.preflight import MOST_GIVEN, Planned
 from draftlab.recipe.hardware import Gpu
 from draftlab.recipe.recipe import Recipe
 from draftlab.target_model.auto_model import drop_other_modules, meta_model
-from draftlab.target_model.config_fields import max_positions
+from draftlab.target_model.locate import max_positions
 from draftlab.target_model.parts import text_decoder
-from draftlab.target_model.recurrent import attention_layers, planned_state_bytes
+from draftlab.target_model.recurrent_layer import attention_layers, planned_state_bytes
 from draftlab.target_model.replacements import freeze_rope
 from draftlab.text.chat_template import Chat, Encoded, encode_prompts
 from draftlab.text.conversations import parse_conversation

@@ -20,12 +20,12 @@ from draftlab.settings import describe_errors
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.store import Store
 from draftlab.target_model.boundaries import check_boundaries, default_boundaries
-from draftlab.target_model.config_fields import max_positions
 from draftlab.target_model.locate import (
     config_folder,
     hub_answers,
     hub_error,
     load_config,
+    max_positions,
     read_config,
     resolve_target,
 )

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftlab.target_model.config_fields import max_positions
 from draftlab.target_model.fingerprint import fingerprint
-from draftlab.target_model.locate import load_config, resolve_device, resolve_target
+from draftlab.target_model.locate import load_config, max_positions, resolve_device, resolve_target
 from draftlab.target_model.parts import TargetParts, load_parts
 from draftlab.target_model.settings import TargetSettings
 

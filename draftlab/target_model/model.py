@@ -15,14 +15,18 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.target_model.attention import attention_inputs
 from draftlab.target_model.cache import RowCache, cache_name
-from draftlab.target_model.check_capabilities import check_pages, check_rows, padding_reason
-from draftlab.target_model.check_states import check_states
-from draftlab.target_model.config_fields import max_positions
+from draftlab.target_model.check_capabilities import (
+    check_pages,
+    check_rows,
+    check_states,
+    padding_reason,
+)
 from draftlab.target_model.fingerprint import fingerprint
+from draftlab.target_model.locate import max_positions
 from draftlab.target_model.packed_rows import PackedRow
 from draftlab.target_model.paged_cache import PagedCache
 from draftlab.target_model.parts import TargetParts, model_parts, text_decoder
-from draftlab.target_model.recurrent import recurrent_layers
+from draftlab.target_model.recurrent_layer import recurrent_layers
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,14 @@ from draftlab.kernels.cpu_prepacked_linear import (
 )
 from draftlab.kernels.paged_attention.plan import Reads, Writes, attend_reads, write_rows
 from draftlab.target_model.fused_decoder import KnownDecoder, Pair
-from draftlab.target_model.known_layers import LayerWeights, has_known_layers, window_of
+from draftlab.target_model.known_layers import (
+    LayerWeights,
+    check_decode_path,
+    has_known_layers,
+    window_of,
+)
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
-from draftlab.target_model.path_check import check_decode_path
 
 
 def rotation_factors(angles: Pair) -> Pair:

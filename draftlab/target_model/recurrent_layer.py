@@ -19,11 +19,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import DynamicCache
+from transformers.cache_utils import CacheLayerMixin
 
 from draftlab.kernels.recurrent_step import (
     convolution_step,
@@ -32,7 +35,6 @@ from draftlab.kernels.recurrent_step import (
 )
 from draftlab.target_model.attention import current_inputs
 from draftlab.target_model.cache import CACHE_NAMES
-from draftlab.target_model.function_copy import copy_function
 from draftlab.target_model.packed_rows import PackedRow
 from draftlab.target_model.recurrent_states import RecurrentStates
 
@@ -250,3 +252,73 @@ class RecurrentLayer:
 def _masked(tensor: Tensor, padding: Tensor, value: float) -> Tensor:
     """Return [B, M, …] with a value where `padding` [B, M] is True."""
     return tensor.masked_fill(padding.view(*padding.shape, *[1] * (tensor.ndim - 2)), value)
+
+
+def copy_function(
+    function: FunctionType, global_names: dict[str, Any], code: CodeType | None = None
+) -> FunctionType:
+    """Return a copy of the function with other globals, or with other code."""
+    copied = FunctionType(
+        code or function.__code__,
+        global_names,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__
+    return copied
+
+
+_UPDATES = {"update_conv_state", "update_recurrent_state"}
+"""Methods of transformers' caches that only recurrent layers call."""
+
+
+def recurrent_layers(decoder: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of a decoder that write recurrent states to a cache, by their names."""
+    return {name: m for name, m in decoder.named_modules() if _UPDATES & _names_in(type(m))}
+
+
+def _names_in(cls: type) -> set[str]:
+    """Return the attribute names that the methods of a class use, without its bases' methods."""
+    methods = (inspect.unwrap(value) for value in vars(cls).values() if callable(value))
+    return {name for f in methods if hasattr(f, "__code__") for name in f.__code__.co_names}
+
+
+def attention_layers(decoder: nn.Module) -> int:
+    """Return the number of a decoder's layers that keep keys and values."""
+    if not recurrent_layers(decoder):
+        return len(decoder.layers)
+    layers = DynamicCache(config=decoder.config).layers
+    return sum(isinstance(layer, CacheLayerMixin) for layer in layers)
+
+
+def replace_recurrences(decoder: nn.Module) -> None:
+    """Give the recurrent layers of a decoder the forward pass of `RecurrentLayer`, in place."""
+    for name, module in recurrent_layers(decoder).items():
+        module.forward = RecurrentLayer(module, name)
+
+
+def unknown_recurrence(decoder: nn.Module) -> str | None:
+    """Return the name and class of a layer whose states cannot be kept; None: there is none."""
+    for name, module in recurrent_layers(decoder).items():
+        if not RecurrentLayer(module, name).replaced:
+            return f"{name} ({type(module).__name__})"
+    return None
+
+
+def planned_state_bytes(decoder: nn.Module) -> int | None:
+    """Return the bytes of one request's recurrent states; the decoder may be on the meta device.
+
+    Returns:
+        None if a layer must run to tell, and takes other inputs than the decoder's hidden states.
+    """
+    if unknown_recurrence(decoder):
+        return None
+    states = RecurrentStates(1).at(torch.zeros(1, dtype=torch.int64), [1])
+    for name, module in recurrent_layers(decoder).items():
+        hidden = next(module.parameters()).new_empty(1, 1, decoder.config.hidden_size)
+        try:
+            RecurrentLayer(module, name).run(states, None, hidden_states=hidden)
+        except (RuntimeError, TypeError):  # other shapes, other arguments
+            return None
+    return sum(states.row_bytes().values())

@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from draftlab.errors import UserError
 from draftlab.target_model.experts import use_experts
 from draftlab.target_model.parts import text_decoder
-from draftlab.target_model.recurrent import replace_recurrences
+from draftlab.target_model.recurrent_layer import replace_recurrences
 
 _UNSUPPORTED_LONGROPE = ("PhimoeRotaryEmbedding",)
 

@@ -31,8 +31,7 @@ from draftlab.files import (
     write_json,
 )
 from draftlab.progress import Monitor
-from draftlab.text.conversations import Conversation, parse_conversation
-from draftlab.text.reasons import Reasons
+from draftlab.text.conversations import Conversation, Reasons, parse_conversation
 
 _FORMAT = "draftlab answers 1"
 _DROPPED = b'{"dropped":'

@@ -38,13 +38,13 @@ from draftlab.text.chat_template import (
 )
 from draftlab.text.conversations import (
     Conversation,
+    Reasons,
     answer_id,
     split_rounds,
     write_conversations,
 )
 from draftlab.text.decode import Decode, engine_decode, in_order
 from draftlab.text.prompts import select_answered
-from draftlab.text.reasons import Reasons
 
 AnswerChunks = Callable[[Sequence[list[Draft]]], Iterator[tuple[int, list[Draft]]]]
 """A function that has other processes answer chunks. It yields the number of each chunk and the

@@ -62,7 +62,7 @@ class Dropped(Exception):
 
 @dataclass(frozen=True)
 class Chat:
-    """Messages and tools in the schema of `conversation_schema.py`."""
+    """Messages and tools in the schema of `conversations.py`."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = field(default_factory=list)

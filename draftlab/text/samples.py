@@ -23,9 +23,8 @@ from draftlab.text.chat_template import (
     template_sha256,
     tokenizer_sha256,
 )
-from draftlab.text.conversations import Answer, Conversation, iterate_conversations
+from draftlab.text.conversations import Answer, Conversation, Reasons, iterate_conversations
 from draftlab.text.loss_mask import REGENERATE, AssistantTurn, find_turns
-from draftlab.text.reasons import Reasons
 
 ANSWERS_HELP = (
     "remove this line to go on without it, or remove the file: `draftlab prepare` then generates "

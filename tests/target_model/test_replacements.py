@@ -13,14 +13,13 @@ from draftlab.errors import UserError
 from draftlab.target_model import (
     attention,
     check_capabilities,
-    check_states,
     llama4,
     replacements,
 )
 from draftlab.target_model.cache import CACHE_NAMES
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import load_parts
-from draftlab.target_model.recurrent import (
+from draftlab.target_model.recurrent_layer import (
     RecurrentStates,
     planned_state_bytes,
     recurrent_layers,
@@ -253,7 +252,7 @@ def test_time_steps_of_nemotron_h_have_one_limit(tmp_path: Path) -> None:
     assert {layer.time_step_limit for layer in layers} == {(0.0, float("inf"))}
     for layer in layers:
         layer.time_step_limit = (0.7, 0.75)  # far more than its time steps
-    for experiment in (check_states._in_steps, check_states._beside_other_rows):
+    for experiment in (check_capabilities._in_steps, check_capabilities._beside_other_rows):
         assert_close(*reversed(experiment(target)))
 
 

@@ -12,7 +12,7 @@ from torch._dynamo import maybe_mark_dynamic
 
 from draftlab.heads.head import DraftHead
 from draftlab.store.store import Record
-from draftlab.target_model.function_copy import copy_function
+from draftlab.target_model.recurrent_layer import copy_function
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.fast.check_fp8 import check_fp8_device, check_fp8_sizes
 from draftlab.train.fast.fused_ops import FP8_OPS, FUSED_OPS, FusedOps
