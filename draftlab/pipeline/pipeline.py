@@ -36,10 +36,9 @@ from draftlab.plan.preflight import (
 )
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe, flatten, to_yaml
-from draftlab.run.family_defaults import with_family_defaults
 from draftlab.run.folder import RUNS, Run, lock
 from draftlab.run.head_workspace import export_files, input_files
-from draftlab.run.resolve import find_head
+from draftlab.run.resolve import find_head, with_family_defaults
 from draftlab.run.stages import STAGES, Stage, Status
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target

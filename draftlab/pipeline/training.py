@@ -10,7 +10,6 @@ import torch
 
 from draftlab.heads.folder import load_config, load_head, save_head
 from draftlab.heads.head import DraftHead
-from draftlab.heads.initial import fingerprint
 from draftlab.kernels.cuda_device import free_memory, use_device
 from draftlab.pipeline.recording import Recording
 from draftlab.progress import Monitor
@@ -23,8 +22,9 @@ from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.parts import TargetParts, load_parts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.distributed.ranks import Ranks
+from draftlab.train.initial_weights import fingerprint
 from draftlab.train.loop import Trainer
-from draftlab.train.profiler import NOT_TRAINING
+from draftlab.train.metrics import NOT_TRAINING
 from draftlab.train.validation import Validation
 from draftlab.version import git_commit
 from draftlab.workers.window.training import NewPool, recorded_meanwhile

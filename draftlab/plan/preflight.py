@@ -24,7 +24,6 @@ from draftlab.files import known_sha256
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_config
 from draftlab.heads.head import DraftHead
-from draftlab.heads.initial import check_start
 from draftlab.recipe.head_spec import planned_head, planned_identity, target_config
 from draftlab.recipe.recipe import Recipe
 from draftlab.run.head_workspace import input_files
@@ -57,8 +56,9 @@ from draftlab.text.settings import SELF
 from draftlab.text.suites import suite_sha256
 from draftlab.text.tokenizer_check import check_tokenizer
 from draftlab.train.distributed.ranks import num_launched
-from draftlab.train.fast.check_fp8 import check_fp8_device, check_fp8_sizes
-from draftlab.train.trackers import check_trackers
+from draftlab.train.fast.choose_forward import check_fp8_device, check_fp8_sizes
+from draftlab.train.initial_weights import check_start
+from draftlab.train.metrics import check_trackers
 from draftlab.workers.window.training import check_memory_for_vllm
 
 MOST_GIVEN = 64

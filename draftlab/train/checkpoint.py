@@ -27,9 +27,9 @@ from draftlab.files import (
     write_json,
 )
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.initial import fingerprint
 from draftlab.store.store import Store
 from draftlab.text.draft_vocabulary import DraftVocabulary
+from draftlab.train.initial_weights import fingerprint
 from draftlab.train.settings import TrainSettings
 
 _NAME = re.compile(r"step-(\d{7})")

@@ -17,7 +17,6 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
-from draftlab.heads.initial import start_from
 from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.kernels.cuda_device import out_of_memory_error
 from draftlab.progress import Monitor
@@ -25,8 +24,7 @@ from draftlab.store.store import Store
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.batch.loader import BatchLoader, MicroBatch
-from draftlab.train.batch.packer import Packer
-from draftlab.train.batch.packing import uses_one_row
+from draftlab.train.batch.packing import Packer, uses_one_row
 from draftlab.train.best_head import BestHead
 from draftlab.train.checkpoint import (
     Checkpoint,
@@ -35,16 +33,21 @@ from draftlab.train.checkpoint import (
     save_checkpoint,
     training_key,
 )
-from draftlab.train.distillation_module import DistillationModule, product_dtype
+from draftlab.train.distributed.backends import DistillationModule, product_dtype, wrap
 from draftlab.train.distributed.ranks import EndingSignal, Ranks, idle_note
-from draftlab.train.distributed.wrap import wrap
 from draftlab.train.flops import StepWork, mean_context, product_rate
-from draftlab.train.metrics import MetricsLog, Window, reset_peak_memory, speed_line
+from draftlab.train.initial_weights import start_from, untrained_head
+from draftlab.train.metrics import (
+    NOT_TRAINING,
+    MetricsLog,
+    PhaseTimer,
+    Window,
+    reset_peak_memory,
+    speed_line,
+)
 from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
-from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.settings import TrainSettings
-from draftlab.train.untrained_head import untrained_head
 from draftlab.train.validation import Validation, split_records, validate
 from draftlab.train.verification import ShardVerification
 

@@ -5,22 +5,74 @@ from __future__ import annotations
 import json
 import re
 import resource
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftlab.files import write_text
+from draftlab.errors import UserError
+from draftlab.files import sha256_text, write_text
+from draftlab.formatting import pip_install
 from draftlab.train.objectives.loss import Sums
-from draftlab.train.profiler import NOT_TRAINING, PhaseTimer
 from draftlab.train.settings import TrainSettings
-from draftlab.train.trackers import Log, open_trackers
 
 _STATUS = Path("/proc/self/status")
+
+NOT_TRAINING = "outside"
+"""The phase of validation and checkpoints."""
+
+
+class PhaseTimer:
+    """Measures the time since `start` in named phases.
+
+    On a GPU it measures the GPU's time: a mark is an event behind the queued work, so a phase lasts
+    as long as its work and the GPU's idle time before it. Elsewhere it measures the host's time.
+
+    Args:
+        device: the device that trains.
+
+    Attributes:
+        totals: seconds of each phase since the timer was made, as far as they were read.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.on_gpu = device, device.type == "cuda"
+        self._marks: list[tuple[str, Any]] = []
+        self.totals: dict[str, float] = {}
+
+    def start(self) -> None:
+        """Drop all marks and begin the first phase."""
+        self._marks = [("", self._now())]
+
+    def mark(self, phase: str) -> None:
+        """End a phase; phases of the same name add up."""
+        self._marks.append((phase, self._now()))
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each phase up to the last mark, where time starts anew."""
+        if self.on_gpu:
+            self._marks[-1][1].synchronize()
+        phases: dict[str, float] = {}
+        for (_, before), (phase, now) in zip(self._marks, self._marks[1:], strict=False):
+            seconds = before.elapsed_time(now) / 1e3 if self.on_gpu else now - before
+            phases[phase] = phases.get(phase, 0.0) + seconds
+        self._marks = self._marks[-1:]
+        for phase, seconds in phases.items():
+            self.totals[phase] = self.totals.get(phase, 0.0) + seconds
+        return phases
+
+    def _now(self) -> Any:
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
 
 
 @dataclass
@@ -190,3 +242,72 @@ def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
         elif value is not None:
             flat[f"{prefix}{key}"] = value
     return flat
+
+
+Log = Callable[[Mapping[str, float], int], None]
+"""Sends numbers by name, and the step that they are of."""
+
+
+def check_trackers(settings: TrainSettings) -> None:
+    """Raise a `UserError` if a package of a tracker is not installed."""
+    for name, chosen in (("wandb", settings.wandb), ("tensorboard", settings.tensorboard)):
+        if chosen and find_spec(name) is None:
+            raise UserError(
+                f"train.{name} is set, and {name} is not installed",
+                where=f"train.{name}",
+                do=pip_install(name),
+            )
+
+
+@contextmanager
+def open_trackers(
+    settings: TrainSettings, folder: Path, key: str, config: Mapping[str, Any], step: int
+) -> Iterator[list[Log]]:
+    """Yield functions that send numbers to the trackers which the settings name.
+
+    Trackers end with the block, with 0 or the exit code of what ended it. A resumed training
+    continues its run of Weights & Biases, and hides what TensorBoard has behind its step.
+
+    Args:
+        folder: the run's train/ folder.
+        key: of the training.
+        config: all settings of the run.
+        step: the step that training continues after.
+    """
+    check_trackers(settings)
+    logs: list[Log] = []
+    ends: list[Callable[[int], object]] = []
+    if settings.wandb:
+        import wandb
+
+        name = folder.parent.name
+        id_ = sha256_text(f"{key} {name}")[:16]
+        run = wandb.init(
+            project=settings.wandb,
+            name=name,
+            id=id_,
+            resume="allow",
+            config=dict(config),
+            dir=str(folder),
+        )
+        logs.append(lambda numbers, step: run.log(dict(numbers), step=step))
+        ends.append(run.finish)
+    if settings.tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+        logs.append(lambda numbers, step: [writer.add_scalar(n, numbers[n], step) for n in numbers])
+        ends.append(lambda _: writer.close())
+    code = 1
+    try:
+        yield logs
+        code = 0
+    except KeyboardInterrupt:
+        code = 130
+        raise
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else 1
+        raise
+    finally:
+        for end in ends:
+            end(code)

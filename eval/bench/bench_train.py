@@ -43,12 +43,10 @@ from train_work import (
 )
 
 from draftlab.train.checkpoint import trainable
-from draftlab.train.distillation_module import DistillationModule
+from draftlab.train.distributed.backends import DistillationModule, wrap
 from draftlab.train.distributed.ranks import Ranks
-from draftlab.train.distributed.wrap import BACKENDS, wrap
 from draftlab.train.flops import StepWork, matrix_rate, mean_context
-from draftlab.train.metrics import peak_memory
-from draftlab.train.profiler import PhaseTimer
+from draftlab.train.metrics import PhaseTimer, peak_memory
 from eval.measurements import Measurements, add_options, require
 
 RATE = 1e-4
@@ -112,7 +110,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=DTYPES, default="bfloat16")
     parser.add_argument("--repeats", type=int, default=6, help="measurements of four steps")
     parser.add_argument("--warmup", type=int, default=5, help="steps before them")
-    parser.add_argument("--parallel", choices=BACKENDS, default="ddp", help="with torchrun")
+    parser.add_argument("--parallel", default="ddp", help="as train.parallel, with torchrun")
     parser.add_argument("--peer", choices=PEERS)
     add_options(parser)
     return parser.parse_args(words)

@@ -29,8 +29,7 @@ from train_work import GAMMA, Shape, Work, timed_steps
 from transformers import LlamaConfig, Qwen3Config
 
 from draftlab.errors import UserError
-from draftlab.train.metrics import peak_memory
-from draftlab.train.profiler import PhaseTimer
+from draftlab.train.metrics import PhaseTimer, peak_memory
 from eval.measurements import import_error
 
 RATE = 1e-4

@@ -17,10 +17,9 @@ from draftlab.heads.folder import new_head
 from draftlab.heads.layers import RMSNorm
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
-from draftlab.train.batch.packer import OptimizerStep, Packer
-from draftlab.train.batch.packing import Batch, uses_one_row
+from draftlab.train.batch.packing import Batch, OptimizerStep, Packer, uses_one_row
+from draftlab.train.metrics import PhaseTimer
 from draftlab.train.objectives.loss import DraftTeacher
-from draftlab.train.profiler import PhaseTimer
 from draftlab.train.settings import TrainSettings
 
 GAMMA = 0.8

@@ -12,7 +12,7 @@ import torch
 from draftlab.errors import UserError
 from draftlab.heads.folder import new_head
 from draftlab.train.flops import StepWork, chain_flops
-from draftlab.train.profiler import PhaseTimer
+from draftlab.train.metrics import PhaseTimer
 from tests.helpers.drivers import load
 
 bench = load("bench/bench_train")

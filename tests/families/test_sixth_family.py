@@ -24,8 +24,8 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import Family, families, get_family, register
 from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.head import DecoderLayer, DraftHead
-from draftlab.heads.initial import fingerprint, start_from
 from draftlab.heads.layers import RMSNorm
+from draftlab.train.initial_weights import fingerprint, start_from
 from draftlab.train.objectives.objective import Objective
 from draftlab.train.objectives.ttt import ttt_weights, unroll
 from tests.helpers.head_toys import make_head

@@ -9,9 +9,9 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
-from draftlab.heads.initial import fingerprint, start_from
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.packing import pack
+from draftlab.train.initial_weights import fingerprint, start_from
 from draftlab.train.settings import TrainSettings
 from tests.helpers import synthetic
 from tests.helpers.head_toys import (

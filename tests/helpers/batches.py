@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from draftlab.train.batch.loss_rows import StepSampling
-from draftlab.train.batch.packer import OptimizerStep, Packer, Rows
-from draftlab.train.batch.packing import Batch, map_tensors
+from draftlab.train.batch.packing import Batch, OptimizerStep, Packer, Rows, map_tensors
 from draftlab.train.settings import TrainSettings
 from tests.helpers.list_store import ListStore
 from tests.helpers.toy_training import orthogonal_parts, toy_answer

@@ -13,8 +13,7 @@ from draftlab.store.store import Record
 from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import DraftTeacher
-from draftlab.train.token_scores import score
-from draftlab.train.validation import validate
+from draftlab.train.validation import score, validate
 from draftlab.train.validation import walk as count_walk
 from tests.helpers.greedy_answers import answers, greedy_records, run
 from tests.helpers.list_store import ListStore

@@ -57,7 +57,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_cannot_succeed_is_refused(
     verb: str, settings: str, message: str, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftlab.train.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("draftlab.train.metrics.find_spec", lambda name: None)
     name, *options = verb.split()
     result = draftlab(workshop, name, "small.yaml", *settings.split(), *options)
     assert result.exit_code == 2, result.output
@@ -317,7 +317,7 @@ def test_a_device_without_products_in_fp8_is_refused(
     def refuse(*_: object) -> None:
         raise RuntimeError("torch._scaled_mm is only supported on newer devices")
 
-    monkeypatch.setattr("draftlab.train.fast.check_fp8.linear", refuse)
+    monkeypatch.setattr("draftlab.train.fast.choose_forward.linear", refuse)
     name, *options = verb.split()
     result = draftlab(workshop, name, "small.yaml", "train.precision=fp8", *options)
     assert result.exit_code == 2, result.output

@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from draftlab.train import flops
 from draftlab.train.batch.packing import pack
 from draftlab.train.flops import StepWork, product_rate
-from draftlab.train.metrics import Window, speed_line
-from draftlab.train.profiler import PhaseTimer
+from draftlab.train.metrics import PhaseTimer, Window, speed_line
 from draftlab.train.settings import TrainSettings
 from tests.helpers import synthetic
 

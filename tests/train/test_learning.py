@@ -19,8 +19,7 @@ from draftlab.train.batch.packing import pack
 from draftlab.train.loop import Trainer
 from draftlab.train.metrics import MetricsLog
 from draftlab.train.objectives.loss import DraftTeacher
-from draftlab.train.token_scores import score
-from draftlab.train.validation import walk
+from draftlab.train.validation import score, walk
 from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import InterruptingMonitor, SignallingMonitor

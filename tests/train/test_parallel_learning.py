@@ -11,13 +11,11 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, load_head, save_head
 from draftlab.heads.peagle import PeagleHead
 from draftlab.train.batch.order import batches
-from draftlab.train.batch.packer import OptimizerStep
-from draftlab.train.batch.packing import Batch, pack
+from draftlab.train.batch.packing import Batch, OptimizerStep, pack
 from draftlab.train.distributed.ranks import assign_micro_batches
 from draftlab.train.loop import Trainer
 from draftlab.train.objectives.loss import DraftTeacher
-from draftlab.train.token_scores import score
-from draftlab.train.validation import validate
+from draftlab.train.validation import score, validate
 from tests.helpers import synthetic
 from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor

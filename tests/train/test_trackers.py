@@ -13,8 +13,8 @@ import pytest
 from draftlab.errors import UserError
 from draftlab.recipe.recipe import load_recipe
 from draftlab.train.loop import Trainer
+from draftlab.train.metrics import check_trackers
 from draftlab.train.settings import TrainSettings
-from draftlab.train.trackers import check_trackers
 from tests.helpers.list_store import ListStore
 from tests.helpers.small_run import InterruptingMonitor, draftlab, new_workshop
 from tests.helpers.toy_training import orthogonal_parts, toy_answer, trained
@@ -105,7 +105,7 @@ def test_the_config_is_the_recipe_and_its_data(tmp_path: Path, wandb: Any) -> No
 
 
 def test_packages_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("draftlab.train.trackers.find_spec", lambda name: None)
+    monkeypatch.setattr("draftlab.train.metrics.find_spec", lambda name: None)
     check_trackers(TrainSettings())
     for settings, name in (({"wandb": "p"}, "wandb"), ({"tensorboard": True}, "tensorboard")):
         with pytest.raises(UserError, match=f"{name} is not installed") as caught:

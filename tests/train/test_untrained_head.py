@@ -13,7 +13,7 @@ from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
 from draftlab.target_model.parts import TargetParts, load_parts
 from draftlab.text.draft_vocabulary import DraftVocabulary
-from draftlab.train.untrained_head import untrained_head
+from draftlab.train.initial_weights import untrained_head
 from tests.helpers import synthetic
 from tests.helpers.zoo import SHAPE, zoo_folder
 

@@ -10,9 +10,8 @@ import torch
 from pydantic import ValidationError
 
 from draftlab.engine.counters import Counters
-from draftlab.train.predicted_al import Walked, al_text
 from draftlab.train.settings import TrainSettings
-from draftlab.train.validation import Validation, expected_walk, walk
+from draftlab.train.validation import Validation, Walked, al_text, expected_walk, walk
 from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.toy_training import orthogonal_parts, toy_answer, trained

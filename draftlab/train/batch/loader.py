@@ -8,7 +8,7 @@ Every stage keeps the order, so training sees the same batches for any number of
 from __future__ import annotations
 
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
@@ -20,11 +20,11 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
-from draftlab.train.batch.fetch_ahead import fetch_ahead
+from draftlab.store.shard_files import RemoteShardFiles
+from draftlab.store.store import Store
 from draftlab.train.batch.order import batches
-from draftlab.train.batch.packer import OptimizerStep, Packer
-from draftlab.train.batch.packing import Batch, map_tensors
-from draftlab.train.batch.window_reading import WindowReading
+from draftlab.train.batch.packing import Batch, OptimizerStep, Packer, map_tensors
+from draftlab.train.batch.window_order import WindowReading
 from draftlab.train.batch.workers import WorkerPool
 from draftlab.train.distributed.ranks import Ranks, assign_micro_batches
 
@@ -236,3 +236,57 @@ def default_num_workers(num_gpus: int) -> int:
     """Return the data workers of one GPU: half of its share of this machine's CPU cores."""
     cores = len(os.sched_getaffinity(0)) // num_gpus
     return max(1, min(MAX_DEFAULT_WORKERS, cores // 2))
+
+
+Item = TypeVar("Item")
+MAX_ITEMS = 64
+"""Batches for which shards are downloaded ahead."""
+
+
+def fetch_ahead(
+    items: Iterable[Item],
+    records_of: Callable[[Item], Sequence[int]],
+    store: Store,
+    *,
+    processes: int = 1,
+) -> Iterator[Item]:
+    """Yield items; for a store at a URL, begin to download the shards of the following ones.
+
+    The shards in sight take at most half of the cache, so that none leaves it before it is used.
+
+    Args:
+        items: optimizer steps, or other groups of records that are read in this order.
+        records_of: returns the records that an item reads.
+        processes: how many processes of this machine share the cache in this way.
+    """
+    if not isinstance(store.files, RemoteShardFiles):
+        yield from items
+        return
+    max_bytes = store.files.cache.max_bytes // (2 * processes)
+    shards, waiting, items = store.manifest.shards, deque[tuple[Item, list[int]]](), iter(items)
+    uses: Counter[int] = Counter()  # of the shards in sight
+    downloads: list[Future[None]] = []
+    total = 0
+    try:
+        while True:
+            while len(waiting) < MAX_ITEMS and total < max_bytes:
+                try:
+                    item = next(items)
+                except StopIteration:
+                    break
+                numbers = store.shards_of(records_of(item))
+                new = [shards[number] for number in numbers if not uses[number]]
+                downloads = [one for one in downloads if not one.done()] + store.files.fetch(new)
+                uses.update(numbers)
+                total += sum(shard.bytes or 0 for shard in new)
+                waiting.append((item, numbers))
+            if not waiting:
+                return
+            item, numbers = waiting.popleft()
+            yield item
+            for number in numbers:
+                uses[number] -= 1
+                total -= (shards[number].bytes or 0) * (uses[number] == 0)
+    finally:
+        for download in downloads:  # its own: a validation fetches while a training does
+            download.cancel()

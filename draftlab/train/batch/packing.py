@@ -1,24 +1,73 @@
-"""Packing of conversations into the rows of a batch (docs/methods.md §1)."""
+"""The data set of training: conversations packed into batches (docs/methods.md §1, 3)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draftlab.kernels.distill.plan import RowPlan, plan_rows
-from draftlab.kernels.noise import prompt_key
+from draftlab.kernels.noise import Purpose, keyed_bits, keyed_spread, prompt_key
 from draftlab.store.fp8 import E4M3, dequantise
-from draftlab.store.store import Record
-from draftlab.train.batch.feature_noise import FeatureNoise, StepNoise
-from draftlab.train.batch.loss_rows import StepRows, joint_reach, split_anchors, step_rows
+from draftlab.store.store import Record, Store
+from draftlab.train.batch.loss_rows import (
+    StepRows,
+    StepSampling,
+    joint_reach,
+    split_anchors,
+    step_rows,
+)
+from draftlab.train.settings import TrainSettings
 
 _ALIGNMENT = 64
 """Bytes: a multiple of the size of every dtype."""
+
+_REFERENCE_LENGTH = 512
+"""Tokens of a conversation whose noise is within ±largest."""
+
+
+@dataclass(frozen=True)
+class StepNoise:
+    """The noise settings of an optimizer step: ±largest at 512 tokens, seed and step."""
+
+    largest: float
+    seed: int
+    step: int
+
+    def key(self) -> Tensor:
+        """Return the step's key: int64 []."""
+        seed, step, no_position = torch.tensor([self.seed, self.step, 0])
+        return keyed_bits(seed, step, no_position, Purpose.FEATURE)
+
+    def scale(self, num_tokens: int) -> float:
+        """Return the largest noise in a conversation; longer conversations get less."""
+        return self.largest * _REFERENCE_LENGTH / num_tokens
+
+
+@dataclass(frozen=True)
+class FeatureNoise:
+    """The noise on a batch.
+
+    Attributes:
+        key: int64 [], of the optimizer step.
+        records: int64 [B, S], the `prompt_key` of the record at each position.
+        scale: float32 [B, S], the largest noise at each position.
+    """
+
+    key: Tensor
+    records: Tensor
+    scale: Tensor
+
+    def values(self, positions: Tensor, size: int) -> Tensor:
+        """Return uniform noise in ±scale, float32 [B, S, size]; positions: int64 [B, S]."""
+        keys = keyed_bits(self.key, self.records, positions, Purpose.FEATURE)
+        return keyed_spread(keys, size) * self.scale[..., None]
 
 
 @dataclass(frozen=True)
@@ -259,3 +308,72 @@ def pack(
         idle,
         None if flat[0].scales is None else field("scales"),
     )
+
+
+Rows = list[list[int]]
+"""Record indices of each row."""
+
+
+class OptimizerStep(NamedTuple):
+    """An optimizer step on one rank.
+
+    Attributes:
+        micro_batches: rows, and whether idle.
+        group: with a window, the last group of shards that the step reads (`WindowStep`).
+    """
+
+    number: int
+    micro_batches: Sequence[tuple[Rows, bool]]
+    group: int = 0
+
+    def records(self) -> list[int]:
+        """Return the indices of all records."""
+        return [i for rows, _ in self.micro_batches for row in rows for i in row]
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Packs the micro-batches of an optimizer step.
+
+    A batch is a function of the step, whichever process packs it. A packer can be pickled, and this
+    module imports little, since every data worker imports it.
+
+    Attributes:
+        store: the records.
+        settings, seed: of the training.
+        sampling: the objective's choice of steps; None: all.
+        imitates_states: whether the objective adds noise to the features.
+        one_row: see `pack`.
+    """
+
+    store: Store
+    settings: TrainSettings
+    seed: int
+    sampling: StepSampling | None
+    imitates_states: bool
+    one_row: bool
+
+    def __getitem__(self, step: OptimizerStep) -> list[Batch]:
+        settings, max_steps = self.settings, None
+        if self.sampling is not None:
+            options = {"settings": settings, "seed": self.seed, "step": step.number}
+            max_steps = partial(self.sampling.sample, **options)
+        noise = StepNoise(settings.noise, self.seed, step.number)
+        return [
+            pack(
+                self._records(rows),
+                settings.row_tokens,
+                settings.ttt_steps,
+                max_steps=max_steps,
+                noise=noise if self.imitates_states and settings.noise else None,
+                num_passes=settings.anchor_parts,
+                one_row=self.one_row,
+                idle=idle,
+            )
+            for rows, idle in step.micro_batches
+        ]
+
+    def _records(self, rows: Rows) -> list[list[Record]]:
+        """Return the records of a micro-batch, read by one call."""
+        records = iter(self.store.views([i for row in rows for i in row]))
+        return [list(islice(records, len(row))) for row in rows]

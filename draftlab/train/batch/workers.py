@@ -35,8 +35,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.formatting import exit_text
 from draftlab.signals import ENDING_SIGNALS
-from draftlab.train.batch.packer import OptimizerStep, Packer
-from draftlab.train.batch.packing import Batch
+from draftlab.train.batch.packing import Batch, OptimizerStep, Packer
 
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",  # a context would take memory of the GPU

@@ -1,4 +1,5 @@
-"""Training backends: passes, gradients, the optimizer's step and whole tensors on 1 or more ranks.
+"""The module of head and teacher whose forward is the loss, and backends that train it on 1 or more
+ranks: passes, gradients, the optimizer's step and whole tensors.
 
 A pass is the forward of a module: the hooks of wrappers gather sharded parameters before it, and
 reduce gradients behind its backward. DDP is prepared by accelerate. On a CPU accelerate ignores
@@ -28,13 +29,55 @@ from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
 from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
-from draftlab.train.distillation_module import DistillationModule
 from draftlab.train.distributed.ranks import LAUNCH_HINT, Ranks
-from draftlab.train.objectives.loss import Sums
+from draftlab.train.fast.choose_forward import choose_forward
+from draftlab.train.objectives.loss import DraftTeacher, Sums, weighted_loss
 from draftlab.train.optimizer import new_optimizer
 from draftlab.train.settings import TrainSettings
 
 Tensors = dict[str, Tensor]
+
+
+def product_dtype(precision: str, device: torch.device) -> torch.dtype:
+    """Return the dtype of products that `train.precision` means on a device."""
+    if precision == "auto":
+        precision = "float32" if device.type == "cpu" else "bfloat16"
+    return torch.float32 if precision == "float32" else torch.bfloat16
+
+
+class DistillationModule(nn.Module):
+    """The module that the training loop calls, and that DDP, FSDP2 or ZeRO wrap.
+
+    Args:
+        head: on its device.
+        target: the head's teacher.
+        settings: choose the terms of the loss and the forward pass.
+        dtype: dtype of products; weights, sums and gradients stay float32.
+    """
+
+    def __init__(
+        self, head: DraftHead, target: DraftTeacher, settings: TrainSettings, dtype: torch.dtype
+    ) -> None:
+        super().__init__()
+        self.head, self.target, self.dtype = head, target, dtype
+        self.objective = head.family.objective()
+        self.terms = self.objective.loss_terms(settings)
+        self.head_forward, self.description = choose_forward(head, self.objective, settings, dtype)
+
+    def forward(self, batch: Batch, weights: Sequence[float]) -> tuple[Tensor, Sums]:
+        """Return `weighted_loss` of a batch, with a gradient for every trained parameter.
+
+        Args:
+            weights: weight of each step's sum of losses.
+        """
+        with torch.autocast(
+            batch.tokens.device.type, self.dtype, enabled=self.dtype != torch.float32
+        ):
+            outputs = self.head_forward(self.head, batch)
+            loss, sums = weighted_loss(outputs, self.head, self.target, batch, weights, self.terms)
+        if not loss.requires_grad:  # no position of this pass carries loss
+            loss = loss + 0 * sum(p.sum() for p in self.head.parameters() if p.requires_grad)
+        return loss, sums
 
 
 class TrainBackend:
@@ -223,3 +266,12 @@ class Fsdp2(ShardedBackend):
     def _set_reduce(self, reduce: bool) -> None:
         self.module.set_requires_gradient_sync(reduce)
         self.module.set_reshard_after_backward(reduce)  # gathered once for all passes of a step
+
+
+def wrap(distillation: DistillationModule, settings: TrainSettings, ranks: Ranks) -> TrainBackend:
+    """Return the backend that `train.parallel` names; one process needs none of them."""
+    from draftlab.train.distributed.zero import Zero  # its base class is above
+
+    backends = {"ddp": Ddp, "fsdp2": Fsdp2}
+    backend = TrainBackend if ranks.size == 1 else backends.get(settings.parallel, Zero)
+    return backend(distillation, settings, ranks)

@@ -21,8 +21,12 @@ from draftlab.errors import UserError
 from draftlab.formatting import pip_install
 from draftlab.process_environment import name_accelerator
 from draftlab.train.checkpoint import trainable
-from draftlab.train.distillation_module import DistillationModule
-from draftlab.train.distributed.backends import ShardedBackend, Tensors, steps_on_device
+from draftlab.train.distributed.backends import (
+    DistillationModule,
+    ShardedBackend,
+    Tensors,
+    steps_on_device,
+)
 from draftlab.train.fast.choose_forward import random_batch
 
 MOMENTS = ("exp_avg", "exp_avg_sq")

@@ -21,9 +21,8 @@ from draftlab.kernels.ttt_attention import document_starts
 from draftlab.kernels.ttt_attention.types import StepKeyValues
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
-from draftlab.train.fast.functions import LayerInputs, layer_inputs
 from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, expand_last
-from draftlab.train.fast.layers import LayerWeights, pad_rows, unpad_rows
+from draftlab.train.fast.layers import LayerInputs, LayerWeights, layer_inputs, pad_rows, unpad_rows
 from draftlab.train.fast.shared_gradients import select_rows
 from draftlab.train.objectives.block import block_attention, slot_row_indices, step_anchors
 from draftlab.train.objectives.loss import StepOutput, row_starts

@@ -4,7 +4,7 @@ torch.compile makes a few kernels of those that are neither products nor attenti
 before and behind its attention have their backward passes beside them, since a compiled function
 with autograd takes the host three times as long as one without. They sum in float32 what autograd
 would round first: a norm's gradient with the residual's, and that of the norm's weight over rows.
-`train/fast/functions.py` makes autograd functions of them.
+`train/fast/layers.py` makes autograd functions of them.
 """
 
 from __future__ import annotations

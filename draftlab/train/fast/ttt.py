@@ -21,10 +21,10 @@ from draftlab.heads.layers import Attention
 from draftlab.kernels.ttt_attention import document_starts, ttt_attention
 from draftlab.kernels.ttt_attention.types import StepKeyValues
 from draftlab.train.batch.packing import Batch
-from draftlab.train.fast.functions import layer_inputs
 from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, normed
 from draftlab.train.fast.layers import (
     LayerWeights,
+    layer_inputs,
     pad_rows,
     qkv_weights,
     unpad_rows,

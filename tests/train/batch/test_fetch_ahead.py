@@ -11,7 +11,7 @@ import pytest
 
 from draftlab.store.shard_cache import ShardCache
 from draftlab.store.shard_files import RemoteShardFiles
-from draftlab.train.batch.fetch_ahead import MAX_ITEMS, fetch_ahead
+from draftlab.train.batch.loader import MAX_ITEMS, fetch_ahead
 from tests.helpers.list_store import ListStore
 
 SIZE = 100

@@ -27,8 +27,7 @@ from draftlab.signals import ENDING_SIGNALS
 from draftlab.target_model.model import Target
 from draftlab.train.batch.loader import BatchLoader, MicroBatch, prefetch
 from draftlab.train.batch.loss_rows import BLOCK_SAMPLING, DEPTH_SAMPLING
-from draftlab.train.batch.packer import OptimizerStep, Packer
-from draftlab.train.batch.packing import Batch, map_tensors
+from draftlab.train.batch.packing import Batch, OptimizerStep, Packer, map_tensors
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.loop import Trainer
 from draftlab.train.settings import TrainSettings

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from draftlab.errors import UserError
 from draftlab.train.batch.packing import pack
 from draftlab.train.checkpoint import trainable
-from draftlab.train.distillation_module import DistillationModule
+from draftlab.train.distributed.backends import DistillationModule
 from draftlab.train.distributed.ranks import (
     Ranks,
     assign_micro_batches,

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.fp8_linear import Fp8Weight
 from draftlab.train.batch.packing import Batch, pack
-from draftlab.train.distillation_module import DistillationModule
+from draftlab.train.distributed.backends import DistillationModule
 from draftlab.train.fast import choose_forward
 from draftlab.train.fast.block import FastBlock
 from draftlab.train.fast.choose_forward import compiled_ops

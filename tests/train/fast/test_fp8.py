@@ -12,8 +12,8 @@ from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
 from draftlab.kernels import fp8_linear
 from draftlab.kernels.fp8_linear import quantise_weight
-from draftlab.train.distillation_module import DistillationModule, product_dtype
-from draftlab.train.fast import check_fp8, choose_forward
+from draftlab.train.distributed.backends import DistillationModule, product_dtype
+from draftlab.train.fast import choose_forward
 from draftlab.train.fast.choose_forward import compiled_ops
 from draftlab.train.fast.fused_ops import FP8_OPS
 from draftlab.train.fast.layers import LayerWeights
@@ -130,7 +130,7 @@ def test_a_gpu_without_such_products_is_refused(monkeypatch: pytest.MonkeyPatch)
     def refuse(*_: Tensor) -> Tensor:
         raise RuntimeError("torch._scaled_mm is only supported on …")
 
-    monkeypatch.setattr(check_fp8, "linear", refuse)
+    monkeypatch.setattr(choose_forward, "linear", refuse)
     with pytest.raises(UserError, match="expects a GPU that multiplies e4m3") as caught:
         module(random_norms_head())
     assert "only supported on" in caught.value.what

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from draftlab.store.store import Record
 from draftlab.train.batch.packing import Batch, pack
-from draftlab.train.fast.parallel import FastParallel
-from draftlab.train.fast.parallel_rows import attention_rows
+from draftlab.train.fast.parallel import FastParallel, attention_rows
 from draftlab.train.objectives.parallel import parallel_outputs
 from tests.helpers.fast_forward import random_norms_head, train_step
 from tests.helpers.synthetic import assert_same, parts, record, spans_of

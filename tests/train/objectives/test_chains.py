@@ -11,8 +11,7 @@ from torch import Tensor
 
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
-from draftlab.train.batch.feature_noise import StepNoise
-from draftlab.train.batch.packing import pack
+from draftlab.train.batch.packing import StepNoise, pack
 from draftlab.train.objectives.loss import SOFT_CE, LossTerms
 from tests.helpers.fast_forward import EAGLE
 from tests.helpers.loss_rows import server_rows
