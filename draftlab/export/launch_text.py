@@ -6,9 +6,9 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from draftlab.export.gguf import OUT_TYPES
-from draftlab.export.layout import Export
 from draftlab.export.serving_tables import STS
 from draftlab.files import cache_folder
 from draftlab.heads.config import HeadConfig
@@ -17,6 +17,9 @@ from draftlab.servers.vllm_client.loading import generation_override
 from draftlab.target_model.locate import is_hub_id, local_target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.version import package_version
+
+if TYPE_CHECKING:
+    from draftlab.export.layout import Export
 
 _K_OPTIONS = re.compile(
     r'(?:"num_speculative_tokens": |--speculative-num-steps |--spec-draft-n-max )([1-9]\d{0,8})\b'
@@ -41,7 +44,7 @@ def vllm_text(export: Export, path: Path, *, alone: bool = False) -> str:
     """Return launch.md for vLLM.
 
     Args:
-        alone: whether vLLM can read target, method and K from config.json.
+        alone: whether vLLM can read target, method and K from config.json, of a target on the Hub.
     """
     family = get_family(export.head.family)
     config = {"model": str(path), "method": family.vllm_method, "num_speculative_tokens": export.k}
@@ -59,7 +62,7 @@ def vllm_text(export: Export, path: Path, *, alone: bool = False) -> str:
         f"vllm serve {shlex.quote(export.target_name)} --speculative-config "
         f"{shlex.quote(options)}{more}"
     )
-    if alone:
+    if alone and is_hub_id(export.target_name):
         text = (
             "The target is on the Hub, and the export names it:\n\n"
             + code_block(f"vllm serve {shlex.quote(str(path))}{more}")

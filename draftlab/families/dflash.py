@@ -8,7 +8,6 @@ from draftlab.heads.family import Family
 
 if TYPE_CHECKING:
     from draftlab.export.foreign_config import ForeignConfig
-    from draftlab.export.layout import Layout
     from draftlab.train.objectives.objective import Objective
 
 LAYER_OPTIONS = ("is_causal", "sliding_window", "layer_types")
@@ -23,6 +22,7 @@ class Dflash(Family):
     head_type = "draftlab.heads.block:BlockHead"
     drafter_type = "draftlab.engine.block_drafter:BlockDrafter"
     native_type = "draftlab.heads.vllm_config:dflash_native_config"
+    layouts_type = "draftlab.export.layout:block_layouts"
     title = "DFlash"
     description = "DFlash draft head (a block of draft tokens in one pass)"
     drafting = "parallel"
@@ -53,17 +53,6 @@ class Dflash(Family):
             flops=block_flops,
             own_terms=terms,
         )
-
-    def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.native import BlockNative
-        from draftlab.export.speculators import BlockSpeculators
-
-        return {
-            "speculators": BlockSpeculators(self.speculators_type, f"{self.title}DraftModel"),
-            "vllm": BlockNative("vLLM"),
-            "sglang": BlockNative("SGLang"),
-            "llamacpp": BlockNative("llama.cpp"),
-        }
 
     def foreign_fields(self, config: ForeignConfig, layout: str) -> dict[str, Any]:
         anchor = config.sample_from_anchor

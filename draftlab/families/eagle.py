@@ -10,7 +10,6 @@ from draftlab.heads.family import Family
 
 if TYPE_CHECKING:
     from draftlab.export.foreign_config import ForeignConfig
-    from draftlab.export.layout import Layout
     from draftlab.train.objectives.objective import Objective
 
 
@@ -22,6 +21,7 @@ class Eagle(Family):
     head_type = "draftlab.heads.eagle:EagleHead"
     drafter_type = "draftlab.engine.drafter:ChainDrafter"
     native_type = "draftlab.heads.vllm_config:eagle_native_config"
+    layouts_type = "draftlab.export.layout:eagle_layouts"
     title = "first-generation EAGLE"
     description = "EAGLE draft head of the first generation"
     reads_last_state = True
@@ -34,18 +34,6 @@ class Eagle(Family):
         from draftlab.train.objectives.ttt import ttt_weights, unroll
 
         return Objective(unroll, ttt_weights, imitates_states=True)
-
-    def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.native import SglangEagle, VllmEagle
-
-        return {
-            "speculators": "vLLM reads speculators' eagle3 and peagle, not its eagle: use "
-            "--to vllm",
-            "vllm": VllmEagle(),
-            "sglang": SglangEagle(),
-            "llamacpp": "llama.cpp has no first-generation EAGLE: vLLM serves this head "
-            "(--to vllm)",
-        }
 
     def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
         if config.names_mask_token or architecture not in self.architectures:

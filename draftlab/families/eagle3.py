@@ -10,7 +10,6 @@ from draftlab.heads.family import Family
 
 if TYPE_CHECKING:
     from draftlab.export.foreign_config import ForeignConfig
-    from draftlab.export.layout import Layout
     from draftlab.train.objectives.objective import Objective
 
 
@@ -22,6 +21,7 @@ class Eagle3(Family):
     head_type = "draftlab.heads.eagle3:Eagle3Head"
     drafter_type = "draftlab.engine.drafter:ChainDrafter"
     native_type = "draftlab.heads.vllm_config:eagle3_native_config"
+    layouts_type = "draftlab.export.layout:eagle3_layouts"
     title = "EAGLE3"
     description = "EAGLE3 draft head (a chain: one draft token a pass)"
     max_layers = 1
@@ -46,17 +46,6 @@ class Eagle3(Family):
         from draftlab.train.objectives.ttt import ttt_weights, unroll
 
         return Objective(unroll, ttt_weights, fast_forward=FastUnroll)
-
-    def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.native import LlamaCpp, Sglang, Vllm
-        from draftlab.export.speculators import Speculators
-
-        return {
-            "speculators": Speculators(self.speculators_type, "Eagle3DraftModel"),
-            "vllm": Vllm(),
-            "sglang": Sglang(),
-            "llamacpp": LlamaCpp(),
-        }
 
     def check_settings(self, settings: Any) -> None:
         super().check_settings(settings)

@@ -9,7 +9,6 @@ from draftlab.families.eagle import Eagle
 
 if TYPE_CHECKING:
     from draftlab.export.foreign_config import ForeignConfig
-    from draftlab.export.layout import Layout
 
 
 class EagleLlama4(Eagle):
@@ -19,6 +18,7 @@ class EagleLlama4(Eagle):
     config_type = "draftlab.heads.llama4:EagleLlama4Config"
     head_type = "draftlab.heads.llama4:EagleLlama4Head"
     native_type = "draftlab.heads.vllm_config:eagle_llama4_native_config"
+    layouts_type = "draftlab.export.layout:eagle_llama4_layouts"
     title = "dense Llama 4"
     description = "dense Llama 4 EAGLE draft head"
     options = frozenset({"llama4"})
@@ -26,18 +26,6 @@ class EagleLlama4(Eagle):
     # Llama 4's `intermediate_size` is that of an expert.
     intermediate_size_names = ("intermediate_size_mlp", "intermediate_size")
     architectures = ()  # dense Llama 4 drafters of other programs are not read
-
-    def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.native import VllmLlama4
-
-        return {
-            "speculators": "the format has Llama's layers and Qwen3's, not Llama 4's: use "
-            "--to vllm",
-            "vllm": VllmLlama4(),
-            "sglang": "SGLang has no EAGLE drafter of Llama 4's layers: vLLM serves this head "
-            "(--to vllm)",
-            "llamacpp": "llama.cpp has no such EAGLE: vLLM serves this head (--to vllm)",
-        }
 
     def check_settings(self, settings: Any) -> None:
         super().check_settings(settings)

@@ -9,7 +9,6 @@ from draftlab.families.eagle3 import Eagle3
 
 if TYPE_CHECKING:
     from draftlab.export.foreign_config import ForeignConfig
-    from draftlab.export.layout import Layout
     from draftlab.train.objectives.objective import Objective
 
 
@@ -20,6 +19,7 @@ class Peagle(Eagle3):
     config_type = "draftlab.heads.peagle:PeagleConfig"
     head_type = "draftlab.heads.peagle:PeagleHead"
     drafter_type = "draftlab.engine.parallel_drafter:ParallelDrafter"
+    layouts_type = "draftlab.export.layout:peagle_layouts"
     title = "parallel (P-EAGLE)"
     description = "parallel draft head (P-EAGLE: all draft tokens in one pass)"
     drafting = "parallel"
@@ -51,19 +51,6 @@ class Peagle(Eagle3):
             sampling=DEPTH_SAMPLING,
             flops=parallel_flops,
         )
-
-    def layouts(self) -> dict[str, Layout | str]:
-        from draftlab.export.native import Vllm
-        from draftlab.export.speculators import Speculators
-
-        return {
-            "speculators": Speculators(self.speculators_type, "PEagleDraftModel"),
-            "vllm": Vllm(),
-            "sglang": "SGLang has no masked slots, it drafts one token a pass: vLLM serves this "
-            "head (--to vllm or --to speculators)",
-            "llamacpp": "llama.cpp's EAGLE3 drafts one token a pass and has no masked slots: vLLM "
-            "serves this head (--to vllm or --to speculators)",
-        }
 
     def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
         if architecture in self.architectures:

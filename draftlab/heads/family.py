@@ -39,7 +39,8 @@ class Family(ABC):
         name: key in recipes (`head.family`) and in draftlab.json.
         config_type, head_type, drafter_type: its classes, as "module:name". A family may implement
             `config_class`, `new_head` and `new_drafter` instead.
-        native_type: the function for `native_config`, as "module:name"; empty: none.
+        native_type, layouts_type: the functions for `native_config` and `layouts`, as
+            "module:name"; empty: none.
         title: name of its heads in messages, such as "EAGLE3".
         description: a line for model cards and READMEs.
         drafting: "chain": one draft token a pass; "parallel": all draft tokens in one pass.
@@ -75,6 +76,7 @@ class Family(ABC):
     head_type: ClassVar[str]
     drafter_type: ClassVar[str]
     native_type: ClassVar[str] = ""
+    layouts_type: ClassVar[str] = ""
     title: ClassVar[str]
     description: ClassVar[str]
     drafting: ClassVar[Literal["chain", "parallel"]] = "chain"
@@ -116,7 +118,7 @@ class Family(ABC):
 
     def layouts(self) -> dict[str, Layout | str]:
         """Return the layout in each program's format, or the reason why there is none."""
-        return {}
+        return resolve_name(self.layouts_type)(self) if self.layouts_type else {}
 
     def native_config(self, config: HeadConfig, dtype: str) -> dict[str, Any]:
         """Return the head folder's config.json for vLLM; empty: vLLM cannot load the folder."""

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
 from draftlab.errors import UserError
+from draftlab.export.layout import Export
 from tests.helpers.export_toys import (
     DRAFT,
     EAGLE,
@@ -108,7 +109,7 @@ def test_heads_that_a_program_cannot_serve_are_refused(
 def test_sglang_reads_the_last_boundary_of_gpt_oss_targets_as_an_input(
     export_head: ExportHead, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("draftlab.export.native._is_gpt_oss", lambda export: True)
+    monkeypatch.setattr(Export, "is_gpt_oss", True)
     for boundaries, outputs in (((1, 3, LAYERS), [1, 3, LAYERS]), ((1, 2, 4), [0, 1, 3])):
         config = export_head("sglang", boundaries=boundaries).config
         assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == outputs
