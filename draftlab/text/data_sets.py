@@ -10,11 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ from draftlab.files import (
     atomic_path,
     cache_folder,
     canonical_json,
+    parse_json,
     read_fields,
     sha256_text,
     write_json,
@@ -46,14 +45,11 @@ KNOWN = {
     "squad": ("rajpurkar/squad", "train"),
 }
 FORMATS = (".jsonl", ".json", ".parquet")
-TRIES = 5
 _HUB = re.compile(r"([\w.-]+/[\w.-]+)(?:/([\w.-]+))?(?:@([\w.-]+))?")
 _OTHERWISE = (
     "the Hub's own copy in Parquet (prompts.revision=refs/convert/parquet), or a JSONL file that "
     "you make of its rows"
 )
-Rows = Callable[[int], Iterable[Any]]
-"""The rows of a source from a number on."""
 
 
 @dataclass(frozen=True)
@@ -87,36 +83,44 @@ def hub_source(text: str) -> Source | None:
     return Source(path, path, split or "train", config)
 
 
-def rows_of(source: Source) -> Rows:
+def rows_of(source: Source, alternative: str = "") -> Iterator[Any]:
     """Stream a source: the Hub and Parquet through `datasets`, JSON as it is.
 
-    `datasets` gives all rows of a JSON file one schema, and refuses those of another.
+    `datasets` connects again where a connection drops. It gives all rows of a JSON file one schema,
+    and refuses those of another. A line of a JSONL file that is no JSON comes as its bytes.
+
+    Args:
+        alternative: what a user can do without the Hub or the package.
+
+    Raises:
+        UserError: the rows cannot be read.
     """
     path = Path(source.path)
     if path.suffix in (".json", ".jsonl"):
-        return lambda start: islice(_json_rows(path), start, None)
-
-    def rows(start: int) -> Iterable[Any]:
-        datasets = datasets_package(source.path)
-        try:
-            if path.suffix == ".parquet":
-                builder = datasets.load_dataset_builder("parquet", data_files=source.path)
-            else:
-                builder = datasets.load_dataset_builder(
-                    source.path, source.config, revision=source.revision
-                )
-            _check_format(builder, source)
-            yield from builder.as_streaming_dataset(source.split).skip(start)
-        except (ValueError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            # A damaged file, an unknown split or configuration, a script, which none runs.
-            raise UserError(
-                f"expected rows of split {source.split!r}, found: {error}",
-                where=source.path,
-                do="name another split or configuration, org/name/configuration@split; or "
-                f"{_OTHERWISE}",
-            ) from None
-
-    return rows
+        yield from _json_rows(path)
+        return
+    datasets = datasets_package(source.path, alternative)
+    try:
+        if path.suffix == ".parquet":
+            builder = datasets.load_dataset_builder("parquet", data_files=source.path)
+        else:
+            builder = datasets.load_dataset_builder(
+                source.path, source.config, revision=source.revision
+            )
+        _check_format(builder, source)
+        yield from builder.as_streaming_dataset(source.split)
+    except (
+        *(ValueError, RuntimeError, OSError, EOFError, HTTPError),
+        datasets.exceptions.DatasetsError,
+    ) as error:
+        # No network, a damaged file, an unknown split or configuration, a script, which none runs.
+        raise UserError(
+            f"expected rows of split {source.split!r}, found: {error}",
+            where=source.path,
+            do=alternative
+            or "name another split or configuration, org/name/configuration@split; or "
+            f"{_OTHERWISE}",
+        ) from None
 
 
 def datasets_package(where: str | Path, alternative: str = "") -> Any:
@@ -155,7 +159,7 @@ def _json_rows(path: Path) -> Iterator[Any]:
     with open(path, "rb") as file:
         if path.suffix == ".json":
             try:
-                rows = json.load(file)
+                rows = parse_json(file.read())
                 found = f"a {type(rows).__name__}"
             except ValueError as error:
                 rows, found = None, f"other text: {error}"
@@ -166,34 +170,9 @@ def _json_rows(path: Path) -> Iterator[Any]:
             return
         for line in file:
             try:
-                yield json.loads(line)
+                yield parse_json(line)
             except ValueError:
                 yield line
-
-
-def steadily(rows: Rows, say: Callable[[str], None], pause: float = 2.0) -> Iterator[Any]:
-    """Yield all rows; a dropped connection is made again and continues after the last row.
-
-    Raises:
-        UserError: it dropped `TRIES` times without a row in between.
-    """
-    done = failed = 0
-    while True:
-        try:
-            for row in rows(done):
-                yield row
-                done, failed = done + 1, 0
-            return
-        except (OSError, EOFError, HTTPError) as error:  # the Hub's client has errors of its own
-            failed += 1
-            if failed == TRIES:
-                raise UserError(
-                    f"the source failed {TRIES} times at row {done:,}: {error}",
-                    do="the same command starts anew; a limit below this row (prompts.max_prompts, "
-                    ":N of chats.py) needs no more",
-                ) from None
-            say(f"row {done:,}: {type(error).__name__}: {error}; trying again")
-            time.sleep(pause * failed)
 
 
 def conversations(
@@ -241,7 +220,6 @@ def write_sources(
     *,
     say: Callable[[str], None],
     deduplicate: bool = True,
-    opened: Callable[[Source], Rows] = rows_of,
 ) -> dict[str, dict[str, int]]:
     """Write the sources' conversations one after the other; return the counts of each.
 
@@ -253,7 +231,7 @@ def write_sources(
     with atomic_path(out) as temporary, open(temporary, "w", encoding="utf-8") as file:
         for source in sources:
             counts: Counter[str] = Counter(rows=0, kept=0)
-            for line in conversations(source, steadily(opened(source), say), seen, counts):
+            for line in conversations(source, rows_of(source), seen, counts):
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")
             result[source.name] = dict(counts)
             say(f"{source.name}: {counts['kept']:,} of {counts['rows']:,} rows kept")

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
-import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from huggingface_hub import get_session
 
 from draftlab.errors import UserError
 from draftlab.text import chat_rows, data_sets
@@ -329,63 +325,6 @@ def test_a_source_is_never_replaced(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="found a source"):
             chats.prepare(sources, tmp_path / out, say=print)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
-def flaky(rows: list[Any], drops: list[int]) -> data_sets.Rows:
-    """Return rows whose connection drops when it comes to these numbers, once each."""
-    remaining = list(drops)
-
-    def opened(start: int) -> Iterator[Any]:
-        for number in range(start, len(rows)):
-            if remaining and number == remaining[0]:
-                remaining.pop(0)
-                raise ConnectionResetError("the Hub hung up")
-            yield rows[number]
-
-    return opened
-
-
-def test_a_connection_that_drops_costs_no_row(tmp_path: Path) -> None:
-    rows = [{"messages": [user(f"q{i}"), assistant("a")]} for i in range(20)]
-    printed: list[str] = []
-    assert list(data_sets.steadily(flaky(rows, [0, 7, 7, 19]), printed.append, pause=0.0)) == rows
-    assert sum("the Hub hung up; trying again" in line for line in printed) == 4
-    with pytest.raises(UserError, match="failed 5 times at row 3"):
-        list(data_sets.steadily(flaky(rows, [3] * 9), printed.append, pause=0.0))
-
-
-def test_the_hubs_client_has_errors_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A stand-in hangs up on the first request; `datasets` lets the client's error out."""
-    datasets = pytest.importorskip("datasets")
-    opened: list[int] = []
-
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
-    load = datasets.load_dataset_builder
-
-    def load_or_fail(*_: Any, **__: Any) -> Any:
-        opened.append(len(opened))
-        if len(opened) == 1:
-            get_session().get(f"http://127.0.0.1:{server.getsockname()[1]}/", timeout=5)
-        return load(str(tmp_path))
-
-    def hang_up() -> None:
-        connection, _ = server.accept()
-        connection.recv(1000)
-        connection.close()
-
-    monkeypatch.setenv("NO_PROXY", "*")
-    monkeypatch.setattr(datasets, "load_dataset_builder", load_or_fail)
-    printed: list[str] = []
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = threading.Thread(target=hang_up)
-        thread.start()
-        rows = data_sets.rows_of(chats.parse_source("org/name"))
-        assert list(data_sets.steadily(rows, printed.append, pause=0.0)) == [{"text": "a"}]
-        thread.join()
-    assert len(opened) == 2
-    assert "trying again" in printed[0]
 
 
 def test_a_failure_leaves_the_old_file(tmp_path: Path) -> None:

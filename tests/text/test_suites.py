@@ -6,7 +6,6 @@ import copy
 import json
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +14,9 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
-from draftlab.text.benchmarks import parse_benchmark
 from draftlab.text.chat_template import prompt_ids, template_sha256
-from draftlab.text.suites import NO_TEMPLATE, load_suite, suite_sha256
+from draftlab.text.data_sets import Source
+from draftlab.text.suites import NO_TEMPLATE, load_suite, parse_benchmark, suite_sha256
 from tests.helpers.messages import assistant, user
 from tests.helpers.monitors import RecordingMonitor
 
@@ -140,7 +139,7 @@ def test_a_data_sets_folder_is_read_by_configuration_and_split(tokenizer, tmp_pa
     assert len(load(f"gsm8k:{one.parent}", tokenizer)) == 2
 
 
-PLACEHOLDER = {"content": "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"}
+PLACEHOLDER = user("FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE")
 
 
 @pytest.mark.parametrize(
@@ -149,8 +148,8 @@ PLACEHOLDER = {"content": "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE
         ("mt-bench", HUMANEVAL, "expected the field turns of mt-bench, found task_id, prompt"),
         ("gsm8k", SPEC_BENCH, "expected the field question of gsm8k, found question_id, category"),
         ("speed-bench", SPEC_BENCH, "expected the field messages of speed-bench"),
-        ("spec-bench", [{"turns": []}], "expected a text, turns or messages in turns"),
-        ("humaneval", [{"prompt": " "}], "expected a text, turns or messages in prompt"),
+        ("spec-bench", [{"turns": []}], "messages in turns, found no user turn"),
+        ("humaneval", [{"prompt": " "}], "messages in prompt, found an empty question"),
         ("humaneval", ["a"], "expected a JSON object a row, found str"),
         ("humaneval", [], "expected prompts, found no rows"),
         ("speed-bench", [{"messages": [PLACEHOLDER]}], "SPEED-Bench's placeholder"),
@@ -168,7 +167,7 @@ def test_rows_with_another_layout_are_refused(
 def test_an_error_names_the_line(tokenizer, tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt": "a"}\n\n{"prompt": \n')
-    with pytest.raises(UserError, match="expected JSON") as error:
+    with pytest.raises(UserError, match="expected a JSON object") as error:
         load(f"humaneval:{file}", tokenizer)
     assert error.value.where == f"{file}:3"
 
@@ -212,40 +211,40 @@ def test_paths_that_are_missing_or_of_another_format_are_refused(tokenizer, tmp_
 @pytest.mark.parametrize(
     ("source", "dataset"),
     [
-        ("mt-bench", ("philschmid/mt-bench", None, "train")),
-        ("mt-bench#writing", ("philschmid/mt-bench", None, "train")),
-        ("humaneval", ("openai/openai_humaneval", None, "test")),
-        ("gsm8k", ("openai/gsm8k", "main", "test")),
+        ("mt-bench#writing", Source("mt-bench", "philschmid/mt-bench", "train")),
+        ("humaneval", Source("humaneval", "openai/openai_humaneval", "test")),
+        ("gsm8k", Source("gsm8k", "openai/gsm8k", "test", "main")),
     ],
 )
 def test_a_benchmark_without_a_path_comes_from_the_hub(
-    tokenizer, monkeypatch: pytest.MonkeyPatch, source: str, dataset: tuple
+    tokenizer, monkeypatch: pytest.MonkeyPatch, source: str, dataset: Source
 ) -> None:
-    calls = []
+    asked = []
 
-    def load_dataset(path: str, name: str | None = None, split: str | None = None) -> list[dict]:
-        calls.append((path, name, split))
-        return FIRST_TURNS[source.partition("#")[0]][0]
+    def rows_of(one: Source, alternative: str) -> list[dict]:
+        asked.append(one)
+        assert alternative == f"give a local copy: {one.name}:PATH"
+        return FIRST_TURNS[one.name][0]
 
-    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("draftlab.text.suites.rows_of", rows_of)
     assert len(load(source, tokenizer)) == (1 if "#" in source else 2)
-    assert calls == [dataset]
+    assert asked == [dataset]
     assert suite_sha256(source) is None
 
 
 def test_errors_of_the_hub_and_of_a_missing_package_say_what_to_do(
     tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def load_dataset(*_args: str, **_options: str) -> list[dict]:
+    datasets = pytest.importorskip("datasets")
+
+    def load_builder(*_args: str, **_options: str) -> None:
         raise ConnectionError("no route")
 
-    for module, words in (
-        (SimpleNamespace(load_dataset=load_dataset), "ConnectionError: no route"),
-        (None, "pip install 'datasets"),
-    ):
-        monkeypatch.setitem(sys.modules, "datasets", module)
+    monkeypatch.setattr(datasets, "load_dataset_builder", load_builder)
+    for words in ("found: no route", "pip install 'datasets"):
         with pytest.raises(UserError, match=rf"{words}(.|\n)*gsm8k:PATH"):
             load("gsm8k", tokenizer)
+        monkeypatch.setitem(sys.modules, "datasets", None)
 
 
 def test_a_conversations_prompt_ends_before_its_first_answer(tokenizer, tmp_path: Path) -> None:
