@@ -271,17 +271,6 @@ def write_json(path: Path, value: Any, *, writer: str | None = None) -> None:
     write_text(path, text, writer=writer)
 
 
-def create_file(path: Path, content: bytes) -> bool:
-    """Write a small file unless there is one; return whether it was written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(path, "xb") as file:
-            file.write(content)
-    except FileExistsError:
-        return False
-    return True
-
-
 def read_text(
     path: Path,
     *,

@@ -32,7 +32,7 @@ from draftlab.run.stages import (
     settings_with_effect,
 )
 from draftlab.store.completeness import DAMAGED_SHARD, check_store
-from draftlab.store.transfer_errors import UnreachableError
+from draftlab.store.object_store import UnreachableError
 
 RUNS = Path("runs")
 _WRITTEN = (".jsonl", ".json", ".partial.jsonl")

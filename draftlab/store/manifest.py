@@ -17,8 +17,7 @@ from draftlab.files import known_sha256, read_json, write_json
 from draftlab.settings import describe_errors
 from draftlab.store.identity import StoreIdentity
 from draftlab.store.record_index import RECORDS, RecordIndex
-from draftlab.store.shard import Shard, Shards
-from draftlab.store.shard_table import SHARDS, ShardTable
+from draftlab.store.shard import SHARDS, Shard, Shards, ShardTable
 
 __all__ = ["MANIFEST", "Counts", "Dropped", "Manifest", "Shard", "StoreIdentity"]
 

@@ -28,8 +28,7 @@ from draftlab.store.manifest import (
     template_arguments_setting,
 )
 from draftlab.store.record_index import RecordIndex
-from draftlab.store.shard import Shard, Shards, shard_file
-from draftlab.store.shard_table import ShardTable
+from draftlab.store.shard import Shard, Shards, ShardTable, shard_file
 from draftlab.store.store import Store
 
 _NUMBER = re.compile(r"~([0-9]+)(?:#[0-9]+)?\Z")

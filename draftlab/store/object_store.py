@@ -1,44 +1,79 @@
 """A folder at a URL (s3://, gs://, hf:// …), whose files are written and read whole, and verified.
 
-What fails is repeated as a whole (`transfer_errors.py`), and then a `UserError` names the URL.
+fsspec's file systems repeat single requests themselves. Here a whole transfer that fails is
+repeated for a while, and then a `UserError` names the URL.
 """
 
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
-import shutil
+import json
+import re
+import socket
 import tempfile
 import threading
+import time
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, create_file, sha256_file
+from draftlab.files import read_json, sha256_file, write_json
 from draftlab.formatting import pip_install
-from draftlab.store.transfer_errors import (
-    DamagedError,
-    damage_error,
-    plain_error,
-    repeat_transfer,
-    restore_hint,
-)
-from draftlab.store.urls import local_folder
 
 T = TypeVar("T")
 A = TypeVar("A")
+RETRY_S = 120.0
+"""Time for which a transfer that fails is repeated, in seconds."""
+_FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 20.0
+"""Pauses between two attempts: each is twice the one before."""
+_WARNED_WAIT_S = 4.0
+"""The pause before which the user is told that a transfer fails, once."""
 PART_BYTES = 1 << 26
 """Size of the parts in which s3fs uploads large files; S3's ETag of such a file depends on it."""
-BLOCK = 1 << 24
+_BLOCK = 1 << 24
 DAMAGED_DOWNLOADS = 3
 """Downloads of the right size with a wrong hash after which the object counts as damaged."""
-
-
+CLAIM = "claim.json"
 _NO_STORES = ("http", "https", "ftp")
 """Schemes that fsspec knows and at which it cannot replace files as a whole."""
+_PERMANENT = (PermissionError, ImportError, ValueError, TypeError, NotImplementedError)
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+_NO_CREDENTIALS = re.compile(r"Credential|ProfileNotFound|SSO|TokenRetrieval")
+_SECRETS = re.compile(
+    r"(?<=//)[^/@\s]+@|(?<=[?&])(?:X-Amz-\w+|AWSAccessKeyId|Signature|sig|token)=[^&\s'\"]+", re.I
+)
+
+
+class UnreachableError(UserError):
+    """A URL that does not answer. Nothing is known of the files there."""
+
+
+class LostClaimError(UserError):
+    """Another process has claimed the URL."""
+
+
+def plain_error(error: BaseException) -> str:
+    """Return an error's text without credentials that a URL in it may have."""
+    return _SECRETS.sub("…", str(error)) or "no message"
+
+
+def _damaged(found: str, where: str) -> UserError:
+    """Return the error of an object that is missing or has other bytes than it should."""
+    do = "check the URL; a store's folder has manifest.json"
+    if where.rpartition("/")[2].startswith("shard-"):
+        do = (
+            "restore the object from a copy, or remove it and record again with the same recipe: "
+            "only missing shards are computed"
+        )
+    return UserError(found, where=where, do=do)
 
 
 def check_scheme(url: str) -> None:
@@ -95,8 +130,6 @@ class UrlFolder:
         """The file system and the folder's path in it."""
         import fsspec
 
-        if (folder := local_folder(self.url)) is not None:
-            return fsspec.filesystem("file", auto_mkdir=True), str(folder)
         try:
             # Listings and sizes must be the server's present ones.
             return fsspec.core.url_to_fs(self.url, use_listings_cache=False)  # type: ignore[return-value]
@@ -161,8 +194,7 @@ class UrlFolder:
             size, sha256: those that the file must have; None: any.
 
         Raises:
-            DamagedError: there is no such file, or it has another size or hash.
-            UserError: see `sizes`.
+            UserError: there is no such file, it has another size or hash, or see `sizes`.
         """
         damaged = 0
 
@@ -171,19 +203,23 @@ class UrlFolder:
             try:
                 self._opened[0].get_file(self._path(name), str(path))
             except FileNotFoundError:
-                raise DamagedError(
-                    "the file is missing", where=self.where(name), do=restore_hint(name)
-                ) from None
+                raise _damaged("the file is missing", self.where(name)) from None
             actual = path.stat().st_size
             if actual != (expected := self._size(name)):
                 raise OSError(f"received {actual:,} of {expected:,} bytes")
             if size is not None and actual != size:
-                raise damage_error(f"{size} bytes", f"{actual}", self.where(name), name)
+                raise _damaged(
+                    f"the object is damaged: expected {size} bytes, found {actual}",
+                    self.where(name),
+                )
             if sha256 is None or (digest := sha256_file(path)) == sha256:
                 return
             damaged += 1
             if damaged == DAMAGED_DOWNLOADS:
-                raise damage_error(f"SHA-256 {sha256}", digest, self.where(name), name)
+                raise _damaged(
+                    f"the object is damaged: expected SHA-256 {sha256}, found {digest}",
+                    self.where(name),
+                )
             raise OSError(f"received other bytes: SHA-256 {digest}, expected {sha256}")
 
         self._retry(attempt, "downloading", self.where(name))
@@ -198,15 +234,12 @@ class UrlFolder:
         Raises:
             UserError: see `sizes`.
         """
-        # s3fs reads this option; other file systems have their own.
-        options = {"chunksize": PART_BYTES} if _is_s3(self._opened[0]) else {}
+        protocol = self._opened[0].protocol  # s3fs reads this option; others have their own
+        is_s3 = "s3" in ((protocol,) if isinstance(protocol, str) else protocol)
+        options = {"chunksize": PART_BYTES} if is_s3 else {}
 
         def attempt() -> None:
-            if local_folder(self.url) is None:
-                self._opened[0].put_file(str(path), self._path(name), **options)
-            else:  # which, unlike an object store, would show a file that is half there
-                with atomic_path(Path(self._path(name))) as temporary:
-                    shutil.copyfile(path, temporary)
+            self._opened[0].put_file(str(path), self._path(name), **options)
             if difference := self._difference(path, name):
                 raise OSError(difference)
 
@@ -223,13 +256,11 @@ class UrlFolder:
         """Write a small file unless there is one; return whether this call has written it.
 
         Of two calls at the same moment one returns True where the file system has such a write
-        (S3, GCS, local folders). Otherwise both may, and one of the contents stays.
+        (S3, GCS). Otherwise both may, and one of the contents stays.
         """
         file_system, path = self._opened[0], self._path(name)
 
         def attempt() -> bool:
-            if local_folder(self.url) is not None:  # fsspec's own is not exclusive
-                return create_file(Path(path), content)
             try:
                 file_system.pipe_file(path, content, mode="create")
             except FileExistsError:  # perhaps of an attempt whose answer was lost
@@ -280,8 +311,8 @@ class UrlFolder:
 
     def _sha256_of_object(self, name: str) -> str:
         digest, expected, received = hashlib.sha256(), self._size(name), 0
-        with self._opened[0].open(self._path(name), "rb", block_size=BLOCK) as file:
-            while block := file.read(BLOCK):
+        with self._opened[0].open(self._path(name), "rb", block_size=_BLOCK) as file:
+            while block := file.read(_BLOCK):
                 digest.update(block)
                 received += len(block)
         if received != expected:
@@ -300,12 +331,58 @@ class UrlFolder:
         return self._retry(attempt, doing, self.where(name))
 
     def _retry(self, action: Callable[[], T], doing: str, where: str) -> T:
-        return repeat_transfer(action, doing, where, self.cancelled)
+        """Return the result of an action, which is repeated for `RETRY_S` if it fails.
 
+        Args:
+            doing: the action, for errors: "uploading".
+            where: the URL.
 
-def _is_s3(file_system: Any) -> bool:
-    protocol = file_system.protocol
-    return "s3" in ((protocol,) if isinstance(protocol, str) else protocol)
+        Raises:
+            UserError: there is no such bucket, the server refuses, or the action raises one itself.
+            UnreachableError: the last attempt failed, too.
+            OSError: this machine's disk is full or read-only.
+        """
+        started, wait = time.monotonic(), _FIRST_WAIT_S
+        while True:
+            try:
+                return action()
+            except UserError:
+                raise
+            except FileNotFoundError as error:
+                raise UserError(
+                    f"{doing} failed, since there is no such bucket or folder: "
+                    f"{plain_error(error)}",
+                    where=where,
+                    do="make the bucket, or correct the URL",
+                ) from None
+            except Exception as error:
+                if isinstance(error, OSError) and error.errno in _NO_ROOM:
+                    raise  # it is no fault of the server
+                kind, passed = type(error).__name__, time.monotonic() - started
+                if isinstance(error, _PERMANENT) or _NO_CREDENTIALS.search(kind):
+                    raise UserError(
+                        f"{doing} was refused: {kind}: {plain_error(error)}",
+                        where=where,
+                        do="check the credentials and the endpoint in the environment "
+                        "(docs/guide/scale.md has their names)",
+                    ) from None
+                if self.cancelled.is_set() or passed + wait > RETRY_S:
+                    raise UnreachableError(
+                        f"{doing} failed again and again for {passed:.0f} s, at last with "
+                        f"{kind}: {plain_error(error)}",
+                        where=where,
+                        do="check the network and the server, and the endpoint in the environment; "
+                        "nothing is lost: the same command goes on where it stopped",
+                    ) from None
+                if wait == _WARNED_WAIT_S:
+                    warnings.warn(
+                        f"{doing} {where} failed: {kind}: {plain_error(error)}; it is repeated for "
+                        f"{RETRY_S:.0f} s",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                self.cancelled.wait(wait)
+                wait = min(2 * wait, _MAX_WAIT_S)
 
 
 def _md5_forms(path: Path) -> set[str]:
@@ -318,3 +395,93 @@ def _md5_forms(path: Path) -> set[str]:
     joined = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
     forms = {whole.hexdigest(), base64.b64encode(whole.digest()).decode()}
     return forms | {f"{joined}-{len(parts)}"}
+
+
+class UrlClaim:
+    """The claim of a URL: one process may write there, the last one that claimed it.
+
+    Object stores have no locks that end with their holder. So a claim is a small object, and the
+    holder keeps a copy of it in a folder of its own. Before it writes, a process compares the two.
+    A machine that is lost keeps nobody waiting: another one claims the URL, and the first ends with
+    an error if it still runs.
+
+    Args:
+        remote: the folder at the URL.
+        folder: where the holder keeps its copy; all its processes see it.
+    """
+
+    def __init__(self, remote: UrlFolder, folder: Path) -> None:
+        self.remote, self._file = remote, folder / CLAIM
+
+    def take(self, purpose: str) -> str:
+        """Claim the URL.
+
+        Args:
+            purpose: what is written there; a claim with another one is not replaced.
+
+        Returns:
+            Whose claim has been replaced, and when it was made; "": there was none, or it
+            was of a process that had the same folder.
+
+        Raises:
+            UserError: there is a claim with another purpose, or the URL does not answer.
+        """
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        own = {"id": uuid4().hex, "host": socket.gethostname(), "since": since, "of": purpose}
+        content, former = json.dumps(own).encode(), None
+        if not self.remote.create(CLAIM, content):
+            former = self._read()
+            if former is not None and former.get("of") != purpose:
+                raise UserError(
+                    f"another run writes there ({_holder(former)})",
+                    where=self.remote.url,
+                    do="name another folder; or, if that run has been given up, remove "
+                    f"{self.remote.where(CLAIM)}",
+                )
+            self.remote.write(CLAIM, content)
+        is_ours = former is None or former.get("id") == self._id
+        write_json(self._file, own)
+        self.__dict__["_id"] = own["id"]
+        return "" if is_ours or former is None else _holder(former)
+
+    @cached_property
+    def _id(self) -> str:
+        return str(read_json(self._file).get("id")) if self._file.is_file() else ""
+
+    def _read(self) -> dict[str, Any] | None:
+        content = self.remote.read(CLAIM)
+        if content is None:
+            return None
+        with suppress(ValueError, RecursionError):
+            if isinstance(claim := json.loads(content), dict):
+                return claim
+        return {}
+
+    def check(self) -> None:
+        """Check that no other process has claimed the URL since this one did.
+
+        Raises:
+            LostClaimError: one has.
+            UserError: the URL does not answer.
+        """
+        claim = self._read()
+        if not self._id or claim is None or claim.get("id") != self._id:
+            raise LostClaimError(
+                f"another process has begun to write there ({_holder(claim)}), so this one ends"
+                if claim
+                else f"{CLAIM}, with which this process claimed the URL, has been removed",
+                where=self.remote.url,
+                do="let one process work; the same command goes on from what is at the URL",
+            )
+
+    def release(self) -> None:
+        """Remove the claim. One that the URL does not let go is replaced by the next process."""
+        with suppress(UserError):
+            self.check()
+            self.remote.remove(CLAIM)
+        self._file.unlink(missing_ok=True)
+
+
+def _holder(claim: dict[str, Any]) -> str:
+    """Return on which machine the process with a claim is, and when it made the claim."""
+    return f"on {claim.get('host', 'an unknown machine')}, begun {claim.get('since', '?')}"

@@ -34,8 +34,8 @@ from draftlab.settings import describe_errors
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
+from draftlab.store.shard import SHARDS, ShardTable, WrittenShard
 from draftlab.store.shard_files import LocalShardFiles, ShardFiles
-from draftlab.store.shard_table import SHARDS, ShardTable, WrittenShard
 from draftlab.store.window import num_kept_shards
 
 LOCK = ".lock"

@@ -9,7 +9,9 @@ and ends with the bytes of an uninterrupted one, whichever processes record the 
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
@@ -24,11 +26,16 @@ from draftlab.progress import Monitor
 from draftlab.store.extraction import HiddenStateExtractor, StateSource
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.receipts import Receipts, lock_folder, resume_plan
-from draftlab.store.recording_at_url import adopt_manifest, claim_url, lock_elsewhere
 from draftlab.store.recording_plan import check_same_recording, plan_recording
 from draftlab.store.samples import Sample
 from draftlab.store.settings import NotFinitePolicy, RecordSettings
-from draftlab.store.shard_files import LocalShardFiles, ShardFiles, open_shard_files
+from draftlab.store.shard_files import (
+    METADATA,
+    LocalShardFiles,
+    ShardFiles,
+    open_shard_files,
+    read_copy,
+)
 from draftlab.store.shard_writer import ShardWriters
 from draftlab.store.store import Store
 from draftlab.store.window import HeldOut, StoreWindow, num_kept_shards, planned_sizes
@@ -92,9 +99,9 @@ def record(
     folder.mkdir(parents=True, exist_ok=True)
     files = open_shard_files(folder, settings.url)
     adopt = partial(
-        adopt_manifest, folder, files, lambda other: check_same_recording(other, plan, folder)
+        _adopt_manifest, folder, files, lambda other: check_same_recording(other, plan, folder)
     )
-    with lock_folder(folder), lock_elsewhere(folder, files):
+    with lock_folder(folder), _lock_elsewhere(folder, files):
         adopted = adopt()
         receipts = Receipts(folder, resume_plan(folder, plan, monitor, files), files)
         receipts.remove_temporary()
@@ -103,7 +110,7 @@ def record(
         if not receipts.plan.complete:
             missing = receipts.missing()
             _check_disk(receipts.plan, missing, files, monitor)
-            claim_url(files, receipts.key, adopt, monitor)
+            _claim_url(files, receipts.key, adopt, monitor)
             receipts.publish()
             with ExitStack() as stack:
                 if record_shards is None:
@@ -231,6 +238,72 @@ def open_recorder(
     check_same_recording(receipts.plan, plan, folder)
     source = stack.enter_context((open_source or _extractor_of(target))(receipts.plan))
     return stack.enter_context(ShardRecorder(source, recorded, receipts, settings.not_finite))
+
+
+def _adopt_manifest(folder: Path, files: ShardFiles, check: Callable[[Manifest], None]) -> bool:
+    """Copy the manifest at a URL into a folder that has none.
+
+    So a run whose `record.url` names the store of an equal recording, by another run, uses it.
+
+    Args:
+        check: raises a `UserError` if the manifest at the URL is of another recording.
+
+    Returns:
+        Whether it has been copied.
+
+    Raises:
+        UserError: the URL has the store of another recording, or does not answer.
+    """
+    if isinstance(files, LocalShardFiles) and files.folder.resolve() == folder.resolve():
+        return False
+    content, own = files.read_manifest(), folder / MANIFEST
+    if content is None or (own.is_file() and own.read_bytes() == content):
+        return False
+    with tempfile.TemporaryDirectory(prefix=".shard-manifest.", dir=folder) as copy:
+        manifest = read_copy(files, content, Path(copy))
+        try:
+            check(manifest)
+        except UserError as error:
+            raise UserError(
+                f"the URL has another store: {error.what}",
+                where=files.address,
+                do="name another folder (record.url), or remove the store there",
+            ) from None
+        if own.is_file():
+            return False
+        for name in METADATA:
+            if (Path(copy) / name).is_file():
+                os.replace(Path(copy) / name, folder / name)
+        return True
+
+
+def _lock_elsewhere(folder: Path, files: ShardFiles) -> AbstractContextManager[None]:
+    """Return a lock of the shards' folder, if it is another one than the store's."""
+    if isinstance(files, LocalShardFiles) and files.folder.resolve() != folder.resolve():
+        files.folder.mkdir(parents=True, exist_ok=True)
+        return lock_folder(files.folder)
+    return nullcontext()
+
+
+def _claim_url(files: ShardFiles, plan: str, adopt: Callable[[], bool], monitor: Monitor) -> None:
+    """Claim the URL at which shards are about to be written.
+
+    Args:
+        adopt: as `_adopt_manifest`; it refuses what another run has completed since the last look.
+
+    Raises:
+        UserError: another recording has begun or has been completed there.
+    """
+    if former := files.claim(plan):
+        monitor.say(
+            f"store: a process ({former}) began this recording and did not complete it; it is "
+            "recorded here, and that process ends with an error if it still runs"
+        )
+    try:
+        adopt()
+    except UserError:
+        files.release()
+        raise
 
 
 def _extractor_of(target: Target | TargetMetadata) -> OpenStateSource:

@@ -1,54 +1,171 @@
-"""The shards of a store, as views of the manifest's columns, and their files."""
+"""The shards of a store: the table of written ones, views of their columns, and their files."""
 
 from __future__ import annotations
 
 import os
+import re
 import stat
-import threading
-from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import chain, islice
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
-from time import perf_counter
-from typing import Any, NamedTuple, overload
+from typing import Annotated, Any, NamedTuple, overload
 
 import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
 
 from draftlab.errors import UserError
-from draftlab.store.columns import Numbers
+from draftlab.store.columns import Numbers, Texts, columns_sha256, map_columns, write_columns
 from draftlab.store.record_index import RecordIndex
-from draftlab.store.shard_table import ShardTable, WrittenShard
 
-LIST_THREADS = 4
-"""Threads that ask for the sizes of a folder's files where each answer takes long."""
-SLOW_ANSWER_S = 5e-5
-"""Seconds of an answer from which on threads pay, as over a network. A local disk's cache answers
-in 3 µs, and threads would then wait for each other at the interpreter's lock."""
+SHARDS = "shards.safetensors"
+_DTYPES: dict[str, type[np.generic]] = {
+    "bytes": np.int64,
+    "sha256": np.uint8,
+    "fp8_errors": np.float64,
+    "not_finite_records": np.int64,
+    "not_finite_bytes": np.uint8,
+    "not_finite_ends": np.int64,
+}
+_LIST_THREADS = 4
+"""Threads that ask for the sizes of a folder's files."""
 NO_TIME = -(2**63)
 """In place of the time of a file's last change: there is no file, or it is not known."""
-_CHUNK = 64
-"""Files for which a thread asks at a time."""
-_PREFIX, _SUFFIX = "shard-", ".safetensors"
+_FILE = re.compile(r"shard-([0-9]{5}|[1-9][0-9]{5,17})\.safetensors")
 
 
 def shard_file(number: int) -> str:
     """Return the name of the file of a shard."""
-    return f"{_PREFIX}{number:05d}{_SUFFIX}"
+    return f"shard-{number:05d}.safetensors"
 
 
-def _number_of(file: str) -> int:
-    """Return the number of a shard by the name of its file; −1: it is another file.
+def shard_number(file: str) -> int:
+    """Return the number of a shard by the name of its file; −1: it is another file."""
+    match = _FILE.fullmatch(file)
+    return int(match[1]) if match else -1
 
-    A store may have a million shards, and a regular expression takes three times as long.
+
+class WrittenShard(BaseModel):
+    """The fields of a shard's receipt that describe its file."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    bytes: Annotated[int, Field(ge=0, lt=2**63)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    not_finite: dict[str, str] = {}
+    """Ids of records with NaN or infinity, and where: stored as zeros, with no answer span."""
+    fp8_errors: list[tuple[float, float]] = []
+    """For each boundary, the relative error of its features as read, and of its worst channel."""
+
+
+@dataclass(frozen=True, eq=False)
+class ShardTable:
+    """The table of the shards of a complete store (shards.safetensors), in columns.
+
+    Attributes:
+        bytes: int64 [shards], sizes of the files.
+        sha256: uint8 [shards, 32], hashes of the files.
+        fp8_errors: float64 [shards, boundaries, 2], for each boundary the relative error of its
+            features as read, and of its worst channel; NaN: unknown. Other dtypes have no
+            boundaries here.
+        not_finite_records: int64 [m], numbers in the store of records with NaN or infinity.
+        not_finite_bytes, not_finite_ends: where these records have them, as in `Texts`.
     """
-    if file[:6] != _PREFIX or file[-12:] != _SUFFIX:
-        return -1
-    digits = file[6:-12]
-    if not (digits.isascii() and digits.isdecimal() and 5 <= len(digits) <= 18):
-        return -1
-    return -1 if digits[0] == "0" and len(digits) > 5 else int(digits)
+
+    bytes: np.ndarray
+    sha256: np.ndarray
+    fp8_errors: np.ndarray
+    not_finite_records: np.ndarray
+    not_finite_bytes: np.ndarray
+    not_finite_ends: np.ndarray
+
+    @classmethod
+    def of(cls, index: RecordIndex, boundaries: int, shards: Iterable[WrittenShard]) -> ShardTable:
+        """Return the table of the shards of an index, in order.
+
+        Args:
+            boundaries: of an fp8 store; 0 for other dtypes.
+        """
+        count = len(index.shard_records)
+        sizes, hashes = np.zeros(count, np.int64), np.zeros((count, 32), np.uint8)
+        errors = np.full((count, boundaries, 2), np.nan)
+        records, locations = [], []
+        for number, shard in zip(range(count), shards, strict=True):
+            sizes[number] = shard.bytes
+            hashes[number] = np.frombuffer(bytes.fromhex(shard.sha256), np.uint8)
+            if shard.fp8_errors:
+                errors[number] = shard.fp8_errors
+            if shard.not_finite:
+                stop = int(index.shard_ends[number])
+                start = stop - int(index.shard_records[number])
+                ids = index.ids.read(slice(start, stop))
+                records += [start + ids.index(id_) for id_ in shard.not_finite]
+                locations += shard.not_finite.values()
+        texts = Texts.of(locations)
+        return cls(sizes, hashes, errors, np.array(records, np.int64), texts.utf8, texts.ends)
+
+    @classmethod
+    def join(cls, tables: Sequence[ShardTable], records: Sequence[int]) -> ShardTable:
+        """Return the table of the shards of several stores, one after another.
+
+        Args:
+            records: numbers of records of the stores.
+        """
+        columns = {
+            field.name: np.concatenate([getattr(table, field.name) for table in tables])
+            for field in fields(cls)
+        }
+        starts = np.cumsum([0, *records[:-1]])
+        numbers = [t.not_finite_records + start for t, start in zip(tables, starts, strict=True)]
+        ends = Texts.join([table.not_finite for table in tables]).ends
+        return cls(
+            **columns | {"not_finite_records": np.concatenate(numbers), "not_finite_ends": ends}
+        )
+
+    @classmethod
+    def map(cls, path: Path, index: RecordIndex, boundaries: int) -> ShardTable:
+        """Map the file of a table.
+
+        Args:
+            boundaries: as in `of`.
+
+        Raises:
+            ValueError: it is another file, or one of another store.
+        """
+        table = cls(**map_columns(path, _DTYPES))
+        count, places = len(index.shard_records), len(table.not_finite_records)
+        for column, shape in (
+            (table.bytes, (count,)),
+            (table.sha256, (count, 32)),
+            (table.fp8_errors, (count, boundaries, 2)),
+            (table.not_finite_records, (places,)),
+            (table.not_finite_ends, (places,)),
+        ):
+            if column.shape != shape:
+                raise ValueError(f"expected columns of {count} shards, found shape {column.shape}")
+        table.not_finite.check()
+        numbers = table.not_finite_records
+        if np.any((numbers < 0) | (numbers >= len(index.lengths))):
+            raise ValueError(f"expected numbers of {len(index.lengths)} records, found others")
+        return table
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return the columns of the file."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def file_sha256(self) -> str:
+        """Return the hex SHA-256 of the file."""
+        return columns_sha256(self.columns())
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        write_columns(self.columns(), path)
+
+    @cached_property
+    def not_finite(self) -> Texts:
+        """The places of NaN or infinity in the records `not_finite_records`."""
+        return Texts(self.not_finite_bytes, self.not_finite_ends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,30 +323,29 @@ class ShardSizes(NamedTuple):
     @classmethod
     def from_files(cls, files: Iterable[tuple[str, int]]) -> ShardSizes:
         """Return the shards among files with these names and sizes."""
-        numbered = ((_number_of(name), size) for name, size in files)
-        known = [(number, size, NO_TIME) for number, size in numbered if number >= 0]
-        return cls(*np.array(known, np.int64).reshape(-1, 3).T)
+        numbered = ((shard_number(name), size) for name, size in files)
+        return cls._of([(number, size, NO_TIME) for number, size in numbered if number >= 0])
 
     @classmethod
     def of(cls, folder: Path) -> ShardSizes:
-        """List a folder once. Where answers are slow, several threads ask for the files' sizes.
+        """List a folder, which may be missing. Threads ask for the sizes: a network is slow.
 
         Raises:
             UserError: a shard is a symbolic link that leads out of the folder.
         """
-        descriptor = os.open(folder, os.O_RDONLY)  # so that no file's whole path is looked up
-        try:
-            with os.scandir(descriptor) as entries:
-                started = perf_counter()
-                parts = [_file_columns(folder, islice(entries, _CHUNK))]
-                if perf_counter() - started < SLOW_ANSWER_S * _CHUNK:
-                    parts.append(_file_columns(folder, entries))
-                else:
-                    parts += _list_in_threads(folder, entries)
-        finally:
-            os.close(descriptor)
-        columns = zip(*parts, strict=True)
-        return cls(*(np.concatenate([np.array(p, np.int64) for p in one]) for one in columns))
+        names = os.listdir(folder) if folder.is_dir() else []
+        names = [name for name in names if shard_number(name) >= 0]
+
+        def states(first: int) -> list[tuple[int, int, int]]:
+            found = ((name, _file_state(folder / name)) for name in names[first::_LIST_THREADS])
+            return [(shard_number(name), *state) for name, state in found if state is not None]
+
+        with ThreadPoolExecutor(_LIST_THREADS, "list") as pool:
+            return cls._of([one for part in pool.map(states, range(_LIST_THREADS)) for one in part])
+
+    @classmethod
+    def _of(cls, rows: list[tuple[int, int, int]]) -> ShardSizes:
+        return cls(*np.array(rows, np.int64).reshape(-1, 3).T)
 
     def first(self, shards: int) -> np.ndarray:
         """Return the sizes of so many first shards: int64 [shards]; −1: there is no such file."""
@@ -245,38 +361,12 @@ class ShardSizes(NamedTuple):
         return result
 
 
-def _list_in_threads(
-    folder: Path, entries: Iterator[os.DirEntry[str]]
-) -> list[tuple[array[int], ...]]:
-    """Have several threads take entries in turn; return the columns of each (`_file_columns`)."""
-    lock = threading.Lock()
-
-    def next_entries() -> list[os.DirEntry[str]]:
-        with lock:
-            return list(islice(entries, _CHUNK))
-
-    def columns(_: int) -> tuple[array[int], ...]:
-        return _file_columns(folder, chain.from_iterable(iter(next_entries, [])))
-
-    with ThreadPoolExecutor(LIST_THREADS, "list") as pool:
-        return list(pool.map(columns, range(LIST_THREADS)))
-
-
-def _file_columns(folder: Path, entries: Iterable[os.DirEntry[str]]) -> tuple[array[int], ...]:
-    """Return numbers, sizes and times of the shards among files, as in `ShardSizes`."""
-    numbers, sizes, times = array("q"), array("q"), array("q")
-    for entry in entries:
-        number = _number_of(entry.name)
-        if number < 0:
-            continue
-        try:
-            state = entry.stat(follow_symlinks=False)
-            if stat.S_ISLNK(state.st_mode):
-                state = _checked(folder / entry.name).stat()
-        except FileNotFoundError:  # another process removed it
-            continue
-        if stat.S_ISREG(state.st_mode):
-            numbers.append(number)
-            sizes.append(state.st_size)
-            times.append(state.st_mtime_ns)
-    return numbers, sizes, times
+def _file_state(path: Path) -> tuple[int, int] | None:
+    """Return size and time of a shard's file; None: it is none, or another process removed it."""
+    try:
+        state = os.stat(path, follow_symlinks=False)
+        if stat.S_ISLNK(state.st_mode):
+            state = _checked(path).stat()
+    except FileNotFoundError:
+        return None
+    return (state.st_size, state.st_mtime_ns) if stat.S_ISREG(state.st_mode) else None

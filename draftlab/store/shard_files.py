@@ -6,7 +6,11 @@ gets copies of manifest, index and table, so that it is a store by itself.
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shutil
+import tempfile
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,20 +19,20 @@ from functools import cached_property
 from pathlib import Path
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, sha256_file
-from draftlab.store.manifest import MANIFEST, Shard
-from draftlab.store.object_store import UrlFolder
+from draftlab.files import atomic_path, read_json, sha256_file
+from draftlab.store.manifest import MANIFEST, Manifest
+from draftlab.store.object_store import UrlClaim, UrlFolder
 from draftlab.store.record_index import RECORDS
-from draftlab.store.shard import ShardSizes
+from draftlab.store.shard import SHARDS, Shard, ShardSizes
 from draftlab.store.shard_cache import ShardCache, machine_cache
-from draftlab.store.shard_table import SHARDS
-from draftlab.store.url_claim import UrlClaim
-from draftlab.store.urls import local_folder
+from draftlab.store.urls import address_of, local_folder
 
 METADATA = (RECORDS, SHARDS, MANIFEST)
 """Files of a store beside its shards, in the order in which they are written."""
-FETCHES_AT_ONCE = 8
+_FETCHES_AT_ONCE = 8
 """Shards that a process downloads ahead at the same time."""
+_KEPT_S = 7 * 24 * 3600
+"""Time after its last use for which the copy of a URL's manifest is kept, in seconds."""
 
 
 class ShardFiles(ABC):
@@ -83,10 +87,6 @@ class ShardFiles(ABC):
         """Return the SHA-256 of a shard's file as it is stored; None: there is none."""
 
     @abstractmethod
-    def remove(self, file: str) -> None:
-        """Remove the file of a shard, if it is there."""
-
-    @abstractmethod
     def publish(self, folder: Path) -> None:
         """Copy the manifest of a store's folder, and its columns, to where the shards are."""
 
@@ -95,22 +95,12 @@ class ShardFiles(ABC):
         """Return the content of the manifest where the shards are; None: there is none."""
 
     @abstractmethod
-    def copy_metadata(self, name: str, path: Path) -> None:
-        """Copy the file of an index or table from where the shards are, if it is there."""
+    def copy_columns(self, name: str, path: Path, sha256: str) -> None:
+        """Copy the file of an index or table, which has this hash, from where the shards are."""
 
     def claim(self, plan: str) -> str:
-        """Claim the place of the shards, before they are written.
-
-        Args:
-            plan: what identifies the recording.
-
-        Returns:
-            Whose unfinished recording of the same plan is continued, or "".
-
-        Raises:
-            UserError: another recording has begun there.
-        """
-        return ""  # a folder has a lock
+        """Claim the place of the shards for a plan (`UrlClaim.take`); a folder has a lock."""
+        return ""
 
     def release(self) -> None:  # noqa: B027
         """Release the claim at the end of a recording."""
@@ -131,7 +121,7 @@ class LocalShardFiles(ShardFiles):
         return self.folder / name
 
     def list(self) -> ShardSizes:
-        return ShardSizes.of(self.folder) if self.folder.is_dir() else ShardSizes.from_files([])
+        return ShardSizes.of(self.folder)
 
     def size(self, shard: Shard) -> int:
         path = shard.path(self.folder)
@@ -148,9 +138,6 @@ class LocalShardFiles(ShardFiles):
         path = shard.path(self.folder)
         return sha256_file(path) if path.is_file() else None
 
-    def remove(self, file: str) -> None:
-        (self.folder / file).unlink(missing_ok=True)
-
     def publish(self, folder: Path) -> None:
         if self.folder.resolve() == folder.resolve():
             return
@@ -163,7 +150,7 @@ class LocalShardFiles(ShardFiles):
         path = self.folder / MANIFEST
         return path.read_bytes() if path.is_file() else None
 
-    def copy_metadata(self, name: str, path: Path) -> None:
+    def copy_columns(self, name: str, path: Path, sha256: str) -> None:
         with suppress(FileNotFoundError):
             shutil.copyfile(self.folder / name, path, follow_symlinks=False)
 
@@ -196,7 +183,7 @@ class RemoteShardFiles(ShardFiles):
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(FETCHES_AT_ONCE, "fetch")
+        return ThreadPoolExecutor(_FETCHES_AT_ONCE, "fetch")
 
     def where(self, name: str) -> str:
         return self.remote.where(name)
@@ -233,9 +220,6 @@ class RemoteShardFiles(ShardFiles):
     def sha256(self, shard: Shard) -> str | None:
         return self.remote.sha256(shard.file)
 
-    def remove(self, file: str) -> None:
-        self.remote.remove(file)
-
     def claim(self, plan: str) -> str:
         if self._claim is None:
             raise ValueError("a recording needs the store's folder")
@@ -257,9 +241,8 @@ class RemoteShardFiles(ShardFiles):
     def read_manifest(self) -> bytes | None:
         return self.remote.read(MANIFEST)
 
-    def copy_metadata(self, name: str, path: Path) -> None:
-        if self.remote.size(name) >= 0:
-            self.remote.download(name, path, None, None)
+    def copy_columns(self, name: str, path: Path, sha256: str) -> None:
+        self.remote.download(name, path, None, sha256)
 
     def fetch(self, shards: Iterable[Shard]) -> list[Future[None]]:
         """Begin to download shards that are read soon. Errors are left to who reads them.
@@ -289,3 +272,76 @@ def open_shard_files(folder: Path, url: str | None) -> ShardFiles:
     if (elsewhere := local_folder(url)) is not None:
         return LocalShardFiles(elsewhere)
     return RemoteShardFiles(url, folder=folder)
+
+
+def locate_store(address: Path | str, url: str | None) -> tuple[Path, ShardFiles]:
+    """Return the local folder of a store's manifest, and the files of its shards.
+
+    The manifest at a URL is copied to the machine's cache, with its columns, into a folder whose
+    name is the SHA-256 of the manifest, which has the hashes of the columns.
+
+    Args:
+        address: the store's folder or URL.
+        url: where the shards of a folder are; None: in it.
+
+    Raises:
+        UserError: the address is none, there is no store, its files do not fit each other, or the
+            URL does not answer.
+    """
+    try:
+        place = address_of(address)
+    except ValueError as error:
+        raise UserError(str(error), do="name a store's folder or URL") from None
+    if isinstance(place, Path):
+        return place, open_shard_files(place, url)
+    files = RemoteShardFiles(place)
+    content = files.read_manifest()
+    if content is None:
+        files.remote.check_bucket()
+        raise UserError(
+            "expected a store, found no manifest.json",
+            where=files.where(MANIFEST),
+            do="check the URL; a recording copies its manifest there at its beginning and its end",
+        )
+    copies = files.cache.folder / "manifests"
+    copies.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for path in copies.iterdir():
+        with suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > _KEPT_S:
+                shutil.rmtree(path, ignore_errors=True)
+    copy = copies / hashlib.sha256(content).hexdigest()
+    if not copy.is_dir():
+        with tempfile.TemporaryDirectory(prefix="new.", dir=copies) as new:
+            read_copy(files, content, Path(new))
+            with suppress(OSError):  # another process was faster
+                os.rename(new, copy)
+                Path(new).mkdir()  # for the context to remove
+    os.utime(copy)
+    return copy, files
+
+
+def read_copy(files: ShardFiles, content: bytes, folder: Path) -> Manifest:
+    """Copy a manifest and its columns to an empty folder; return it after its hashes are checked.
+
+    Raises:
+        UserError: it is damaged; the error names the URL.
+    """
+    try:
+        (folder / MANIFEST).write_bytes(content)
+        fields = read_json(folder / MANIFEST, kind="store's manifest.json")
+        for name in (RECORDS, SHARDS):
+            key = f"{name.partition('.')[0]}_sha256"  # the manifest has the hash of what it needs
+            if isinstance(fields, dict) and (digest := fields.get(key)):
+                files.copy_columns(name, folder / name, digest)
+        return Manifest.read(folder / MANIFEST)
+    except OSError as error:
+        raise UserError(
+            f"the manifest cannot be copied to this machine: {error}",
+            where=folder,
+            do="free disk space",
+        ) from None
+    except UserError as error:
+        if Path(error.where).parent != folder:
+            raise
+        where = files.where(Path(error.where).name)
+        raise UserError(error.what, where=where, do=error.do) from None

@@ -23,12 +23,11 @@ from draftlab.files import canonical_json, sha256_text
 from draftlab.formatting import count_text
 from draftlab.store.columns import Numbers
 from draftlab.store.completeness import RECORD_AGAIN, check_complete
-from draftlab.store.copied_manifest import locate_store
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.samples import Sample
 from draftlab.store.shard_file import map_shard
-from draftlab.store.shard_files import LocalShardFiles, ShardFiles, open_shard_files
+from draftlab.store.shard_files import LocalShardFiles, ShardFiles, locate_store, open_shard_files
 from draftlab.store.window import StoreWindow, num_kept_shards
 
 __all__ = ["Record", "Store", "StoreIdentity"]

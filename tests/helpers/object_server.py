@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from draftlab.store import transfer_errors
+from draftlab.store import object_store
 
 BUCKET = "bucket"
 ENVIRONMENT = {
@@ -167,7 +167,7 @@ def object_server(*, retry_s: float) -> Any:
         environment = {"AWS_ENDPOINT_URL": server.url, "DRAFTLAB_CACHE": str(tmp_path / "cache")}
         for name, value in (ENVIRONMENT | environment).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(transfer_errors, "RETRY_S", retry_s)
+        monkeypatch.setattr(object_store, "RETRY_S", retry_s)
         _forget()
         try:
             S3FileSystem().mkdir(BUCKET)

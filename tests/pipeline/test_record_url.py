@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
+from draftlab.store import object_store
 from draftlab.store import store as store_module
-from draftlab.store import transfer_errors
-from draftlab.store.object_store import UrlFolder
+from draftlab.store.object_store import CLAIM, UrlClaim, UrlFolder
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.shard_files import RemoteShardFiles
-from draftlab.store.url_claim import CLAIM, UrlClaim
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
 from tests.helpers.small_run import (
     contents,
@@ -153,7 +152,7 @@ def test_of_two_recordings_at_one_url_one_ends(
 def test_a_server_that_stays_down_ends_the_training_and_loses_nothing(
     server: FaultyServer, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_errors, "RETRY_S", 0.6)
+    monkeypatch.setattr(object_store, "RETRY_S", 0.6)
     # Neither the cache nor open files keep all shards, so that every step needs the server.
     monkeypatch.setattr(store_module, "OPEN_REMOTE_SHARDS", 1)
     steps = ("train.steps=40", "train.checkpoint_every=1")

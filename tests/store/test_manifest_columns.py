@@ -20,8 +20,7 @@ from draftlab.store.manifest import Manifest
 from draftlab.store.record_index import RECORDS, RecordIndex
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import Sample
-from draftlab.store.shard import shard_file
-from draftlab.store.shard_table import SHARDS, ShardTable, WrittenShard
+from draftlab.store.shard import SHARDS, ShardTable, WrittenShard, shard_file
 from draftlab.store.store import Store
 from tests.helpers.recordings import file_hashes
 from tests.helpers.table_target import (

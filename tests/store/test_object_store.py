@@ -1,9 +1,10 @@
-"""Files at a URL: what is sent arrives whole, what is read was sent, or an error says so."""
+"""Files at a URL arrive whole or an error says so, and one process may write to it at a time."""
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +12,22 @@ from types import SimpleNamespace
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.store import object_store, transfer_errors
-from draftlab.store.object_store import UrlFolder
+from draftlab.store import object_store
+from draftlab.store.object_store import (
+    CLAIM,
+    LostClaimError,
+    UnreachableError,
+    UrlClaim,
+    UrlFolder,
+)
 from draftlab.store.shard_cache import ShardCache
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store
-from draftlab.store.transfer_errors import UnreachableError
 from draftlab.store.urls import address_of, check_url, is_url, local_folder
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
 
 NAME = "shard-00000.safetensors"
+URL = f"s3://{BUCKET}/store"
 
 
 server = object_server(retry_s=8.0)
@@ -28,7 +35,7 @@ server = object_server(retry_s=8.0)
 
 @pytest.fixture
 def folder(server: FaultyServer) -> UrlFolder:
-    return UrlFolder(f"s3://{BUCKET}/store")
+    return UrlFolder(URL)
 
 
 def new_file(path: Path, size: int = 300_000) -> str:
@@ -112,13 +119,13 @@ def test_a_download_that_went_wrong_is_repeated(
 def test_an_upload_that_is_always_cut_is_never_taken_for_whole(
     server: FaultyServer, folder: UrlFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_errors, "RETRY_S", 1.0)
+    monkeypatch.setattr(object_store, "RETRY_S", 1.0)
     new_file(tmp_path / "a")
     server.faults = lambda method, path, number: "short" if method == "PUT" else None
     with pytest.raises(UnreachableError) as caught:
         folder.upload(tmp_path / "a", NAME)
     assert "sent 300,000 bytes, and the server has 150,000" in caught.value.what
-    assert caught.value.where == f"s3://{BUCKET}/store/{NAME}"
+    assert caught.value.where == f"{URL}/{NAME}"
 
 
 def test_a_changed_object_is_noticed(folder: UrlFolder, tmp_path: Path) -> None:
@@ -127,7 +134,7 @@ def test_a_changed_object_is_noticed(folder: UrlFolder, tmp_path: Path) -> None:
     folder.upload(tmp_path / "other", NAME)
     with pytest.raises(UserError, match=f"damaged: expected SHA-256 {digest}") as caught:
         folder.download(NAME, tmp_path / "b", 300_000, digest)
-    assert caught.value.where == f"s3://{BUCKET}/store/{NAME}"
+    assert caught.value.where == f"{URL}/{NAME}"
     with pytest.raises(UserError, match="expected 299999 bytes, found 300000"):
         folder.download(NAME, tmp_path / "b", 299_999, digest)
     with pytest.raises(UserError, match="missing"):
@@ -137,12 +144,12 @@ def test_a_changed_object_is_noticed(folder: UrlFolder, tmp_path: Path) -> None:
 def test_a_server_that_stays_down_is_named_and_not_taken_for_empty(
     server: FaultyServer, folder: UrlFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_errors, "RETRY_S", 0.6)
+    monkeypatch.setattr(object_store, "RETRY_S", 0.6)
     server.is_down = True
     for call in (folder.sizes, lambda: folder.size(NAME), lambda: folder.read(NAME)):
         with pytest.raises(UnreachableError) as caught:
             call()
-        assert f"s3://{BUCKET}/store" in caught.value.where
+        assert URL in caught.value.where
         assert "the same command goes on" in caught.value.do
         for secret in ("key-of-the-test", "secret-of-the-test"):
             assert secret not in str(caught.value)
@@ -184,7 +191,7 @@ def test_secrets_in_errors_are_not_repeated() -> None:
     error = OSError(
         "GET http://user:SECRET@host/a?X-Amz-Signature=SECRET&X-Amz-Credential=SECRET&b=1 failed"
     )
-    assert transfer_errors.plain_error(error) == "GET http://…host/a?…&…&b=1 failed"
+    assert object_store.plain_error(error) == "GET http://…host/a?…&…&b=1 failed"
 
 
 def test_a_listing_takes_a_request_a_page(
@@ -205,10 +212,10 @@ def test_a_bucket_that_is_not_there_is_named(server: FaultyServer, tmp_path: Pat
         with pytest.raises(UserError, match="no such bucket"):
             Store.open(url)
     with pytest.raises(UserError, match=r"expected a store, found no manifest\.json"):
-        Store.open(f"s3://{BUCKET}/store")
+        Store.open(URL)
     server.faults = lambda *_: "denied"
     with pytest.raises(UserError, match="was refused: PermissionError"):
-        Store.open(f"s3://{BUCKET}/store")
+        Store.open(URL)
 
 
 def test_a_protocol_without_its_package_is_named() -> None:
@@ -255,3 +262,62 @@ def test_file_urls_and_paths_are_local(tmp_path: Path) -> None:
     assert address_of("runs/a/store") == Path("runs/a/store")
     with pytest.raises(ValueError, match="host"):
         local_folder("file://host/a")
+
+
+def new_claim(folder: Path) -> UrlClaim:
+    folder.mkdir(exist_ok=True)
+    return UrlClaim(UrlFolder(URL), folder)
+
+
+def test_the_last_one_has_it(server: FaultyServer, tmp_path: Path) -> None:
+    first, second = (new_claim(tmp_path / name) for name in ("a", "b"))
+    with pytest.raises(LostClaimError):
+        first.check()
+    assert first.take("plan") == ""
+    first.check()
+    new_claim(tmp_path / "a").check()  # another process with the same folder
+    assert new_claim(tmp_path / "a").take("plan") == "", "after it was killed"
+    assert ", begun 20" in second.take("plan")
+    second.check()
+    for one in (first, new_claim(tmp_path / "a")):
+        with pytest.raises(LostClaimError, match=r"begun to write there \(on .*, begun 20"):
+            one.check()
+    first.release()  # not its own any more
+    second.check()
+    with pytest.raises(UserError, match="another run writes there"):
+        first.take("another plan")
+    second.check()
+    second.release()
+    assert UrlFolder(URL).read(CLAIM) is None
+    with pytest.raises(LostClaimError, match="has been removed"):
+        second.check()
+    assert first.take("another plan") == ""
+
+
+def test_what_another_has_created_is_not_created_again(server: FaultyServer) -> None:
+    """Both have seen an empty URL; which of them creates the object, the file system decides."""
+    first, second = UrlFolder(URL), UrlFolder(URL)
+    assert first.size(CLAIM) == second.size(CLAIM) == -1
+    assert first.create(CLAIM, b"first")
+    assert not second.create(CLAIM, b"second")
+    assert second.read(CLAIM) == b"first"
+
+
+def test_an_answer_that_is_lost_leaves_the_claim_with_its_writer(
+    server: FaultyServer, tmp_path: Path
+) -> None:
+    """The object is written and the connection ends, so that the write is repeated."""
+    left = ["cut"]
+    server.faults = lambda method, path, number: left.pop() if method == "PUT" and left else None
+    claim = new_claim(tmp_path / "a")
+    assert claim.take("plan") == ""
+    claim.check()
+
+
+def test_a_claim_that_is_of_something_else_stays(server: FaultyServer, tmp_path: Path) -> None:
+    UrlFolder(URL).write(CLAIM, b"something else")
+    with pytest.raises(UserError, match="another run writes there"):
+        new_claim(tmp_path / "a").take("plan")
+    UrlFolder(URL).write(CLAIM, json.dumps([1]).encode())
+    with pytest.raises(UserError, match="another run writes there"):
+        new_claim(tmp_path / "a").take("plan")

@@ -14,15 +14,14 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.store import object_store, transfer_errors
+from draftlab.store import object_store
 from draftlab.store.manifest import MANIFEST
 from draftlab.store.merge import merge
-from draftlab.store.object_store import UrlFolder
+from draftlab.store.object_store import UnreachableError, UrlFolder
 from draftlab.store.record_index import RECORDS
+from draftlab.store.shard import SHARDS
 from draftlab.store.shard_cache import machine_cache
-from draftlab.store.shard_table import SHARDS
 from draftlab.store.store import Store
-from draftlab.store.transfer_errors import UnreachableError
 from draftlab.target_model.model import Target
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
@@ -120,7 +119,7 @@ def test_faults_change_nothing(
 def test_a_truncated_upload_is_never_committed(
     server: FaultyServer, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_errors, "RETRY_S", 0.6)
+    monkeypatch.setattr(object_store, "RETRY_S", 0.6)
     record_store(target, tmp_path / "local")
     last = "shard-00002.safetensors"
     server.faults = lambda method, path, _: "short" if method == "PUT" and last in path else None
@@ -143,7 +142,7 @@ def test_a_truncated_upload_is_never_committed(
 def test_a_server_that_goes_down_loses_nothing(
     server: FaultyServer, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(transfer_errors, "RETRY_S", 0.6)
+    monkeypatch.setattr(object_store, "RETRY_S", 0.6)
     record_store(target, tmp_path / "local")
 
     def fault(method: str, path: str, _: int) -> None:

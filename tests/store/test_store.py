@@ -23,6 +23,7 @@ from draftlab.errors import UserError
 from draftlab.files import sha256_file
 from draftlab.store.masks import prediction_mask, teacher_mask
 from draftlab.store.samples import Sample
+from draftlab.store.shard import NO_TIME, ShardSizes, shard_file
 from draftlab.store.shard_file import map_shard
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.train.batch.loss_rows import loss_reach
@@ -343,3 +344,42 @@ def test_no_shard_lists_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "scandir", count)
     record_table(tmp_path, samples_of_lengths([20] * 12))
     assert lists <= 7
+
+
+SHARDS = {0: 3, 7: 0, 99_999: 5, 100_000: 1, 10**17: 2}
+OTHERS = (
+    *("shard-0.safetensors", "shard-1234.safetensors", "shard-000001.safetensors"),
+    *("shard-.safetensors", "shard-12 45.safetensors", "shard--1234.safetensors"),
+    *("shard-1_000.safetensors", "shard-+1234.safetensors", f"shard-{10**18}.safetensors"),
+    *("shard-١٢٣٤٥.safetensors", "shard-²²²²².safetensors", "shard-00001.safetensors.tmp"),
+    *("Shard-00001.safetensors", ".shard-00001.safetensors", "manifest.json", "shard-00001"),
+)
+
+
+def test_only_files_with_names_of_shards_are_shards(tmp_path: Path) -> None:
+    files = {shard_file(number): size for number, size in SHARDS.items()} | dict.fromkeys(OTHERS, 1)
+    for name, size in files.items():
+        (tmp_path / name).write_bytes(b"x" * size)
+    (tmp_path / shard_file(8)).mkdir()
+    os.utime(tmp_path / shard_file(7), ns=(1, 123_456_789))
+    listed, given = ShardSizes.of(tmp_path), ShardSizes.from_files(files.items())
+    for sizes in (listed, given):
+        pairs = sorted(zip(sizes.numbers.tolist(), sizes.sizes.tolist(), strict=True))
+        assert pairs == sorted(SHARDS.items())
+    assert listed.first(9).tolist() == [3, *[-1] * 6, 0, -1]
+    assert listed.first_modified_ns(9)[[6, 7]].tolist() == [NO_TIME, 123_456_789]
+    assert set(given.modified_ns.tolist()) == {NO_TIME}
+    assert ShardSizes.of(tmp_path / "nothing").first(2).tolist() == [-1, -1]
+
+
+def test_a_link_in_the_folder_is_followed_and_one_out_of_it_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "store"
+    folder.mkdir()
+    (folder / "kept").write_bytes(b"four")
+    (folder / shard_file(0)).symlink_to("kept")
+    (folder / shard_file(1)).symlink_to("nothing")
+    assert ShardSizes.of(folder).first(2).tolist() == [4, -1]
+    (tmp_path / "secret").write_bytes(b"secret")
+    (folder / shard_file(2)).symlink_to("../secret")
+    with pytest.raises(UserError, match="symbolic link that leads out of it"):
+        ShardSizes.of(folder)

@@ -24,9 +24,8 @@ from draftlab.progress import Monitor
 from draftlab.store import shard_files
 from draftlab.store.columns import write_columns
 from draftlab.store.record_index import RecordIndex
-from draftlab.store.shard import NO_TIME, Shards
+from draftlab.store.shard import NO_TIME, Shards, ShardTable, WrittenShard
 from draftlab.store.shard_files import LocalShardFiles
-from draftlab.store.shard_table import ShardTable, WrittenShard
 from draftlab.store.store import Store
 from draftlab.train import verification as verification_module
 from draftlab.train.distributed.ranks import Ranks

@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, ThreadPo
 from dataclasses import dataclass, field
 
 from draftlab.errors import UserError
-from draftlab.store.shard_table import WrittenShard
+from draftlab.store.shard import WrittenShard
 from draftlab.workers.pool import MAX_ATTEMPTS, Outcome, Worker, WorkerPool, done_futures
 from draftlab.workers.window.shards import DamagedShardError, Demand, WindowShards, shard_number
 

@@ -12,8 +12,8 @@ from draftlab.errors import UserError
 from draftlab.files import parse_json, sha256_file
 from draftlab.progress import Monitor
 from draftlab.store.receipts import Receipts
+from draftlab.store.shard import WrittenShard
 from draftlab.store.shard_file import map_shard
-from draftlab.store.shard_table import WrittenShard
 
 JOURNAL = "recorded.jsonl"
 """In the store's folder: the SHA-256 that each shard had when it was first recorded."""
