@@ -26,7 +26,6 @@ from draftlab.store.samples import SampleTable, Selection
 from draftlab.store.shard_cache import SIZE
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store, StoreIdentity
-from draftlab.store.window_store import WindowStore
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answers import regenerate
@@ -267,7 +266,7 @@ class Recording:
         if self.recipe.record.window is not None:
             answers = self.run / STAGES["answers"].artefact
             samples = open_samples(answers, self.tokenizer, Monitor())
-            store = WindowStore.of_run(folder, samples, self.recipe.record.url)
+            store = Store.open_window(folder, samples, self.recipe.record.url)
             if not store.files.is_local:
                 self.monitor.say(cache_line(store))
             return store

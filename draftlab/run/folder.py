@@ -31,8 +31,8 @@ from draftlab.run.stages import (
     recorded,
     settings_with_effect,
 )
-from draftlab.store.completeness import DAMAGED_SHARD, check_store
 from draftlab.store.object_store import UnreachableError
+from draftlab.store.store import DAMAGED_SHARD, check_store
 
 RUNS = Path("runs")
 _WRITTEN = (".jsonl", ".json", ".partial.jsonl")

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from draftlab.kernels.cuda_device import use_device
-from draftlab.store.batches import cut_batches
 from draftlab.store.extraction import HiddenStateExtractor
 from draftlab.store.manifest import Manifest
 from draftlab.store.record_index import RecordIndex
+from draftlab.store.recording_plan import cut_batches
 from draftlab.store.samples import Sample
 from draftlab.store.shard_writer import ShardBuffer
 from draftlab.store.store import Record, Store

@@ -39,7 +39,6 @@ from draftlab.store.shard_files import (
 from draftlab.store.shard_writer import ShardWriters
 from draftlab.store.store import Store
 from draftlab.store.window import HeldOut, StoreWindow, num_kept_shards, planned_sizes
-from draftlab.store.window_store import WindowStore
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 
@@ -127,7 +126,7 @@ def record(
         files.release()
         receipts.clear()
     if settings.rolls:
-        store: Store = WindowStore(folder, Manifest.read(folder / MANIFEST), recorded)
+        store = Store(folder, Manifest.read(folder / MANIFEST), samples=recorded)
     else:
         store = Store.open(folder, identity, url=settings.url)
     _report_state_quality(store.manifest, monitor)

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import read_json, save_tensors, sha256_file, write_json
-from draftlab.store.masks import prediction_mask
 
 Columns = dict[str, np.ndarray]
 INDEX_FILE = "index.json"
@@ -35,6 +35,8 @@ MAX_MODES = 64
 """Most different template arguments of samples that are listed."""
 PART_TOKENS = 2**22
 """Tokens of a file of an index, at least, except in the last one."""
+NO_TEACHER = (float("nan"), -1)
+"""logsumexp and argmax of positions outside `teacher_mask`, where they are not computed."""
 NEVER = 2**31 - 1
 _COLUMNS = {
     "lengths": np.int32,
@@ -61,6 +63,27 @@ class Sample:
     token_ids: Sequence[int] | np.ndarray
     spans: Sequence[int] | np.ndarray
     temperature: float | None = None
+
+
+def prediction_mask(spans: Tensor) -> Tensor:
+    """Return the positions whose tokens a head learns to predict: bool [T].
+
+    w_k(t) = 1 makes x_{t+2+k} a label if x_{t+1} … x_{t+2+k} are in one span (methods §1), so x_j
+    is one iff j ≥ 2 and x_{j−1}, x_j are in one span. The target generates a span's first token.
+    """
+    mask = torch.zeros(len(spans), dtype=torch.bool)
+    mask[2:] = (spans[1:-1] == spans[2:]) & (spans[2:] > 0)
+    return mask
+
+
+def teacher_mask(spans: Tensor) -> Tensor:
+    """Return the positions whose target distribution a head learns from: bool [T].
+
+    The teacher of the prediction of x_j is the target's distribution at j − 1.
+    """
+    mask = torch.zeros(len(spans), dtype=torch.bool)
+    mask[:-1] = prediction_mask(spans)[1:]
+    return mask
 
 
 class _Samples(Sequence[Sample]):

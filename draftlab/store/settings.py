@@ -7,10 +7,10 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from draftlab.settings import Settings, SingleOrList, Size
-from draftlab.store.identity import StoreDtype
 from draftlab.store.urls import check_url
 from draftlab.target_model.settings import VllmSettings
 
+StoreDtype = Literal["bfloat16", "float32", "fp8"]
 NotFinitePolicy = Literal["refuse", "skip"]
 RecordBackend = Literal["transformers", "vllm"]
 

@@ -19,20 +19,22 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, sha256_text
+from draftlab.files import canonical_json, known_sha256, sha256_text
 from draftlab.formatting import count_text
 from draftlab.store.columns import Numbers
-from draftlab.store.completeness import RECORD_AGAIN, check_complete
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
-from draftlab.store.samples import Sample
+from draftlab.store.samples import Sample, SampleTable, Selection
+from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_file import map_shard
 from draftlab.store.shard_files import LocalShardFiles, ShardFiles, locate_store, open_shard_files
-from draftlab.store.window import StoreWindow, num_kept_shards
+from draftlab.store.window import StoreWindow, WindowFeed, num_kept_shards
 
 __all__ = ["Record", "Store", "StoreIdentity"]
 
 
+DAMAGED_SHARD = "the shard is damaged:"
+RECORD_AGAIN = "record again into this folder: only missing shards are computed"
 OPEN_SHARDS = 256
 """Shards that a store keeps mapped, those that were read last."""
 OPEN_REMOTE_SHARDS = 8
@@ -77,6 +79,8 @@ class Store:
     """Whether other processes can open the store by its folder."""
     samples: Sequence[Sample] | None
     """The recorded samples in stored order, so that `tokens_and_spans` reads no shard; or None."""
+    feed: WindowFeed | None
+    """What makes the shards that come and go; None: they are there."""
 
     def __init__(
         self,
@@ -84,24 +88,18 @@ class Store:
         manifest: Manifest,
         shards: dict[int, dict[str, Tensor]] | None = None,
         files: ShardFiles | None = None,
+        samples: Sequence[Sample] | None = None,
     ) -> None:
-        self.folder, self.manifest = folder, manifest
+        self.folder, self.manifest, self.samples, self.feed = folder, manifest, samples, None
         self.files = files or LocalShardFiles(folder)
-        self.samples = None
         self.identity, self.window = manifest.identity, StoreWindow.of(manifest)
         self.ids = manifest.index.ids
         self.lengths = Numbers(manifest.index.lengths)
         self.temperatures = Numbers(manifest.index.temperatures)
-        do = self._how_to_remake()
+        self._num_kept, self._verified = num_kept_shards(manifest), set[int]()
         # A process may map 65,530 files; of a shard that is mapped no more, views stay valid.
-        self._open_shard = lru_cache(OPEN_SHARDS if self.files.is_local else OPEN_REMOTE_SHARDS)(
-            lambda number: (
-                map_shard(self.files, manifest.shards[number], manifest.identity, do)
-                if shards is None
-                else shards[number]
-            )
-        )
-        self._verified: set[int] = set()
+        num_open = OPEN_SHARDS if self.files.is_local else OPEN_REMOTE_SHARDS
+        self._kept_shard = shards.__getitem__ if shards else lru_cache(num_open)(self._map)
 
     @classmethod
     def open(
@@ -139,6 +137,30 @@ class Store:
             )
         check_complete(files, manifest, listing.result())
         return cls(folder, manifest, files=files)
+
+    @classmethod
+    def open_window(cls, folder: Path, samples: SampleTable, url: str | None = None) -> Store:
+        """Open a store with a window, whose shards may be missing if they come and go.
+
+        Args:
+            samples: that it was planned from.
+            url: where the shards are (`record.url`); None: in the folder.
+
+        Raises:
+            UserError: as `open`, or these are other samples.
+        """
+        manifest, files = Manifest.read(folder / MANIFEST), open_shard_files(folder, url)
+        check_complete(files, manifest, files.list())
+        if manifest.samples_sha256 != samples.sha256:
+            raise UserError(
+                "expected the answers that this store was planned from, found others",
+                where=folder,
+                do="restore answers.jsonl, or remove the store to record it again",
+            )
+        rows = {id_: row for row, id_ in enumerate(samples.ids)}
+        order = np.array([rows[id_] for id_ in manifest.index.ids], int)
+        selection = Selection(samples, order, manifest.settings["max_length"])
+        return cls(folder, manifest, files=files, samples=selection)
 
     @classmethod
     def _reopen(cls, folder: Path, digest: str, url: str | None) -> Self:
@@ -205,15 +227,20 @@ class Store:
 
         Integers are int32, and features of an fp8 store are codes with scales.
         """
-        index, tensors, window = self._locate(index)
-        names = ("tokens", "spans", "features", "last", "logsumexp", "argmax")
-        scales = tensors["scales"][window] if "scales" in tensors else None
-        columns = (tensors[name][window] for name in names)
-        return Record(self.ids[index], *columns, self.temperatures[index], scales)
+        return self.views([index])[0]
 
     def views(self, indices: Sequence[int]) -> list[Record]:
         """Return the views of several records."""
-        return [self.view(index) for index in indices]
+        opened: dict[int, dict[str, Tensor]] = {}
+        names = ("tokens", "spans", "features", "last", "logsumexp", "argmax")
+        records = []
+        for index in indices:
+            number, tensors, window = self._locate(index, opened)
+            scales = tensors["scales"][window] if "scales" in tensors else None
+            columns = (tensors[name][window] for name in names)
+            temperature = self.temperatures[number]
+            records.append(Record(self.ids[number], *columns, temperature, scales))
+        return records
 
     def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
         """Return int64 [T] tokens and spans of a record, without reading its states."""
@@ -224,12 +251,12 @@ class Store:
                 for values in (sample.token_ids, sample.spans)
             )
             return tokens, spans * (index not in self._not_finite)
-        _, tensors, window = self._locate(index)
+        _, tensors, window = self._locate(index, {})
         return tensors["tokens"][window].long(), tensors["spans"][window].long()
 
     def raw_tensors(self, index: int) -> dict[str, Tensor]:
         """Return a record's rows of every tensor of its shard, which must not be changed."""
-        _, tensors, window = self._locate(index)
+        _, tensors, window = self._locate(index, {})
         return {name: tensors[name][window] for name in sorted(tensors.keys() - {"offsets"})}
 
     def verify(self, numbers: Iterable[int] | None = None) -> None:
@@ -251,7 +278,7 @@ class Store:
                 digest = f"no file that can be read ({error.strerror})"
             if digest != shard.sha256:
                 raise UserError(
-                    f"the shard is damaged: expected SHA-256 {shard.sha256}, found {digest}",
+                    f"{DAMAGED_SHARD} expected SHA-256 {shard.sha256}, found {digest}",
                     where=self.files.where(shard.file),
                     do=self._how_to_remake(),
                 )
@@ -271,13 +298,94 @@ class Store:
             return f"remove this shard; `draftlab record {quote(str(recipe))}` makes it again"
         return f"remove this shard and {RECORD_AGAIN}"
 
-    def _locate(self, index: int) -> tuple[int, dict[str, Tensor], slice]:
-        """Return a record's index from 0 on, its shard's tensors, and its positions in them."""
+    def _locate(
+        self, index: int, opened: dict[int, dict[str, Tensor]]
+    ) -> tuple[int, dict[str, Tensor], slice]:
+        """Return a record's index from 0 on, its shard's tensors, and its positions in them.
+
+        Args:
+            opened: keeps shards that come and go, for one call: the disk space of a deleted file is
+                free once nobody maps it.
+        """
         index = index + len(self) if index < 0 else index
         if not 0 <= index < len(self):
             raise IndexError(f"a store of {len(self)} records has no record {index}")
         number = int(self.manifest.index.shards_of(index))
-        tensors = self._open_shard(number)
+        if number < self._num_kept:
+            tensors = self._kept_shard(number)
+        else:
+            tensors = opened[number] = opened.get(number) or self._map(number)
         row = index - self.manifest.shards[number].rows.start
         start, end = tensors["offsets"][row : row + 2].tolist()
         return index, tensors, slice(start, end)
+
+    def _map(self, number: int) -> dict[str, Tensor]:
+        do = "run the same command again, which records the shards that it needs"
+        do = self._how_to_remake() if number < self._num_kept else do
+        return map_shard(self.files, self.manifest.shards[number], self.identity, do)
+
+
+def check_store(folder: Path, url: str | None = None, since_ns: int | None = None) -> bool:
+    """Check that a store is complete, as `Store.open` does; one with record.online always is.
+
+    Of a store that is a window only the shards that stay have to be there.
+
+    Args:
+        url: where the shards are (`record.url`); None: in the folder.
+        since_ns: of shards on this machine whose files changed after this time, in nanoseconds, the
+            hashes are compared, too.
+
+    Returns:
+        Whether there were such shards.
+
+    Raises:
+        UserError: a shard is missing, or has another size or hash than in the manifest.
+    """
+    manifest = Manifest.read(folder / MANIFEST)
+    if manifest.online:
+        return False
+    files = open_shard_files(folder, url)
+    listing = files.list()
+    check_complete(files, manifest, listing)
+    if since_ns is None or not files.is_local:
+        return False
+    changed = np.flatnonzero(listing.first_modified_ns(num_kept_shards(manifest)) > since_ns)
+    for shard in map(manifest.shards.__getitem__, changed.tolist()):
+        if (digest := known_sha256(folder / shard.file)) != shard.sha256:
+            raise UserError(
+                f"{DAMAGED_SHARD} expected SHA-256 {shard.sha256}, found {digest}",
+                where=files.where(shard.file),
+                do=f"remove this shard and {RECORD_AGAIN}",
+            )
+    return bool(len(changed))
+
+
+def check_complete(files: ShardFiles, manifest: Manifest, listing: ShardSizes) -> None:
+    """Check that a store is complete and that the shards that stay have their sizes.
+
+    Args:
+        listing: of the files.
+
+    Raises:
+        UserError: its recording was interrupted, it holds no states, or a shard is missing or has
+            another size than in the manifest.
+    """
+    if not manifest.complete:
+        raise UserError(
+            "the recording of this store was interrupted",
+            where=files.address,
+            do="run the same command again: recording resumes after the last whole shard",
+        )
+    if manifest.online:
+        raise UserError(
+            "this store holds no states: training computes them on demand",
+            where=files.address,
+            do="record with record.online: false to inspect the states",
+        )
+    num_kept = num_kept_shards(manifest)
+    sizes = listing.first(num_kept)
+    for number in np.flatnonzero(sizes != manifest.written.bytes[:num_kept])[:1].tolist():
+        shard, do = manifest.shards[number], RECORD_AGAIN
+        if files.is_local and (sizes < 0).all():
+            do += "; or name the URL at which its run has the shards (record.url in its recipe)"
+        raise UserError(shard.problem(int(sizes[number])), where=files.where(shard.file), do=do)

@@ -30,9 +30,9 @@ from draftlab.intervals import MIN_INTERVAL_PROMPTS, prompt_interval, resample_s
 from draftlab.kernels.distill import distill
 from draftlab.kernels.distill.types import at_least_float32
 from draftlab.progress import Monitor
-from draftlab.store.batches import cut_batches
 from draftlab.store.columns import Texts
 from draftlab.store.prompt_split import group_by_prompt, hold_out
+from draftlab.store.recording_plan import cut_batches
 from draftlab.store.store import Record, Store
 from draftlab.store.window import StoreWindow
 from draftlab.train.batch.loader import fetch_ahead

@@ -16,7 +16,7 @@ from draftlab.recipe.recipe import Recipe
 from draftlab.run.stages import STAGES
 from draftlab.servers.vllm_answers import VllmAnswers
 from draftlab.servers.vllm_hidden_states import VllmStateSource
-from draftlab.store.identity import StoreIdentity
+from draftlab.store.manifest import StoreIdentity
 from draftlab.store.record import OpenStateSource, ShardRecorder, open_recorder
 from draftlab.store.samples import SampleTable
 from draftlab.store.window import HeldOut

@@ -28,7 +28,7 @@ from transformers import AutoConfig, LlamaConfig
 
 from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
-from draftlab.store.batches import group_consecutive
+from draftlab.store.recording_plan import group_consecutive
 from draftlab.store.store import Store
 from draftlab.target_model.model import Target
 from draftlab.train.batch.loader import prefetch

@@ -12,9 +12,8 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store import extraction, receipts
 from draftlab.store import record as record_module
-from draftlab.store.masks import teacher_mask
 from draftlab.store.record import RecordSettings, record
-from draftlab.store.samples import Sample
+from draftlab.store.samples import Sample, teacher_mask
 from draftlab.target_model.model import Target
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.recordings import (

@@ -13,8 +13,15 @@ import torch
 from hypothesis import given, settings
 
 from draftlab.store import samples as module
-from draftlab.store.masks import prediction_mask
-from draftlab.store.samples import NEVER, Sample, SampleTable, Selection, read_index, write_index
+from draftlab.store.samples import (
+    NEVER,
+    Sample,
+    SampleTable,
+    Selection,
+    prediction_mask,
+    read_index,
+    write_index,
+)
 from tests.store.test_store import ragged_samples
 
 EMPTY = Sample("empty", (), ())

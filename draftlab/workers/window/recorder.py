@@ -17,7 +17,7 @@ from draftlab.errors import UserError
 from draftlab.formatting import count_text
 from draftlab.progress import Monitor
 from draftlab.store.receipts import Receipts, renew_version
-from draftlab.store.window_store import WindowStore
+from draftlab.store.store import Store
 from draftlab.train.batch.window_order import WindowOrder
 from draftlab.train.settings import TrainSettings
 from draftlab.workers.pool import WorkerPool
@@ -42,7 +42,7 @@ class WindowRecorder:
 
     def __init__(
         self,
-        store: WindowStore,
+        store: Store,
         settings: TrainSettings,
         seed: int,
         new_pool: Callable[[], WorkerPool],

@@ -15,7 +15,6 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe
 from draftlab.store.store import Store
-from draftlab.store.window_store import WindowStore
 from draftlab.target_model.locate import resolve_device
 from draftlab.train.distributed.ranks import Ranks, num_launched_here
 from draftlab.workers.local_pool import LocalPool
@@ -46,8 +45,7 @@ def recorded_meanwhile(
         folder: of the training.
         new_pool: returns the workers, for rank 0.
     """
-    rolls = store.window is not None and store.window.rolls
-    if not rolls or not isinstance(store, WindowStore):
+    if store.window is None or not store.window.rolls:
         yield
         return
     state = WindowState(folder / STATE, ranks.broadcast(uuid4().hex))

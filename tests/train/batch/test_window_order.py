@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.store.identity import StoreIdentity
-from draftlab.store.manifest import Counts, Dropped, Manifest
+from draftlab.store.manifest import Counts, Dropped, Manifest, StoreIdentity
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.window import StoreWindow, check_window
 from draftlab.train.batch.window_order import WindowOrder

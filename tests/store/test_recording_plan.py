@@ -7,7 +7,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
-from draftlab.store.batches import PASS_TOKENS, cut_batches
+from draftlab.store.recording_plan import PASS_TOKENS, cut_batches
 
 
 def padded_tokens(lengths: list[int], batches: list[list[int]]) -> int:
