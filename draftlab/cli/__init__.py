@@ -20,8 +20,7 @@ from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
 from draftlab.cli.hub import push
 from draftlab.cli.new import new
-from draftlab.cli.plain_text import clean_library_messages, echo, echo_json
-from draftlab.cli.ray import refuse_both
+from draftlab.cli.plain_text import clean_library_messages, echo, echo_json, prepare_streams
 from draftlab.cli.stages import (
     Force,
     Gpus,
@@ -32,9 +31,9 @@ from draftlab.cli.stages import (
     TrainGpus,
     launch_verb,
     make,
+    refuse_both,
 )
 from draftlab.cli.store import store_app
-from draftlab.cli.streams import prepare_streams
 from draftlab.errors import UserError
 from draftlab.formatting import visible
 from draftlab.process_environment import PROCESS_ENVIRONMENT, launched_number

@@ -300,52 +300,52 @@ def guard(
     try:
         with _ended_by_signals(monitor, interrupted):
             yield
-    except UserError as error:
-        monitor.close()
-        _print_traceback(console, debug)
-        _print_error(console, error)
-        raise typer.Exit(2) from None
-    except KeyboardInterrupt:
-        monitor.close()
-        _print_traceback(console, debug)
-        console.print(f"interrupted; {interrupted}")
-        raise typer.Exit(130) from None
-    except (typer.Exit, typer.Abort):
+    except (typer.Exit, typer.Abort, SystemExit):
         raise
-    except Exception as error:
+    except BaseException as error:
         monitor.close()
-        _print_traceback(console, debug)
-        if (number := _error_number(error)) in USER_ERRNOS:
-            what = f"expected to write a file, found: {os.strerror(number)}"
-            where = getattr(error, "filename", None) or f"a file under {Path.cwd()} or of the cache"
-            do = "free some disk" if number in DISK_FULL else "let this user write there"
-            _print_error(console, UserError(what, where=where, do=f"{do}; {interrupted}"))
+        if debug:
+            console.print(Text(traceback.format_exc()), soft_wrap=True)
+        if isinstance(error, KeyboardInterrupt):
+            console.print(f"interrupted; {interrupted}")
+            raise typer.Exit(130) from None
+        if explained := _explained(error, interrupted):
+            _print_error(console, explained)
             raise typer.Exit(2) from None
-        if isinstance(error, OSError) and number in KIND_ERRNOS:
-            what = f"expected a file or folder of another kind, found: {error.strerror}"
-            do = f"remove it, or name another one; {interrupted}"
-            _print_error(console, UserError(what, where=error.filename or Path.cwd(), do=do))
-            raise typer.Exit(2) from None
+        if not isinstance(error, Exception):
+            raise
         text = Text(f"{type(error).__name__}: {error}\nThis is a bug in draftlab.")
         if not debug:
             text.append(" Repeat the command with --debug for the traceback, and report it.")
         print_block(console, "internal error", text)
         raise typer.Exit(1) from None
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":  # of Rust, which no class of Python names
-            raise
-        monitor.close()
-        _print_traceback(console, debug)
-        what = f"a library in Rust failed, probably the tokenizer on a text: {error}"
-        do = "leave the text out, or mend the expression that splits texts in tokenizer.json"
-        _print_error(console, UserError(what, do=f"{do}; {interrupted}"))
-        raise typer.Exit(2) from None
     finally:
         monitor.close()
         monitor.warnings.clear()
 
 
-def _error_number(error: Exception) -> int:
+def _explained(error: BaseException, interrupted: str) -> UserError | None:
+    """Return an error that a user can correct; None: it is a bug."""
+    if isinstance(error, UserError):
+        return error
+    filename = getattr(error, "filename", None)
+    if (number := _error_number(error)) in USER_ERRNOS:
+        what = f"expected to write a file, found: {os.strerror(number)}"
+        where = filename or f"a file under {Path.cwd()} or of the cache"
+        do = "free some disk" if number in DISK_FULL else "let this user write there"
+        return UserError(what, where=where, do=f"{do}; {interrupted}")
+    if number in KIND_ERRNOS:
+        what = f"expected a file or folder of another kind, found: {os.strerror(number)}"
+        do = f"remove it, or name another one; {interrupted}"
+        return UserError(what, where=filename or Path.cwd(), do=do)
+    if type(error).__name__ == "PanicException":  # of Rust, which no class of Python names
+        what = f"a library in Rust failed, probably the tokenizer on a text: {error}"
+        do = "leave the text out, or mend the expression that splits texts in tokenizer.json"
+        return UserError(what, do=f"{do}; {interrupted}")
+    return None
+
+
+def _error_number(error: BaseException) -> int:
     """Return the number of an error of the operating system; 0: it is another one.
 
     Safetensors, which transformers and others write by themselves, has it in the text.
@@ -363,11 +363,6 @@ def _print_error(console: Console, error: UserError) -> None:
     if error.do:
         text.append(f"\ndo: {error.do}", style="bold")
     print_block(console, "error", text)
-
-
-def _print_traceback(console: Console, debug: bool) -> None:
-    if debug:
-        console.print(Text(traceback.format_exc()), soft_wrap=True)
 
 
 def show_report(report: Report, as_json: bool, path: Path) -> None:

@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
-from typer.core import TyperGroup
 
 from draftlab.cli.console import STARTS_OVER, Debug, guard, monitor
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
 
-
-class _Group(TyperGroup):
-    """Commands that an error about an unknown one names."""
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if not args[0].startswith("-") and args[0] not in self.commands:
-            ctx.fail(f"No such command {args[0]!r}. Commands: {', '.join(self.commands)}.")
-        return super().resolve_command(ctx, args)
-
-
-store_app = typer.Typer(cls=_Group, help="Merge stores.", no_args_is_help=True)
+store_app = typer.Typer(help="Merge stores.", no_args_is_help=True)
 
 
 @store_app.command()

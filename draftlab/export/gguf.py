@@ -12,18 +12,14 @@ from pathlib import Path
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, read_json
 from draftlab.progress import Monitor
+from draftlab.target_model.gguf import PRE_TOKENIZERS as PATTERNS
 
 SCRIPT, FILE = "convert_hf_to_gguf.py", "head.gguf"
 FOLDER, PYTHON = "LLAMA_CPP", "LLAMA_CPP_PYTHON"
 """Environment variables: llama.cpp's folder, and the Python interpreter of its converter."""
 OUT_TYPES = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_START = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-PRE_TOKENIZERS = {
-    _START + r"\p{N}{1,3}" + _REST: "llama-bpe",
-    _START + r"\p{N}" + _REST: "qwen2",
-}
+PRE_TOKENIZERS = {PATTERNS[name][0]: name for name in ("llama-bpe", "qwen2")}
 """The pattern by which a tokenizer splits text → llama.cpp's name for it."""
 
 

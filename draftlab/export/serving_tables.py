@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.evaluate.calibration.result import Calibration
-from draftlab.evaluate.results import Report
+from draftlab.evaluate.results import Report, Timing
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS
 
@@ -53,21 +53,8 @@ class Source:
         return name if self.is_vllm else f"draftlab's engine, not yours ({name})"
 
 
-@dataclass(frozen=True)
-class MeasuredSteps:
-    """Steps of one batch size and number of drafts.
-
-    Attributes:
-        batch: requests decoded at once.
-        k: drafts a step; 0: none.
-        step_ms: their mean time.
-        speedup: tokens a second over those without drafts.
-    """
-
-    batch: int
-    k: int
-    step_ms: float | None
-    speedup: float | None
+Steps = list[tuple[int, Timing]]
+"""Drafts a step (0: none), and what was timed with them."""
 
 
 @dataclass(frozen=True)
@@ -242,50 +229,34 @@ def _find_calibration(
     )
 
 
-def measured_steps(
-    report: Report, calibration: Calibration
-) -> tuple[Source | None, list[MeasuredSteps]]:
+def measured_steps(report: Report, calibration: Calibration) -> tuple[Source | None, Steps]:
     """Return the steps of the calibrated head, temperature and drafter setting, and their source.
 
     vLLM's come first. Without two timed batch sizes there are none.
     """
-
-    def wanted(one: Any) -> bool:
-        names = ("head", "temperature", "draft_probs")
-        return all(getattr(one, name) == getattr(calibration, name) for name in names)
-
-    rows = [row for row in report.rows if wanted(row)]
-    timed: dict[Source, list[MeasuredSteps]] = defaultdict(list)
-    for row in rows:
-        source = Source(row.engine, row.engine_version, row.device)
-        timed[source] += [MeasuredSteps(t.batch, row.k, t.step_ms, t.speedup) for t in row.timings]
-    several = [(source, steps) for source, steps in timed.items() if len(_by_batch(steps)) > 1]
+    names = ("head", "temperature", "draft_probs")
+    timed: dict[Source, Steps] = defaultdict(list)
+    for row in report.rows:
+        if all(getattr(row, name) == getattr(calibration, name) for name in names):
+            source = Source(row.engine, row.engine_version, row.device)
+            timed[source] += [(row.k, timing) for timing in row.timings]
+    several = [one for one in timed.items() if len({timing.batch for _, timing in one[1]}) > 1]
     return next((one for one in several if one[0].is_vllm), several[0] if several else (None, []))
 
 
-def _by_batch(steps: Sequence[MeasuredSteps]) -> Mapping[int, list[MeasuredSteps]]:
-    """Return the steps by batch size, in ascending order; each has them by ascending K."""
-    by_batch: dict[int, list[MeasuredSteps]] = defaultdict(list)
-    for one in sorted(steps, key=lambda one: (one.batch, one.k)):
-        by_batch[one.batch].append(one)
-    return by_batch
-
-
-def batch_schedule(steps: Sequence[MeasuredSteps], k: int) -> tuple[tuple[int, int, int], ...]:
+def batch_schedule(steps: Steps, k: int) -> tuple[tuple[int, int, int], ...]:
     """Return ranges of batch sizes with the fastest number of drafts, at most `k`; 0: none.
 
     A batch size between two measured ones has the drafts of the nearer one, by their ratio. The
     result is empty if fewer than two batch sizes were measured.
     """
-    best: dict[int, int] = {}
-    for batch, members in _by_batch(steps).items():
-        speedups = {0: 1.0} | {
-            one.k: one.speedup for one in members if 0 < one.k <= k and one.speedup is not None
-        }
-        if len(speedups) > 1:
-            best[batch] = max(speedups, key=lambda drafts: speedups[drafts])
-    if len(best) < 2:
+    speedups: dict[int, dict[int, float]] = defaultdict(lambda: {0: 1.0})
+    for drafts, timing in sorted(steps, key=lambda step: (step[1].batch, step[0])):
+        if 0 < drafts <= k and timing.speedup is not None:
+            speedups[timing.batch][drafts] = timing.speedup
+    if len(speedups) < 2:
         return ()
+    best = {batch: max(known, key=known.__getitem__) for batch, known in speedups.items()}
     batches = list(best)
     ends = [math.isqrt(a * b) for a, b in pairwise(batches)] + batches[-1:]
     schedule: list[tuple[int, int, int]] = []
@@ -298,16 +269,16 @@ def batch_schedule(steps: Sequence[MeasuredSteps], k: int) -> tuple[tuple[int, i
     return tuple(schedule)
 
 
-def step_rates(steps: Sequence[MeasuredSteps]) -> dict[str, Any] | None:
+def step_rates(steps: Steps) -> dict[str, Any] | None:
     """Return the steps per second by the tokens that a step verifies, batch · (K + 1).
 
     Equal numbers of tokens have the median of their times. Steps without drafts are left out, since
     their time lacks the head's. None with fewer than two points.
     """
     times: dict[int, list[float]] = defaultdict(list)
-    for one in steps:
-        if one.k and one.step_ms:
-            times[one.batch * (one.k + 1)].append(one.step_ms)
+    for drafts, timing in steps:
+        if drafts and timing.step_ms:
+            times[timing.batch * (drafts + 1)].append(timing.step_ms)
     if len(times) < 2:
         return None
     tokens = sorted(times)

@@ -7,6 +7,7 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from draftlab.errors import UserError
 from draftlab.evaluate.calibration.calibrate import calibrate
 from draftlab.evaluate.calibration.result import Calibration
 from draftlab.evaluate.results import Row
-from draftlab.export.serving_tables import MeasuredSteps, batch_schedule, measured_steps, step_rates
+from draftlab.export.serving_tables import batch_schedule, measured_steps, step_rates
 from draftlab.export.settings import ExportSettings
 from draftlab.heads.folder import load_config
 from draftlab.run.head_workspace import export_files
@@ -225,10 +226,10 @@ def test_vllm_has_the_schedule_that_vllm_measured(
     assert not {"sts.json", "sps.json"} & {p.name for p in out.iterdir()}
 
 
-def steps(milliseconds: dict[int, dict[int, float]]) -> list[MeasuredSteps]:
+def steps(milliseconds: dict[int, dict[int, float]]) -> list:
     """Return steps of which each emits 1 + K / 2 tokens."""
     return [
-        MeasuredSteps(batch, k, ms, by_k[0] / ms * (1 + k / 2) if k else None)
+        (k, SimpleNamespace(batch=batch, step_ms=ms, speedup=k and by_k[0] / ms * (1 + k / 2)))
         for batch, by_k in milliseconds.items()
         for k, ms in by_k.items()
     ]
@@ -248,7 +249,7 @@ def test_steps_of_vllm_come_first(head: Path) -> None:
     source, found = measured_steps(sample.report(timed_rows() + timed_rows(**VLLM)), one)
     assert source is not None
     assert source.is_vllm
-    assert {s.batch for s in found} == set(STEPS)
+    assert {timing.batch for _, timing in found} == set(STEPS)
     assert measured_steps(sample.report(), one) == (None, [])
 
 
