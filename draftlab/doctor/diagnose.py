@@ -9,30 +9,24 @@ from draftlab.doctor.diagnosis import Diagnosis, fault, note
 from draftlab.doctor.head_files import (
     HeadFiles,
     changed_file_findings,
-    complete_tensors,
-    read_draftlab_head,
-    read_foreign_head,
-)
-from draftlab.doctor.hypotheses import HeadVariant, HypothesisContext, hypotheses
-from draftlab.doctor.identity import (
     config_findings,
     identity_findings,
-    resemblance_findings,
+    read_foreign_head,
+    scored_tensors,
     shape_findings,
+    tensor_findings,
 )
+from draftlab.doctor.hypotheses import HeadVariant, HypothesisContext, hypotheses
 from draftlab.doctor.score import Scorer
-from draftlab.doctor.search import VariantSearch, search_variants
 from draftlab.doctor.target_session import TargetSession, input_norm
-from draftlab.doctor.verdict import make_diagnosis
+from draftlab.doctor.verdict import VariantResult, VariantSearch, make_diagnosis
 from draftlab.errors import UserError
 from draftlab.export.foreign_config import layout_name
+from draftlab.export.weight_files import read_weights
 from draftlab.heads.config import USUAL_K, HeadConfig
-from draftlab.heads.folder import meta_head
+from draftlab.heads.folder import load_config, meta_head
 from draftlab.heads.head import EMBEDDINGS
 from draftlab.target_model.fingerprint import fingerprint
-
-MIN_PLAIN_POSITIONS = 100
-"""Positions in answers to plain text; with fewer the head is not scored on them."""
 
 
 def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
@@ -57,31 +51,33 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
     changed = changed_file_findings(folder)
     try:
         if layout == "draftlab":
-            files, findings = read_draftlab_head(folder)
+            files, findings = (
+                HeadFiles(load_config(folder), read_weights(folder, "head's weights")),
+                [],
+            )
         else:
             files, findings = read_foreign_head(folder, session)
     except UserError as error:
         return conclude([fault("unreadable", error.what, error.do), *changed])
     findings += changed
-    config, target_tensors = files.config, session.shared_tensors
+    config = files.config
     if shape_faults := shape_findings(config, text_config):
         return conclude(findings + shape_faults)
     findings += config_findings(config, text_config)
     findings += identity_findings(config, fingerprint(session.folder), session.tokenizer)
-    tensors, tensor_findings = complete_tensors(files, target_tensors)
-    findings += tensor_findings
-    if tensors is None:
+    faults, scorable = tensor_findings(files)
+    findings += faults
+    if not scorable:
         return conclude(findings)
-    findings += resemblance_findings(config, tensors, target_tensors)
     k = session.settings.k or usual_drafts(config)
-    stored = HeadVariant(config, tensors, template=session.tokenizer.chat_template is not None)
+    stored = HeadVariant(config, scored_tensors(files, session.shared_tensors))
     kinds = ", ".join(dict.fromkeys(f.kind for f in findings if f.severity == "fault"))
     session.monitor.say(
         f"doctor: the files have {f'faults ({kinds})' if kinds else 'no faults'}; now the target "
         "answers prompts"
     )
     try:
-        conditions = session.conditions(stored.template, k)
+        conditions = session.conditions(k)
         search = score_variants(stored, files, session, k)
     except UserError as error:
         if not kinds:
@@ -93,8 +89,20 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
 def score_variants(
     stored: HeadVariant, files: HeadFiles, session: TargetSession, k: int
 ) -> VariantSearch:
-    """Score the head as stored, and the variant of every hypothesis."""
-    target = session.target
+    """Score the head as stored, and the variant of every hypothesis.
+
+    Raises:
+        UserError: the prompts cannot be used, or all answers are too short.
+    """
+    target, scoring_set = session.target, session.scoring_set(k)
+    if not scoring_set.num_positions(k):
+        raise UserError(
+            f"expected answers with places to draft {k} tokens, found none in "
+            f"{len(scoring_set.spans)} answers",
+            where=session.suite_name,
+            do="give more prompts (--max-prompts), more tokens of each answer (--max-new-tokens), "
+            "or prompts that this target answers at length",
+        )
     context = HypothesisContext(
         num_layers=target.num_layers,
         rope=getattr(session.text_config, "rope_parameters", None),
@@ -102,16 +110,20 @@ def score_variants(
         boundaries_with_norm=frozenset(
             b for b in range(target.num_layers + 1) if input_norm(target, b) is not None
         ),
-        templates=usable_templates(stored.template, session, k),
         boundaries=files.boundaries,
         own_embeddings=files.tensors.get(EMBEDDINGS),
     )
-    variants = [stored, *(h.variant for h in hypotheses(stored, context))]
-    boundaries = {b for variant in variants for b in variant.config.boundaries}
-    for template in context.templates:
-        session.scoring_set(template, k).compute_states(boundaries)  # all in one pass
-    scorer = Scorer(target, lambda template: session.scoring_set(template, k), k)
-    return search_variants(stored, context, scorer, session.monitor)
+    rows = hypotheses(stored, context)
+    boundaries = {b for v in (stored, *(row.variant for row in rows)) for b in v.config.boundaries}
+    scoring_set.compute_states(boundaries)  # all in one pass
+    scorer = Scorer(scoring_set, k)
+    base, others = scorer(stored), []
+    for number, row in enumerate(rows, 1):
+        score = scorer(row.variant)
+        others.append(VariantResult(row, score, *score.gain(base, len(rows))))
+        session.monitor.progress("doctor: variants", number, len(rows), row.name)
+    others.sort(key=lambda result: result.gain, reverse=True)
+    return VariantSearch(VariantResult(None, base), others)
 
 
 def usual_drafts(config: HeadConfig) -> int:
@@ -121,35 +133,3 @@ def usual_drafts(config: HeadConfig) -> int:
     except UserError:  # a block with fewer slots
         return config.k_trained
     return USUAL_K
-
-
-def usable_templates(default: bool, session: TargetSession, k: int) -> frozenset[bool]:
-    """Return whether to score with (True) and without (False) the chat template.
-
-    Args:
-        default: how the target is prompted usually; without the template only if it has none.
-
-    Raises:
-        UserError: all answers to the default prompts are too short.
-    """
-    scoring_set = session.scoring_set(default, k)
-    if not scoring_set.num_positions(k):
-        raise UserError(
-            f"expected answers with places to draft {k} tokens, found none in "
-            f"{len(scoring_set.spans)} answers",
-            where=session.suite_name,
-            do="give more prompts (--max-prompts), more tokens of each answer (--max-new-tokens), "
-            "or prompts that this target answers at length",
-        )
-    if not default:
-        return frozenset({False})
-    try:
-        plain = session.scoring_set(False, k)
-    except UserError as error:  # prompts with roles cannot be plain text
-        reason = error.what
-    else:
-        if plain.num_positions(k) >= MIN_PLAIN_POSITIONS:
-            return frozenset({True, False})
-        reason = "the target's answers are too short"
-    session.monitor.say(f"doctor: the head is not scored without the chat template: {reason}")
-    return frozenset({True})

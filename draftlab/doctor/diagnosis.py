@@ -44,16 +44,15 @@ def note(kind: str, what: str, do: str = "") -> Finding:
 class ScoredVariant(BaseModel):
     """The scores of one variant of the head: counters of a teacher-forced walk, and a comparison.
 
-    Over every position of the answers, `gain` is the number of accepted drafts per step above the
-    stored head's, with its interval over prompts, which holds for all variants together.
-    `likelier` is by how many nats the target's tokens are likelier. All three are None for the
-    stored head itself.
+    `kind` is that of the hypothesis. Over every position of the answers, `gain` is the number of
+    accepted drafts per step above the stored head's, with its interval over prompts, which holds
+    for all variants together. These are None for the stored head itself.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
-    changes: list[str]
+    kind: str | None
     acceptance_length: float | None
     acceptance_length_ci: tuple[float, float] | None
     drafts: int
@@ -61,7 +60,6 @@ class ScoredVariant(BaseModel):
     accepted_at: list[int]
     gain: float | None = None
     gain_ci: tuple[float, float] | None = None
-    likelier: float | None = None
     better: bool = False
 
 
@@ -87,9 +85,6 @@ class Diagnosis(BaseModel):
     readings: list[ScoredVariant]
 
 
-MAX_PAIRS = 3  # variants with two changes that the table shows
-
-
 def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
     """Print a diagnosis; the verdict is the first line. Only a terminal wraps lines."""
     wide = not console.is_terminal
@@ -109,22 +104,17 @@ def print_diagnosis(diagnosis: Diagnosis, console: Console) -> None:
             console.print(do, soft_wrap=wide)
     if not diagnosis.readings:
         return
-    pairs = [variant for variant in diagnosis.readings if len(variant.changes) > 1][:MAX_PAIRS]
-    shown = [v for v in diagnosis.readings if len(v.changes) < 2 or v in pairs]
     console.print()
-    print_table(_table(shown), console, "--json")
-    if hidden := len(diagnosis.readings) - len(shown):
-        console.print(Text(f"{hidden} more pairs of changes fit worse (--json)", style="dim"))
+    print_table(_table(diagnosis.readings), console, "--json")
     conditions = diagnosis.conditions
     legend = (
         f"K = {conditions['k']}, {conditions['prompts']} prompts of {conditions['suite']}, "
         f"{conditions['answer_tokens']:,} tokens of the target's own greedy answers (repeated "
         f"4-grams {conditions['repetition_rate']:.2f}), {conditions['dtype']} on "
         f"{conditions['device']}; teacher-forced walk. AL has a 95 % interval over prompts. Gain "
-        "and nats are over every position of the answers: accepted drafts per step above the "
-        f"stored head's, with an interval that holds for all variants together ({1 - 2 * ERROR:.0%}"
-        "), and how much likelier the head finds the target's tokens. * marks a significantly "
-        "better fit."
+        "is over every position of the answers: accepted drafts per step above the stored head's, "
+        f"with an interval that holds for all variants together ({1 - 2 * ERROR:.0%}). * marks a "
+        "significantly better fit."
     )
     console.print(Text(legend, style="dim"), soft_wrap=wide)
 
@@ -135,7 +125,6 @@ def _table(variants: list[ScoredVariant]) -> Table:
         Column("AL [95 %]"),
         Column("accepted at 1 …", left=True, leaves=1),
         Column("gain"),
-        Column("nats"),
         Column("", left=True),
     ]
     lines = [
@@ -147,7 +136,6 @@ def _table(variants: list[ScoredVariant]) -> Table:
                 if variant.drafts
                 else "–",
                 _with_interval(variant.gain, variant.gain_ci, sign=True),
-                _with_interval(variant.likelier, None, sign=True),
                 "*" if variant.better else "",
             ],
             "best" if variant.better or variant.gain is None else "plain",

@@ -1,4 +1,7 @@
-"""Reading and checking a head's files; the target's tensors replace missing ones for scoring."""
+"""What is wrong with a head's files, by themselves and beside the target's config and tokenizer.
+
+For scoring the target's tensors replace missing ones.
+"""
 
 from __future__ import annotations
 
@@ -6,37 +9,40 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftlab.doctor.diagnosis import Finding, fault, note
-from draftlab.doctor.identity import position_findings, vocabulary_mask
 from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
 from draftlab.export.foreign_config import ForeignHead, boundary_readings, read_foreign_config
 from draftlab.export.importing import foreign_head_config, rename_tensors
 from draftlab.export.weight_files import read_weights, weight_files
-from draftlab.files import read_json, sha256_file
+from draftlab.files import same_fingerprint, sha256_file
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.folder import NATIVE, load_config, meta_head
-from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM
-from draftlab.heads.validate import D2T, T2D, TensorFault, tensor_faults
-from draftlab.heads.vllm_config import native_config
+from draftlab.heads.folder import meta_head
+from draftlab.heads.head import EMBEDDINGS
+from draftlab.heads.rope import used_rope
+from draftlab.heads.validate import D2T, T2D, tensor_faults
 from draftlab.run.resolve import run_of
 from draftlab.run.stages import STAGES, read_record, record_path
+from draftlab.text.chat_template import template_sha256, tokenizer_sha256
 
-MASK_HIDDEN, NORM = "mask_hidden", "norm.weight"
 RESTORE = "copy the head again, or export it again from its training run"
 ADVICE = {
-    "missing tensor": RESTORE,
+    "missing tensor": f"servers leave it uninitialised without a warning: {RESTORE}",
     "unknown tensor": "remove it, or name the family and options that have it in the config",
     "shape": RESTORE,
+    "dtype": "store weights as bfloat16 or float32, d2t as int64 and t2d as bool",
     "not finite": "take an earlier checkpoint: training diverged, or the file is damaged",
     "zeros": RESTORE,
-    "d2t": RESTORE,
+    "d2t": "store target id − draft id: d2t[i] = id − i",
 }
-"""What to do about a fault, by its kind, in the order of the findings. Dtypes are not here."""
+"""What to do about a fault of the validator, by its kind, in the order of the findings."""
+SCORED_ALL_THE_SAME = {"unknown tensor", "zeros", "d2t"}
+"""Kinds of faults in spite of which a head computes drafts."""
 
 
 @dataclass(frozen=True)
@@ -54,183 +60,33 @@ class HeadFiles:
     boundaries: tuple[tuple[int, ...], ...] = ()
 
 
-def read_draftlab_head(folder: Path) -> tuple[HeadFiles, list[Finding]]:
-    """Read a head folder, and compare its config.json, which other programs read.
-
-    Raises:
-        UserError: draftlab.json or the weights cannot be read.
-    """
-    config = load_config(folder)
-    tensors = read_weights(folder, "head's weights")
-    return HeadFiles(config, tensors), list(_native_findings(folder, config, tensors))
-
-
-def _native_findings(
-    folder: Path, config: HeadConfig, tensors: Mapping[str, Tensor]
-) -> Iterator[Finding]:
-    """Yield a finding if config.json differs from what draftlab.json generates."""
-    fc = tensors.get("fc.weight")
-    expected = native_config(config, str(fc.dtype).removeprefix("torch.") if fc is not None else "")
-    if not expected:  # no server loads such heads
-        return
-    if not (folder / NATIVE).is_file():
-        yield fault(
-            "config.json",
-            "config.json is missing: vLLM cannot load the folder as it stands",
-            "export the head (draftlab export --to vllm)",
-        )
-        return
-    actual = read_json(folder / NATIVE, kind="head's config.json")
-    if not isinstance(actual, dict):
-        yield fault("config.json", "config.json holds no object")
-        return
-    differences = [
-        f"{key}: {actual.get(key, 'nothing')} (by draftlab.json {expected.get(key, 'nothing')})"
-        for key in sorted(expected.keys() | actual.keys())
-        if actual.get(key, "nothing") != expected.get(key, "nothing")
-        and (key != "dtype" or fc is not None)
-    ]
-    if differences:
-        yield fault(
-            "config.json",
-            "config.json, which vLLM reads, differs from draftlab.json: " + "; ".join(differences),
-            "export the head again, which rewrites it; or correct draftlab.json, if that is "
-            "the wrong one",
-        )
+def tensor_findings(files: HeadFiles) -> tuple[list[Finding], bool]:
+    """Return the validator's faults with advice, and whether the head can be scored with them."""
+    faults = tensor_faults(meta_head(files.config), files.tensors, may_be_zero=())
+    if D2T in files.tensors:  # which gives t2d
+        faults = [f for f in faults if (f.kind, f.tensor) != ("missing tensor", T2D)]
+    order = list(ADVICE)
+    faults.sort(key=lambda f: order.index(f.kind))
+    findings = [fault(f.kind, f.message, ADVICE[f.kind]) for f in faults]
+    return findings, SCORED_ALL_THE_SAME.issuperset(f.kind for f in faults)
 
 
-def complete_tensors(
-    files: HeadFiles, target_tensors: Mapping[str, Tensor]
-) -> tuple[dict[str, Tensor] | None, list[Finding]]:
-    """Return the tensors that a head is scored with, and the faults of its files.
-
-    Missing tensors are replaced by the target's where possible, so that a head with faults can be
-    scored; unknown tensors are left out. The tensors are None if some cannot be replaced.
+def scored_tensors(files: HeadFiles, target_tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors that a head is scored with: its own, and those that servers add.
 
     Args:
         target_tensors: the target's embeddings, lm_head and final norm, by their names in heads.
     """
     config, head = files.config, meta_head(files.config)
-    expected = {name: tensor.shape for name, tensor in head.tensors().items()}
-    found, findings = _with_raw_mask(files, expected)
-    faults = tensor_faults(head, found, may_be_zero=())
-    misfits = {f.tensor for f in faults if f.kind in ("unknown tensor", "shape")}
-    tensors = {name: _computable(t) for name, t in found.items() if name not in misfits}
+    tensors = {name: t for name, t in files.tensors.items() if name in head.tensors()}
     tensors |= {name: target_tensors[name] for name in head.shared_tensors()}
     if config.draft_vocab_size == config.vocab_size:  # other programs' files have no identity maps
         tensors.setdefault(D2T, torch.zeros(config.vocab_size, dtype=torch.int64))
-    for name in sorted(expected.keys() - tensors.keys()):
-        if (substitute := _substitute(name, tensors, config, target_tensors)) is not None:
-            tensors[name] = substitute
-    findings += _fault_findings(faults, found, tensors)
-    findings += _dtype_findings(faults, found)
-    return (tensors if expected.keys() <= tensors.keys() else None), findings
-
-
-def _with_raw_mask(
-    files: HeadFiles, expected: Mapping[str, torch.Size]
-) -> tuple[dict[str, Tensor], list[Finding]]:
-    """Return the stored tensors with `mask_hidden` as it is before fc, in the head's shape."""
-    tensors, config = files.tensors, files.config
-    if MASK_HIDDEN not in tensors or MASK_HIDDEN not in expected:
-        return tensors, []
-    mask, shape = tensors[MASK_HIDDEN], expected[MASK_HIDDEN]
-    if mask.numel() == shape.numel():  # layouts have different leading dimensions
-        return tensors | {MASK_HIDDEN: mask.reshape(shape)}, []
-    fc = tensors.get("fc.weight")
-    invertible = fc is not None and not (config.norm_before_fc or config.fc_norm)
-    if mask.numel() != config.hidden_size or not invertible:
-        return tensors, []
-    finding = fault(
-        MASK_HIDDEN,
-        f"mask_hidden has {mask.numel()} values, as many as a hidden state: it was projected by fc "
-        f"before it was stored, where the {config.feature_size} values before fc are expected; "
-        "scored with a vector that fc maps to it",
-        "store the vector before fc: servers project it once, when they load it",
-    )
-    return tensors | {MASK_HIDDEN: unproject_mask(mask, fc)}, [finding]
-
-
-def unproject_mask(projected: Tensor, fc: Tensor) -> Tensor:
-    """Return the shortest vector [1, F] that fc [H, F] maps to `projected` (H values)."""
-    fc, output = fc.double(), projected.double().flatten()[:, None]
-    solution = fc.T @ torch.linalg.lstsq(fc @ fc.T, output).solution
-    return solution.T.to(projected.dtype)
-
-
-def _computable(tensor: Tensor) -> Tensor:
-    """Return a tensor that torch computes with, without NaN and infinities."""
-    if not tensor.is_floating_point():
-        return tensor
-    return (tensor.float() if tensor.element_size() == 1 else tensor).nan_to_num(0, 0, 0)
-
-
-def _substitute(
-    name: str,
-    tensors: Mapping[str, Tensor],
-    config: HeadConfig,
-    target_tensors: Mapping[str, Tensor],
-) -> Tensor | None:
-    """Return a substitute for a missing tensor; None: there is none."""
-    d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
-    if name == "d2t" and t2d is not None and int(t2d.sum()) == config.draft_vocab_size:
-        return t2d.nonzero()[:, 0] - torch.arange(config.draft_vocab_size)
-    if name == "t2d" and d2t is not None:
-        return vocabulary_mask(d2t, config.vocab_size)
-    if name == EMBEDDINGS:
-        return target_tensors.get(EMBEDDINGS)
-    if name == NORM:
-        return target_tensors.get(TARGET_NORM)
-    if name == LM_HEAD and LM_HEAD in target_tensors and d2t is not None:
-        ids = (torch.arange(len(d2t)) + d2t.long()).clamp(0, config.vocab_size - 1)
-        return target_tensors[LM_HEAD][ids.to(target_tensors[LM_HEAD].device)]
-    return None
-
-
-def _fault_findings(
-    faults: list[TensorFault], found: Mapping[str, Tensor], scored: Mapping[str, Tensor]
-) -> Iterator[Finding]:
-    """Yield the validator's faults, each with what to do; those of dtypes are not among them."""
-    for kind, do in ADVICE.items():
-        for f in faults:
-            if f.kind != kind or (kind == "missing tensor" and f.tensor == T2D and D2T in found):
-                continue  # a t2d that d2t gives may be missing
-            message, advice = f.message, do
-            if kind == "missing tensor":
-                message += ": servers leave it uninitialised without a warning"
-                message += "; scored with a substitute" * (f.tensor in scored)
-            elif kind == "not finite":
-                message += "; scored with zeros instead"
-            elif "absolute ids" in message:
-                advice = "store d2t − arange(len(d2t))"
-            yield fault(kind, message, advice)
-
-
-def _dtype_findings(faults: list[TensorFault], tensors: Mapping[str, Tensor]) -> Iterator[Finding]:
-    """Yield findings on dtypes that cannot be computed with, and on those that programs cast."""
-    wrong = [f for f in faults if f.kind == "dtype" and f.tensor not in (D2T, T2D)]
-    if wrong:  # a quantised head has many
-        yield fault(
-            "dtype",
-            f"{wrong[0].message} ({len(wrong)} such tensors)",
-            "store weights as bfloat16 or float32: quantised heads cannot be read",
-        )
-    for name, dtype in ((D2T, torch.int64), (T2D, torch.bool)):
-        if name in tensors and tensors[name].dtype != dtype:
-            yield fault(
-                "dtype",
-                f"{name}: expected {dtype}, found {tensors[name].dtype}: programs "
-                "cast it or misread it without a warning",
-                f"store it as {dtype}",
-            )
-    others = {t.dtype for name, t in tensors.items() if name not in (D2T, T2D)}
-    floats = {str(k).removeprefix("torch.") for k in others if k.is_floating_point}
-    if len(floats) > 1:
-        yield note(
-            "dtype",
-            f"weights of several dtypes: {', '.join(sorted(floats))}",
-            "servers cast them to the target's dtype; store them in one",
-        )
+    if T2D not in tensors:
+        ids = torch.arange(config.draft_vocab_size) + tensors[D2T].long()
+        tensors[T2D] = torch.zeros(config.vocab_size, dtype=torch.bool)
+        tensors[T2D][ids[(ids >= 0) & (ids < config.vocab_size)]] = True
+    return tensors
 
 
 def read_foreign_head(folder: Path, session: TargetSession) -> tuple[HeadFiles, list[Finding]]:
@@ -328,3 +184,91 @@ def _changed_files(folder: Path, run: Path) -> Iterator[Finding]:
             elif (actual := sha256_file(file)) != expected:
                 what = f"{file.name} has SHA-256 {actual[:12]}, and {expected[:12]} when the run"
                 yield fault("changed file", f"{what} wrote it", do)
+
+
+def shape_findings(head: HeadConfig, text: Any) -> list[Finding]:
+    """Return a finding for each size of the target that is not the one in the head's config.
+
+    Args:
+        text: the target's text config, as transformers reads it.
+    """
+    sizes = {
+        "{:,} layers": (head.target_num_layers, text.num_hidden_layers),
+        "hidden size {:,}": (head.target_hidden_size, text.hidden_size),
+        "{:,} tokens": (head.vocab_size, text.vocab_size),
+    }
+    return [
+        fault(
+            "target",
+            f"the head was trained for a target of {size.format(expected)} ({head.target.name}); "
+            f"this one has {actual:,}",
+            "give the target it was trained for with --target",
+        )
+        for size, (expected, actual) in sizes.items()
+        if expected != actual
+    ]
+
+
+def config_findings(head: HeadConfig, text: Any) -> Iterator[Finding]:
+    """Yield findings on RoPE and positions that differ from the target's."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    if "rope_theta" in rope:
+        head_rope, target_rope = (
+            {"rope_type": "default", **fields} for fields in (head.rope_parameters, used_rope(rope))
+        )
+        if head_rope != target_rope:
+            yield note(
+                "rope",
+                f"RoPE parameters {head_rope}, where the target has {target_rope}",
+                "heads usually have their target's, or its base alone; programs take base 10,000 "
+                "if a config has none. The scores below show which fits",
+            )
+    yield from position_findings(head.max_position_embeddings, text)
+
+
+def position_findings(number: int | None, text: Any) -> Iterator[Finding]:
+    """Yield a finding if a head's number of positions is not the target's, if that states one."""
+    positions = getattr(text, "max_position_embeddings", None)
+    if positions is not None and number != positions:
+        effect = (
+            "servers stop drafting there, or shorten the target to it"
+            if number is None or number < positions
+            else "the target has no such positions"
+        )
+        shown = "none" if number is None else f"{number:,}"
+        yield fault(
+            "max_position_embeddings",
+            f"max_position_embeddings {shown}, where the target has {positions:,}: {effect}",
+            f"write {positions}, the target's",
+        )
+
+
+def identity_findings(head: HeadConfig, fingerprint: str, tokenizer: Any) -> list[Finding]:
+    """Return a finding for each of target, tokenizer and template whose hash differs."""
+    try:
+        template = template_sha256(tokenizer)
+    except UserError:
+        template = "none"
+    pairs = {
+        "target": (head.target.fingerprint, fingerprint, "its weights or its config differ"),
+        "tokenizer": (
+            head.target.tokenizer_sha256,
+            tokenizer_sha256(tokenizer),
+            "the same text becomes other tokens",
+        ),
+        "template": (
+            head.target.template_sha256,
+            template,
+            "chats are rendered differently than in training",
+        ),
+    }
+    return [
+        fault(
+            kind,
+            f"the {kind} is not the one the head was trained with ({head.target.name}): "
+            f"{trained[:12]} there, {actual[:12]} here; {effect}",
+            "give the checkpoint it was trained for, or train a head for this one",
+        )
+        for kind, (trained, actual, effect) in pairs.items()
+        if trained and not same_fingerprint(trained, actual)  # empty in heads of other programs
+    ]

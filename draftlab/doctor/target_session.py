@@ -39,13 +39,11 @@ class ScoringSet:
     """Greedy answers of the target, and its states over them.
 
     Attributes:
-        prompts: their names.
         batch: one conversation per row, without features. spans: int64 [T] of each conversation.
         states: [B, S, Ht] by boundary; `compute_states` adds to them.
     """
 
     target: Target
-    prompts: tuple[str, ...]
     batch: Batch
     spans: tuple[Tensor, ...]
     states: dict[int, Tensor]
@@ -104,7 +102,6 @@ class TargetSession:
         self._held_out = held_out
         self.suite_name = settings.prompts or (HELD_OUT if held_out else "embedded:heldout")
         self.scoring_set = cache(self._scoring_set)
-        self._answers = cache(self._generate)
 
     @cached_property
     def folder(self) -> Path:
@@ -132,34 +129,35 @@ class TargetSession:
         remote_code = self.target_settings.trust_remote_code
         return load_parts(self.folder, trust_remote_code=remote_code).shared_tensors
 
-    def _suite(self, template: bool) -> Suite:
+    def _suite(self) -> Suite:
         room = self.target.max_length - self.settings.max_new_tokens
-        options: dict[str, Any] = {"raw": not template, "max_prompt_tokens": max(room, 1)}
+        raw = self.tokenizer.chat_template is None
+        options: dict[str, Any] = {"raw": raw, "max_prompt_tokens": max(room, 1)}
         arguments = self.tokenizer, self.monitor
         if self.settings.prompts is None and self._held_out is not None:
             return conversation_suite(self.suite_name, self._held_out(), *arguments, **options)
         modes = self.target_settings.modes
         return load_suite(self.suite_name, *arguments, modes=modes, **options)
 
-    def _generate(self, template: bool) -> tuple[list[Request], list[Generation]]:
+    @cached_property
+    def _answers(self) -> tuple[list[Request], list[Generation]]:
         target, settings = self.target, self.settings
         stops = stop_ids(self.tokenizer, target.folder)
         requests = [
             Request(name, ids, settings.max_new_tokens, Sampling(), stops)
-            for name, ids in self._suite(template).sample(settings.max_prompts, seed=0).prompts
+            for name, ids in self._suite().sample(settings.max_prompts, seed=0).prompts
         ]
-        stage = "doctor: the target answers" + " plain text" * (not template)
         longest = max(len(r.prompt_ids) + r.max_new_tokens for r in requests) + 1
         decode = engine_decode(target, MAX_BATCH, self.monitor)
         answers: dict[str, Generation] = {}
         for generation in decode(requests, min(longest, target.max_length)):
             answers[generation.id] = generation
-            self.monitor.progress(stage, len(answers), len(requests))
+            self.monitor.progress("doctor: the target answers", len(answers), len(requests))
         return requests, [answers[request.id] for request in requests]
 
-    def _scoring_set(self, template: bool, k: int) -> ScoringSet:
-        """Return the greedy answers to chats (`template`) or plain text, for k drafts per step."""
-        requests, answers = self._answers(template)
+    def _scoring_set(self, k: int) -> ScoringSet:
+        """Return the greedy answers, for k drafts per step."""
+        requests, answers = self._answers
         records = []
         for request, generation in zip(requests, answers, strict=True):
             tokens = torch.tensor([*request.prompt_ids, *generation.token_ids])
@@ -170,17 +168,16 @@ class TargetSession:
             )
         width = max(len(record.tokens) for record in records)
         batch = pack([[record] for record in records], width, k).to(self.target.device)
-        names = tuple(request.id for request in requests)
-        return ScoringSet(self.target, names, batch, tuple(r.spans for r in records), {})
+        return ScoringSet(self.target, batch, tuple(r.spans for r in records), {})
 
-    def conditions(self, template: bool, k: int) -> dict[str, Any]:
+    def conditions(self, k: int) -> dict[str, Any]:
         """Return the conditions of the scores, for the diagnosis."""
-        requests, answers = self._answers(template)
+        requests, answers = self._answers
         return {
             "k": k,
             "prompts": len(requests),
             "suite": self.suite_name,
-            "template": template,
+            "template": self.tokenizer.chat_template is not None,
             "max_new_tokens": self.settings.max_new_tokens,
             "answer_tokens": sum(len(g.token_ids) for g in answers),
             "repetition_rate": round(repetition_rate(g.token_ids for g in answers), 4),

@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from draftlab.doctor.diagnosis import Diagnosis, Finding, State, fault, note
-from draftlab.doctor.hypotheses import MARGIN
-from draftlab.doctor.score import student_interval
-from draftlab.doctor.search import VariantResult, VariantSearch
+from draftlab.doctor.diagnosis import Diagnosis, Finding, ScoredVariant, State, fault, note
+from draftlab.doctor.hypotheses import MARGIN, Hypothesis
+from draftlab.doctor.score import Score, needed_prompts, student_interval
 from draftlab.engine.counters import Counters
 from draftlab.formatting import count_text
 from draftlab.intervals import share_interval
@@ -31,8 +30,59 @@ MAX_MORE = 1000
 """More prompts than this are not asked for."""
 
 TOO_FEW = "not enough prompts"
-IDENTITY = ("target", "tokenizer", "template", "embeddings", "lm_head")
+IDENTITY = ("target", "tokenizer", "template")
 """Kinds of findings that explain why no variant of a head fits."""
+
+
+@dataclass(frozen=True)
+class VariantResult:
+    """The score of a hypothesis's variant with its gain, or that of the head as stored."""
+
+    hypothesis: Hypothesis | None
+    score: Score
+    gain: float = 0.0
+    interval: tuple[float, float] | None = None
+
+    @property
+    def better(self) -> bool:
+        """Whether it fits better than the stored head, by its margin and not by chance."""
+        row, interval = self.hypothesis, self.interval
+        return bool(row and interval and interval[0] > 0 and self.gain >= row.margin)
+
+    def scored(self) -> ScoredVariant:
+        """Return its part of the diagnosis."""
+        total, row = self.score.total, self.hypothesis
+        return ScoredVariant(
+            name=row.name if row else "as stored",
+            kind=row and row.kind,
+            acceptance_length=total.acceptance_length,
+            acceptance_length_ci=self.score.acceptance_interval,
+            drafts=total.drafts,
+            accepted=total.accepted,
+            accepted_at=total.accepted_at,
+            gain=self.gain if row else None,
+            gain_ci=self.interval,
+            better=self.better,
+        )
+
+
+@dataclass(frozen=True)
+class VariantSearch:
+    """The scores of the stored head and of all other variants, the best first."""
+
+    stored: VariantResult
+    others: list[VariantResult]
+
+    @property
+    def best(self) -> VariantResult | None:
+        """The variant that explains the head; None: none is better than the stored head."""
+        return next((result for result in self.others if result.better), None)
+
+    @property
+    def missing_prompts(self) -> int:
+        """Number of further prompts without which no variant is told from the stored head."""
+        needed = needed_prompts(len(self.others)) if self.others else 0
+        return max(needed - self.stored.score.num_prompts, 0)
 
 
 @dataclass(frozen=True)
@@ -99,25 +149,19 @@ def make_diagnosis(
         search: the scored variants; None: the head could not be scored.
         provenance: of the head's training, whose accuracy the scores are compared with.
     """
-    verdict, num_mentioned = "", 1
-    if search is not None and search.best is not None:
-        mistakes = search.best.hypotheses
-        corrections, best = " and ".join(h.correction for h in mistakes), al(search.best)
-        effect = f"{al(search.stored)} as stored, {best.removeprefix('AL ')} {corrections}"
-        verdict = f"{' and '.join(h.mistake for h in mistakes)}; {effect}"
-        num_mentioned = len(mistakes)
+    verdict, best = "", search and search.best
+    if search is not None and best is not None and (row := best.hypothesis) is not None:
+        effect = f"{al(best).removeprefix('AL ')} so"
+        verdict = f"it was trained with {row.name}; {al(search.stored)} as stored, {effect}"
         # The scores say the same about d2t as the files do, with figures.
-        if "d2t" in (h.kind for h in mistakes):
-            findings = [f for f in findings if f.kind != "d2t"]
-        findings = [fault(h.kind, f"{h.mistake}; {effect}", h.do) for h in mistakes] + findings
+        findings = [f for f in findings if f.kind != "d2t" or row.kind != "d2t"]
+        findings = [fault(row.kind, verdict, row.do), *findings]
     elif search is not None and (score := score_finding(search, provenance or {})):
         causes = [f for f in findings if f.kind in IDENTITY and f.severity == "fault"]
         named = bool(causes) and score.severity == "fault"
         verdict = f"{causes[0].what}; {al(search.stored)}" if named else score.what
         findings = [*findings, score]
     faults = [f for f in findings if f.severity == "fault"]
-    # A change by hand also makes draftlab.json differ from config.json: the change says more.
-    faults.sort(key=lambda f: f.kind == "config.json")
     if not faults:
         state: State = "undecided" if verdict or search is None else "healthy"
         verdict = verdict or _healthy_verdict(search)
@@ -125,8 +169,8 @@ def make_diagnosis(
         state = "weak" if {f.kind for f in faults} == {"weak"} else "faulty"
         undecided = any(f.kind == TOO_FEW for f in findings)
         verdict = faults[0].what if undecided or not verdict else verdict
-        if len(faults) > num_mentioned:
-            verdict += f" (and {len(faults) - num_mentioned} more)"
+        if len(faults) > 1:
+            verdict += f" (and {len(faults) - 1} more)"
     return Diagnosis(
         healthy=state == "healthy",
         state=state,
@@ -145,12 +189,10 @@ def _healthy_verdict(search: VariantSearch | None) -> str:
         return "no fault found in the files; the head was not scored"
     interval = search.stored.score.acceptance_interval
     shown = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
-    ends = [gain.interval[1] for gain in search.compared if gain.interval]
-    rest = len(search.others) - len(ends)
-    few = f" ({count_text(rest, 'more variant')} had answers of too few prompts)" if rest else ""
+    ends = [r.interval[1] for r in search.others if r.interval]
     return (
         f"{al(search.stored)}{shown} as stored, and none of {len(ends)} other variants "
-        f"accepts {max([*ends, MARGIN]):.2f} drafts a step more{few}"
+        f"accepts {max([*ends, MARGIN]):.2f} drafts a step more"
     )
 
 
