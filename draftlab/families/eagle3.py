@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from draftlab.heads.family import Family
 
@@ -46,11 +46,6 @@ class Eagle3(Family):
         from draftlab.train.objectives.ttt import ttt_weights, unroll
 
         return Objective(unroll, ttt_weights, fast_forward=FastUnroll)
-
-    def check_settings(self, settings: Any) -> None:
-        super().check_settings(settings)
-        if settings.norm_before_fc and settings.fc_norm:
-            raise ValueError("norm_before_fc and fc_norm exclude each other, found both")
 
     def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
         if config.names_mask_token or architecture not in self.architectures:

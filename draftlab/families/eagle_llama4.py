@@ -27,15 +27,6 @@ class EagleLlama4(Eagle):
     intermediate_size_names = ("intermediate_size_mlp", "intermediate_size")
     architectures = ()  # dense Llama 4 drafters of other programs are not read
 
-    def check_settings(self, settings: Any) -> None:
-        super().check_settings(settings)
-        pattern = settings.llama4.no_rope_layers
-        if pattern is not None and len(pattern) != settings.num_layers:
-            raise ValueError(
-                f"llama4.no_rope_layers has one number for each of the {settings.num_layers} "
-                f"layers, found {list(pattern)}"
-            )
-
     def config_fields(self, settings: Any, target: Any) -> dict[str, Any]:
         """Return the attention of the target, else of Llama 4 itself, with the recipe's RoPE."""
         from transformers import Llama4TextConfig

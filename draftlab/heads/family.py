@@ -15,7 +15,6 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from draftlab.errors import UserError
-from draftlab.formatting import count_text
 
 if TYPE_CHECKING:  # the rooms above this one
     from draftlab.engine.drafter import HeadDrafter
@@ -130,11 +129,6 @@ class Family(ABC):
         Raises:
             ValueError: a setting that contradicts the family or another setting.
         """
-        if settings.num_layers > self.max_layers:
-            raise ValueError(
-                f"{self.title} heads have at most {count_text(self.max_layers, 'layer')}, found "
-                f"num_layers {settings.num_layers}"
-            )
         if unknown := sorted(settings.chosen_options() - self.options):
             raise ValueError(
                 f"{self.title} heads have no {', '.join(unknown)}: leave the setting out, or "

@@ -26,7 +26,7 @@ from draftlab.engine.counters import Counters
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
 from draftlab.heads.head import DraftHead
-from draftlab.intervals import MIN_INTERVAL_PROMPTS, prompt_interval, resample_sums
+from draftlab.intervals import MIN_INTERVAL_PROMPTS, ratio_interval, sums_by_prompt
 from draftlab.kernels.distill import distill
 from draftlab.kernels.distill.types import at_least_float32
 from draftlab.progress import Monitor
@@ -53,17 +53,14 @@ class Walked(NamedTuple):
 
 def al_text(al: float, records: Sequence[Walked]) -> str:
     """Return an AL with its interval over prompts; of too few prompts, that it is not known."""
-    records = [record for record in records if record.steps]
-    prompts = group_by_prompt([record.id for record in records]) if records else np.array([], int)
-    accepted, steps = (
-        np.bincount(prompts, [getattr(record, name) for record in records])
-        for name in ("accepted", "steps")
-    )
-    count = len(steps)
-    sums = resample_sums(accepted, steps) if count else (np.zeros(1), np.ones(1))
-    if (interval := prompt_interval(1 + sums[0] / sums[1], count)) is None:
+    interval, count = None, 0
+    if records := [record for record in records if record.steps]:
+        ids, accepted, steps = zip(*records, strict=True)
+        sums = sums_by_prompt(group_by_prompt(ids), accepted, steps)
+        interval, count = ratio_interval(*sums), len(sums[0])
+    if interval is None:
         return f"not known: {count_text(count, 'prompt')}, an interval needs {MIN_INTERVAL_PROMPTS}"
-    low, high = interval
+    low, high = (1 + end for end in interval)
     return f"{al:.3f} [{low:.3f}, {high:.3f}] of {count:,} prompts"
 
 

@@ -21,51 +21,40 @@ from draftlab.kernels.ttt_attention import document_starts
 from draftlab.kernels.ttt_attention.types import StepKeyValues
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
-from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, expand_last
-from draftlab.train.fast.layers import LayerInputs, LayerWeights, layer_inputs, pad_rows, unpad_rows
+from draftlab.train.fast.fused_ops import FusedOps, expand_last
+from draftlab.train.fast.layers import (
+    FastForward,
+    LayerInputs,
+    LayerWeights,
+    layer_inputs,
+    pad_rows,
+    unpad_rows,
+)
 from draftlab.train.fast.shared_gradients import select_rows
 from draftlab.train.objectives.block import block_attention, slot_row_indices, step_anchors
-from draftlab.train.objectives.loss import StepOutput, row_starts
+from draftlab.train.objectives.loss import row_starts
 
 
-class FastBlock:
-    """Fast forward pass with the signature of `block_outputs`.
-
-    Args:
-        dtype: of products, norms and saved activations.
-        ops: `FUSED_OPS`, `FP8_OPS`, or the same compiled.
-    """
+class FastBlock(FastForward):
+    """Fast forward pass of `block_outputs`."""
 
     description = "all blocks run side by side"
-    can_recompute = False
 
     @staticmethod
     def supports(head: DraftHead) -> bool:
-        """Return whether the head is a block head whose layers have plain attention."""
         return type(head) is BlockHead and all(
             type(layer) is DecoderLayer and type(layer.self_attn) is Attention
             for layer in head.layers
         )
 
-    def __init__(self, dtype: torch.dtype, *, ops: FusedOps = FUSED_OPS) -> None:
-        self.dtype, self.ops = dtype, ops
-
-    def __call__(self, head: BlockHead, batch: Batch) -> list[StepOutput]:
-        """Return each step's output."""
-        steps = [rows for rows in batch.steps if rows.index.shape[1]]
-        if not steps:
-            return []
-        # All tensors have one dtype already. Autocast would widen norms and cast their readers.
-        with torch.autocast(batch.tokens.device.type, enabled=False):
-            slots = _BlockPass(head, batch, steps[0], self.dtype, self.ops).run()
-            num_anchors = len(steps[0].valid_rows)
-            indices = [
-                slot * num_anchors + anchors
-                for slot, anchors in enumerate(step_anchors(steps), head.config.first_slot)
-            ]
-            output = select_rows(slots, torch.cat(indices))
-        outputs = output.split([len(index) for index in indices])
-        return [StepOutput(o, rows.teacher_index) for o, rows in zip(outputs, steps, strict=True)]
+    def outputs(self, head: BlockHead, batch: Batch, steps: list[StepRows]) -> tuple[Tensor, ...]:
+        slots = _BlockPass(head, batch, steps[0], self.dtype, self.ops).run()
+        num_anchors = len(steps[0].valid_rows)
+        indices = [
+            slot * num_anchors + anchors
+            for slot, anchors in enumerate(step_anchors(steps), head.config.first_slot)
+        ]
+        return select_rows(slots, torch.cat(indices)).split([len(index) for index in indices])
 
 
 class _BlockPass:

@@ -8,7 +8,8 @@ so are key and value. All uses of a weight add to one gradient (`train/fast/shar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -16,12 +17,52 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftlab.heads.head import DecoderLayer
+from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import Angles
 from draftlab.kernels.fp8_linear import flatten_weights, unflatten_weights
 from draftlab.train.batch.loss_rows import StepRows
-from draftlab.train.fast.fused_ops import FusedOps
+from draftlab.train.batch.packing import Batch
+from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps
 from draftlab.train.fast.shared_gradients import Shared, branch_gradient
+from draftlab.train.objectives.loss import StepOutput
+
+
+class FastForward(ABC):
+    """A faster forward pass with the outputs and gradients of an objective's `forward`.
+
+    Args:
+        dtype: of products, norms and saved activations.
+        ops: `FUSED_OPS`, `FP8_OPS`, or the same compiled.
+        recompute: whether the backward pass recomputes steps instead of saving their activations,
+            if it `can_recompute`.
+    """
+
+    description: str
+    can_recompute = False
+
+    def __init__(
+        self, dtype: torch.dtype, *, ops: FusedOps = FUSED_OPS, recompute: bool = False
+    ) -> None:
+        self.dtype, self.ops, self.recompute = dtype, ops, recompute
+
+    @staticmethod
+    @abstractmethod
+    def supports(head: DraftHead) -> bool:
+        """Return whether this forward pass computes the head."""
+
+    @abstractmethod
+    def outputs(self, head: Any, batch: Batch, steps: list[StepRows]) -> Iterable[Tensor]:
+        """Return the output [n, H] of each step that has rows."""
+
+    def __call__(self, head: Any, batch: Batch) -> list[StepOutput]:
+        """Return each step's output; gradients flow through all earlier steps."""
+        steps = [rows for rows in batch.steps if rows.index.shape[1]]
+        if not steps:
+            return []
+        # All tensors have one dtype already. Autocast would widen norms and cast their readers.
+        with torch.autocast(batch.tokens.device.type, enabled=False):
+            outputs = self.outputs(head, batch, steps)
+        return [StepOutput(o, rows.teacher_index) for o, rows in zip(outputs, steps, strict=True)]
 
 
 class Projections(NamedTuple):

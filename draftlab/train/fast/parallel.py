@@ -23,26 +23,19 @@ from draftlab.kernels.parallel_attention import ParallelRows, parallel_attention
 from draftlab.kernels.ttt_attention import document_starts
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
-from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, expand_last
-from draftlab.train.fast.layers import LayerWeights, layer_inputs
+from draftlab.train.fast.fused_ops import FusedOps, expand_last
+from draftlab.train.fast.layers import FastForward, LayerWeights, layer_inputs
 from draftlab.train.fast.shared_gradients import Shared
-from draftlab.train.objectives.loss import StepOutput, row_starts, step_of_row, to_device
+from draftlab.train.objectives.loss import row_starts, step_of_row, to_device
 
 
-class FastParallel:
-    """Fast forward pass with the signature of `parallel_outputs`.
-
-    Args:
-        dtype: of products, norms and saved activations.
-        ops: `FUSED_OPS`, `FP8_OPS`, or the same compiled.
-    """
+class FastParallel(FastForward):
+    """Fast forward pass of `parallel_outputs`."""
 
     description = "all depths run side by side"
-    can_recompute = False
 
     @staticmethod
     def supports(head: DraftHead) -> bool:
-        """Return whether the head is a parallel one whose layers have plain attention."""
         return (
             type(head) is PeagleHead
             and type(head.layer) is Eagle3Layer
@@ -50,19 +43,9 @@ class FastParallel:
             and all(type(layer.self_attn) is Attention for layer in head.layers)
         )
 
-    def __init__(self, dtype: torch.dtype, *, ops: FusedOps = FUSED_OPS) -> None:
-        self.dtype, self.ops = dtype, ops
-
-    def __call__(self, head: PeagleHead, batch: Batch) -> list[StepOutput]:
-        """Return each depth's output."""
-        steps = [rows for rows in batch.steps if rows.index.shape[1]]
-        if not steps:
-            return []
-        # All tensors have one dtype already. Autocast would widen norms and cast their readers.
-        with torch.autocast(batch.tokens.device.type, enabled=False):
-            output = _ParallelPass(head, batch, steps, self.dtype, self.ops).run()
-        outputs = output.split([len(rows.valid_rows) for rows in steps])
-        return [StepOutput(o, rows.teacher_index) for o, rows in zip(outputs, steps, strict=True)]
+    def outputs(self, head: PeagleHead, batch: Batch, steps: list[StepRows]) -> tuple[Tensor, ...]:
+        output = _ParallelPass(head, batch, steps, self.dtype, self.ops).run()
+        return output.split([len(rows.valid_rows) for rows in steps])
 
 
 class _ParallelPass:

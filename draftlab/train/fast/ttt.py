@@ -20,9 +20,11 @@ from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import Attention
 from draftlab.kernels.ttt_attention import document_starts, ttt_attention
 from draftlab.kernels.ttt_attention.types import StepKeyValues
+from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
-from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps, normed
+from draftlab.train.fast.fused_ops import FusedOps, normed
 from draftlab.train.fast.layers import (
+    FastForward,
     LayerWeights,
     layer_inputs,
     pad_rows,
@@ -30,24 +32,17 @@ from draftlab.train.fast.layers import (
     unpad_rows,
 )
 from draftlab.train.fast.shared_gradients import Shared
-from draftlab.train.objectives.loss import StepOutput, row_starts
+from draftlab.train.objectives.loss import row_starts
 
 
-class FastUnroll:
-    """Fast forward pass with the signature of `unroll`.
-
-    Args:
-        dtype: of products, norms and saved activations.
-        recompute: whether the backward pass recomputes steps instead of saving their activations.
-        ops: `FUSED_OPS`, `FP8_OPS`, or the same compiled.
-    """
+class FastUnroll(FastForward):
+    """Fast forward pass of `unroll`."""
 
     description = "the embeddings' part of q, k and v is computed once a token"
     can_recompute = True
 
     @staticmethod
     def supports(head: DraftHead) -> bool:
-        """Return whether the head is one EAGLE3 layer with plain attention."""
         return (
             type(head) is Eagle3Head
             and len(head.layers) == 1
@@ -55,31 +50,18 @@ class FastUnroll:
             and type(head.layer.self_attn) is Attention
         )
 
-    def __init__(
-        self, dtype: torch.dtype, *, recompute: bool = False, ops: FusedOps = FUSED_OPS
-    ) -> None:
-        self.dtype, self.recompute, self.ops = dtype, recompute, ops
-
-    def __call__(self, head: Eagle3Head, batch: Batch) -> list[StepOutput]:
-        """Return each step's output; gradients flow through all earlier steps."""
+    def outputs(self, head: Eagle3Head, batch: Batch, steps: list[StepRows]) -> list[Tensor]:
         outputs: list[Tensor] = []
-        # All tensors have one dtype already. Autocast would widen norms and cast their readers.
-        with torch.autocast(batch.tokens.device.type, enabled=False):
-            unrolled = _Unroll(head, batch, self.dtype, self.ops)
-            output, step_keys = unrolled.projected, None
-            for k, rows in enumerate(batch.steps):
-                if rows.index.shape[1] == 0:
-                    break
-                if self.recompute:
-                    results = checkpoint(unrolled.step, k, output, step_keys, use_reentrant=False)
-                else:
-                    results = unrolled.step(k, output, step_keys)
-                previous, output, step_keys = results
-                outputs.append(previous)
-        if not outputs:
-            return []
-        steps = zip([*outputs[1:], output], batch.steps, strict=False)
-        return [StepOutput(output, rows.teacher_index) for output, rows in steps]
+        unrolled = _Unroll(head, batch, self.dtype, self.ops)
+        output, step_keys = unrolled.projected, None
+        for k in range(len(steps)):
+            if self.recompute:
+                results = checkpoint(unrolled.step, k, output, step_keys, use_reentrant=False)
+            else:
+                results = unrolled.step(k, output, step_keys)
+            previous, output, step_keys = results
+            outputs.append(previous)
+        return [*outputs[1:], output]
 
 
 class _Unroll:

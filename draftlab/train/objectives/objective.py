@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from draftlab.heads.head import DraftHead
 from draftlab.train.batch.loss_rows import StepSampling
@@ -15,26 +13,11 @@ from draftlab.train.flops import StepWork, chain_flops
 from draftlab.train.objectives.loss import LossTerms, StepOutput
 from draftlab.train.settings import TrainSettings
 
+if TYPE_CHECKING:
+    from draftlab.train.fast.layers import FastForward
+
 Forward = Callable[[Any, Batch], Iterable[StepOutput]]
 """(head, batch of one pass) → the outputs of the steps or depths that have rows, in order."""
-
-
-class FastForward(Protocol):
-    """A faster forward pass with the outputs and gradients of the reference.
-
-    It is constructed with the dtype of products, and is then called as a `Forward`.
-    """
-
-    description: str
-    can_recompute: bool
-
-    def __init__(self, dtype: torch.dtype, **options: Any) -> None: ...
-
-    @staticmethod
-    def supports(head: DraftHead) -> bool:
-        """Return whether this forward pass computes the head."""
-
-    def __call__(self, head: Any, batch: Batch) -> Iterable[StepOutput]: ...
 
 
 @dataclass(frozen=True)
