@@ -366,14 +366,11 @@ def _print_error(console: Console, error: UserError) -> None:
 
 
 def show_report(report: Report, as_json: bool, path: Path) -> None:
-    """Print a report's table or its JSON, and the path of its HTML page.
-
-    Warnings that were printed before decoding are not repeated.
-    """
+    """Print a report's table or its JSON, with all warnings, and the path of its HTML page."""
     if as_json:
         echo_json(path.read_text(encoding="utf-8"))
     else:
         from draftlab.report import print_report
 
-        print_report(report, output, printed=monitor.warnings)
+        print_report(report, output, [w.removeprefix("warning: ") for w in monitor.warnings])
     monitor.say(f"report: {path.with_name('report.html').resolve()}")

@@ -27,7 +27,7 @@ from draftlab.kernels.cpu_memory import reuse_freed_memory
 from draftlab.pipeline.evaluate_and_export import evaluate_run, export_run
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.training import train_and_save
-from draftlab.plan.estimate import estimate_table
+from draftlab.plan.estimate import estimate_table, estimate_warnings
 from draftlab.plan.preflight import (
     Planned,
     check_before_run,
@@ -153,6 +153,9 @@ class Pipeline:
         here = self.cluster is None and not self.on_cluster
         for warning in check_before_run(self.recipe, names, plan=plan, here=here):
             self.monitor.say(warning)
+        if here and not plan and {"answers", "store", "head"} & {*names}:  # a plan has a table
+            for warning in estimate_warnings(self.recipe, self.runs, names, self.gpus or 1):
+                self.monitor.say(warning)
         settings = self.recipe.prompts
         unread = settings.source == SELF or (plan and find_prompts(settings) is None)
         if "answers" in names and not unread:

@@ -28,7 +28,12 @@ from draftlab.recipe.recipe import Recipe
 from draftlab.run.held_out_prompts import default_suite
 from draftlab.store.shard_cache import DEFAULT_SIZE, SIZE
 from draftlab.store.urls import local_folder
-from draftlab.target_model.locate import config_folder, explain_loading, shipped_config
+from draftlab.target_model.locate import (
+    config_folder,
+    explain_loading,
+    local_target,
+    shipped_config,
+)
 from draftlab.text.self_prompts import MAX_TOKENS
 from draftlab.text.settings import SELF
 from draftlab.train.checkpoint import MAX_CHECKPOINTS
@@ -294,10 +299,7 @@ def estimate_table(
 def _table(recipe: Recipe, runs: Path, stages: Collection[str], num_working: int) -> Iterator[str]:
     """Yield the lines of `estimate_table`, of any length."""
     sizes, hardware = RecipeSizes(recipe), recipe.hardware
-    shown = {"target", *stages, *["window"] * ("head" in stages)}
-    rows = {
-        row.name: _shared(row, recipe, num_working) for row in sizes.stages() if row.name in shown
-    }
+    rows = _rows(sizes, stages, num_working)
     machine = f"{hardware.gpus} × {hardware.gpu}" if sizes.gpu else "set hardware.gpu for times"
     if sizes.on_cpu:
         machine = "a CPU"
@@ -325,7 +327,43 @@ def _table(recipe: Recipe, runs: Path, stages: Collection[str], num_working: int
     yield f"  {'total':8}{size_text(disk):>9}  {'':14}  {time}".rstrip() + unknown
     for name, row in rows.items():
         yield f"  {name}: {row.note}"
-    yield from _warnings(sizes, rows, runs.resolve(), max(num_working, hardware.gpus))
+    if sizes.on_cpu:
+        needed, libraries = size_text(_cpu_memory(rows)), size_text(LIBRARIES)
+        yield (
+            f"  memory: about {needed}, {libraries} of them for libraries; the target is freed "
+            "before a training that does not need it"
+        )
+        yield "  a CPU's times are not estimated; hardware.gpu=H100 plans for a GPU"
+    note = idle_note(recipe.train.batch_rows, max(num_working, hardware.gpus))
+    if "head" in rows and note:  # a training says it itself
+        yield f"  warning: {note}"
+    yield from (f"  {line}" for line in _warnings(sizes, rows, runs.resolve()))
+
+
+def estimate_warnings(
+    recipe: Recipe, runs: Path, stages: Collection[str], num_working: int = 1
+) -> Iterator[str]:
+    """Yield the warnings of `estimate_table`, each as one line."""
+    sizes = RecipeSizes(recipe)
+    yield from _warnings(sizes, _rows(sizes, stages, num_working), runs.resolve())
+
+
+def _rows(sizes: RecipeSizes, stages: Collection[str], num_working: int) -> dict[str, Estimate]:
+    """Return the estimates of the target and of stages, by name."""
+    shown = {"target", *stages, *["window"] * ("head" in stages)}
+    rows = [row for row in sizes.stages() if row.name in shown]
+    return {row.name: _shared(row, sizes.recipe, num_working) for row in rows}
+
+
+def _memory(rows: dict[str, Estimate]) -> tuple[float, float]:
+    """Return the bytes of memory that the target with its KV cache takes, and the training."""
+    memory = {name: row.memory or 0.0 for name, row in rows.items()}
+    return memory["target"] + memory.get("answers", 0.0), memory.get("head", 0.0)
+
+
+def _cpu_memory(rows: dict[str, Estimate]) -> float:
+    """Return the bytes of memory that a run on a CPU takes."""
+    return LIBRARIES + max(_memory(rows))
 
 
 def _shared(row: Estimate, recipe: Recipe, num_working: int) -> Estimate:
@@ -342,58 +380,54 @@ def _shared(row: Estimate, recipe: Recipe, num_working: int) -> Estimate:
     return row if row.seconds is None else replace(row, seconds=row.seconds / share)
 
 
-def _warnings(
-    sizes: RecipeSizes, rows: dict[str, Estimate], runs: Path, num_processes: int
-) -> Iterator[str]:
+def _warnings(sizes: RecipeSizes, rows: dict[str, Estimate], runs: Path) -> Iterator[str]:
     """Yield what does not fit: disk, window, rows of the training, and memory."""
     recipe, record, train = sizes.recipe, sizes.recipe.record, sizes.recipe.train
     free = shutil.disk_usage(next(p for p in (runs, *runs.parents) if p.exists())).free
-    if free < sum(row.disk or 0 for row in rows.values()):
-        yield f"  warning: {size_text(free)} of disk are free in the folder of runs/"
+    there = {"target"} if local_target(recipe.target) else set()
+    if free < (needed := sum(row.disk or 0 for name, row in rows.items() if name not in there)):
+        yield (
+            f"warning: {size_text(free)} of disk are free in the folder of runs/, and up to "
+            f"{size_text(needed)} are needed"
+        )
     # Half of a window has to hold an optimizer step, and a shard before and after it.
     step = train.batch_rows * train.row_tokens + 2 * record.shard_tokens
     if record.rolls and record.window and record.window < (enough := 2 * step * sizes.token_bytes):
         yield (
-            f"  warning: record.window is {size_text(record.window)}, which may be too small for "
+            f"warning: record.window is {size_text(record.window)}, which may be too small for "
             "record.shard_tokens and the optimizer step: unless it holds twice all states, it is "
             f"then refused; {size_text(2 * enough)} are enough"
         )
     if "head" in rows:
-        if note := idle_note(train.batch_rows, num_processes):
-            yield f"  warning: {note}"
         longest = sizes.conversations.longest if sizes.conversations else 0
         if longest > train.row_tokens:
             yield (
-                f"  warning: the longest conversation may have about {longest:,.0f} tokens, and "
+                f"warning: the longest conversation may have about {longest:,.0f} tokens, and "
                 f"train.row_tokens is {train.row_tokens:,}: record.max_length={train.row_tokens} "
                 "cuts it"
             )
-    memory = {name: row.memory or 0.0 for name, row in rows.items()}
-    target, head = memory["target"] + memory.get("answers", 0.0), memory.get("head", 0.0)
-    if sizes.on_cpu:
-        needed = LIBRARIES + max(target, head)
+    target, head = _memory(rows)
+    available = psutil.virtual_memory().available
+    if sizes.on_cpu and available < (memory := _cpu_memory(rows)):
         yield (
-            f"  memory: about {size_text(needed)}, {size_text(LIBRARIES)} of them for libraries; "
-            "the target is freed before a training that does not need it"
+            f"warning: {size_text(available)} of memory are available on this machine, and about "
+            f"{size_text(memory)} are needed"
         )
-        yield "  a CPU's times are not estimated; hardware.gpu=H100 plans for a GPU"
-        if (available := psutil.virtual_memory().available) < needed:
-            yield f"  warning: {size_text(available)} of memory are available on this machine"
     if sizes.gpu is None:
         return
     usable, num_gpus = USABLE_MEMORY * 1e9 * sizes.gpu.memory, recipe.target.gpus
     if num_gpus > recipe.hardware.gpus:
-        yield f"  warning: target.gpus is {num_gpus}, and hardware.gpus {recipe.hardware.gpus}"
+        yield f"warning: target.gpus is {num_gpus}, and hardware.gpus {recipe.hardware.gpus}"
     if target > usable:
+        weights = rows["target"].memory or 0.0
         yield (
-            f"  warning: the target and its KV cache take {size_text(target)} of a GPU's "
+            f"warning: the target and its KV cache take {size_text(target)} of a GPU's "
             f"{sizes.gpu.memory:g} GB; target.gpus={math.ceil(target * num_gpus / usable)} is "
-            "enough"
-            + ("; without it fewer prompts are answered at once" * (memory["target"] <= usable))
+            "enough" + "; without it fewer prompts are answered at once" * (weights <= usable)
         )
     if head > usable:
         yield (
-            f"  warning: training takes {size_text(head)} of a GPU's {sizes.gpu.memory:g} GB: "
+            f"warning: training takes {size_text(head)} of a GPU's {sizes.gpu.memory:g} GB: "
             "lower train.micro_rows or train.row_tokens"
         )
 

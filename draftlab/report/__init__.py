@@ -12,9 +12,9 @@ from draftlab.report.sections import sections, suite_sections
 __all__ = ["print_report", "print_suites", "write_html"]
 
 
-def print_report(report: Report, console: Console, printed: Sequence[str] = ()) -> None:
-    """Print a report; a warning that ends one of the `printed` lines is left out."""
-    print_sections(sections(report, printed=printed), console)
+def print_report(report: Report, console: Console, said: Sequence[str] = ()) -> None:
+    """Print a report, and the warnings that the command `said` before."""
+    print_sections(sections(report, said=said), console)
 
 
 def print_suites(reports: Sequence[Report], console: Console) -> None:

@@ -24,14 +24,12 @@ SHOWN = {
 """What a passed test at T > 0 shows, by its level; other levels show no equality."""
 
 
-def sections(
-    report: Report, *, figures: bool = False, printed: Sequence[str] = ()
-) -> list[Section]:
+def sections(report: Report, *, figures: bool = False, said: Sequence[str] = ()) -> list[Section]:
     """Return the sections of a report in their order.
 
     Args:
         figures: whether there are figures, which need half a second to import matplotlib.
-        printed: lines that were printed before; a warning that ends one of them is left out.
+        said: warnings of the command, which are repeated if they are not of the report.
     """
     rows = report.rows
     if not rows:
@@ -62,13 +60,10 @@ def sections(
     for head, one in report.environment.get("certificates", {}).items():
         result = f"{one['level']}, {'passed' if one['passed'] else 'FAILED'}"
         found.append(Section(f"Losslessness certificate of {head}: {result}", one["lines"]))
-    warnings = [
-        text
-        for warning, text in _warnings(report).items()
-        if not any(line.endswith(warning) for line in printed)
-    ]
-    if warnings:
-        found.append(Section("Warnings", warnings, kind="warning"))
+    own = _warnings(report)
+    more = [line for line in said if not line.endswith(tuple(own))]
+    if own or more:
+        found.append(Section("Warnings", [*own.values(), *more], kind="warning"))
     return [*found, *details.details(report)]
 
 

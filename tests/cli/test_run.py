@@ -75,6 +75,13 @@ def test_plan_prints_stages_and_writes_nothing() -> None:
     assert not (finished() / "runs" / "other").exists()
 
 
+def test_a_run_warns_as_its_plan_does(folder: Path) -> None:
+    arguments = ("run", "small.yaml", "name=other", "train.row_tokens=8")
+    warning = "warning: the longest conversation may have"
+    assert warning in draftlab(folder, *arguments, "--plan").output
+    assert warning in draftlab(folder, *arguments).output
+
+
 def test_a_changed_setting_is_refused_by_name() -> None:
     before = snapshot(finished() / "runs")
     output = refused(finished(), "run", "small.yaml", "train.steps=7", "record.dtype=float32")
