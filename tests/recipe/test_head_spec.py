@@ -223,7 +223,10 @@ def test_template_arguments_that_nothing_reads_are_reported_before_the_run() -> 
             "lies outside the 6144 rows of embeddings (ids 0 to 6143)\nat: head",
         ),
         (
-            {"head": {"family": "eagle_llama4", "llama4": {"no_rope_layers": [1, 0]}}},
+            {
+                "head": {"family": "eagle_llama4", "llama4": {"no_rope_layers": [1, 0]}},
+                "export": {"formats": ["vllm"]},
+            },
             "one number for each of the head's 1 layers, found [1, 0]\nat: head",
         ),
         ({"head": {"num_layers": 2}}, "at most 1 layer, found num_layers 2\nat: head"),
