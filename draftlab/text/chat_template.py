@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, read_fields, sha256_text
 from draftlab.target_model.settings import FOLDER, ROWS
-from draftlab.text.template_process import Fault, Rendered, render_template
+from draftlab.text.template_process import Fault, render_template
 
 if TYPE_CHECKING:
     from draftlab.text.conversations import Conversation
@@ -81,12 +81,11 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 def render(
     tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat]
-) -> Iterator[Rendered | RenderError]:
-    """Yield each conversation's text and generation blocks, or why the template has none, in order.
+) -> Iterator[str | RenderError]:
+    """Yield the text of each conversation, or why the template has none, in order.
 
     Many conversations take a third of the time of as many calls. The text is that of
-    `apply_chat_template`, whose token mask is not sufficient: it merges adjacent answers, and an
-    answer whose first character has no token silently loses its mask.
+    `apply_chat_template`.
 
     Raises:
         UserError: the template can render no conversation, or a conversation has it exceed its
@@ -106,7 +105,7 @@ def render(
     for chat, result in zip(chats, results, strict=True):
         if not chat.messages:
             yield RenderError("expected a turn before the first answer, found none")
-        elif isinstance(result, Rendered):
+        elif isinstance(result, str):
             yield result
         elif result.kind == "conversation":
             reason = f"the target's chat template refuses the conversation: {result.reason}"
@@ -130,7 +129,7 @@ def _template_error(tokenizer: PreTrainedTokenizerBase, chat: Chat, fault: Fault
     )
 
 
-def rendered(result: Rendered | RenderError) -> Rendered:
+def rendered(result: str | RenderError) -> str:
     """Return what was rendered, or raise why it was not."""
     if isinstance(result, RenderError):
         raise result
@@ -153,7 +152,7 @@ def render_text(
     """
     chat = Chat(messages, tools, arguments or {}, generation_prompt)
     (result,) = render(tokenizer, [chat])
-    return rendered(result).text
+    return rendered(result)
 
 
 class _FaultError(Exception):
@@ -167,8 +166,8 @@ def _reads_parts_only(tokenizer: PreTrainedTokenizerBase, source: str) -> bool:
     for parts in (False, True):
         variables = _variables(probe, tokenizer.special_tokens_map, parts=parts)
         (result,) = render_template(source, [variables])
-        if isinstance(result, Rendered):
-            if "☃" in result.text:
+        if isinstance(result, str):
+            if "☃" in result:
                 return parts
         elif result.kind != "conversation":
             raise _FaultError(result)
@@ -229,7 +228,7 @@ def encode_prompts(
     prompts = (replace(chat, generation_prompt=True) for chat in chats)
     for result in render(tokenizer, prompts):
         try:
-            yield encode(tokenizer, rendered(result).text)
+            yield encode(tokenizer, rendered(result))
         except RenderError as error:
             yield error
 

@@ -1,9 +1,9 @@
 """The loss mask: which tokens of a conversation the target itself would write.
 
-An answer begins after the generation prompt and ends with the tag that closes it. The end comes
-from the template's `{% generation %}` blocks or, in a template without them, from the texts of the
-message: its reasoning, its content and the functions that it calls. Anything uncertain is an error,
-because a wrong mask trains a head on tokens that the target never writes.
+An answer begins after the generation prompt and ends with the tag that closes it, which is found
+behind the texts of the message: its reasoning, its content and the functions that it calls.
+Anything uncertain is an error, because a wrong mask trains a head on tokens that the target never
+writes.
 
 Every answer is rendered as the last message of its conversation, as the target wrote it. Many
 templates rewrite an answer when the conversation continues: they drop its reasoning, or close it
@@ -37,7 +37,6 @@ from draftlab.text.chat_template import (
     rendered,
     special_ids,
 )
-from draftlab.text.template_process import Rendered
 
 REGENERATE = "let the target answer the prompts itself (regenerate.enabled: true)"
 _THINK_TAGS = re.compile(r"</?think>")
@@ -99,7 +98,7 @@ def find_turns(
     for chat, where in conversations:
         own = list(islice(results, sum(1 for _ in _chats(chat))))
         try:
-            texts = (rendered(one).text for one in own[-2:])
+            texts = (rendered(one) for one in own[-2:])
             found = "".join(texts), _turns(tokenizer, chat, own)
         except RenderError as error:
             where, do = where or error.where, error.do or REGENERATE
@@ -119,23 +118,23 @@ def _chats(chat: Chat) -> Iterator[Chat]:
 
 
 def _turns(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, results: list[Rendered | RenderError]
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, results: list[str | RenderError]
 ) -> list[AssistantTurn]:
     ends = [end for end in _chats(chat) if not end.generation_prompt]
     triples = zip(ends, results[::2], results[1::2], strict=False)
     return [
-        _last_turn(tokenizer, end, number, rendered(prompt), rendered(whole))
-        for number, (end, prompt, whole) in enumerate(triples, 1)
+        _last_turn(tokenizer, end, rendered(prompt), rendered(whole))
+        for end, prompt, whole in triples
     ]
 
 
 def _last_turn(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, number: int, before: Rendered, whole: Rendered
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, before: str, whole: str
 ) -> AssistantTurn:
-    """Return the last message, which is answer `number`, from the texts before and after it."""
+    """Return the last message, an answer, from the texts before and after it."""
     index = len(chat.messages) - 1
     whole = _as_written(tokenizer, chat, before, whole)
-    prompt, full = encode(tokenizer, before.text), encode(tokenizer, whole.text)
+    prompt, full = encode(tokenizer, before), encode(tokenizer, whole)
     start = len(prompt.ids)
     if not full.text.startswith(prompt.text):
         pairs = enumerate(zip(full.text, prompt.text, strict=False))
@@ -151,9 +150,14 @@ def _last_turn(
             f"({full.text[len(prompt.text) :][:20]!r} after {prompt.text[-20:]!r}): "
             "the target could not have written it so"
         )
-    end = _answer_end(tokenizer, chat, number, prompt, full, whole.blocks)
+    try:
+        end = _answer_end(tokenizer, chat, prompt, full)
+    except RenderError as error:
+        raise RenderError(
+            f"the chat template does not show where answers begin and end: {error.what}"
+        ) from None
     if end <= start:
-        raise RenderError(f"expected answer {number} to have tokens, found none")
+        raise RenderError(f"expected tokens of the answer in message {index}, found none")
     answer, stops = full.ids[start:end], answer_stops(tokenizer)
     if stops.isdisjoint(full.ids[start:]):
         answer += _stop_of_next_turn(tokenizer)
@@ -175,20 +179,18 @@ def _stop_of_next_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     return first if answer_stops(tokenizer).issuperset(first) else ()
 
 
-def _as_written(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, before: Rendered, whole: Rendered
-) -> Rendered:
+def _as_written(tokenizer: PreTrainedTokenizerBase, chat: Chat, before: str, whole: str) -> str:
     """Return the conversation with the last answer as the target writes it behind its prompt."""
     texts = list(_texts(chat.messages[-1]))
     reasoning = [text for kind, text in texts if kind == "reasoning"]
     answer = "".join(text for kind, text in texts if kind == "answer")
-    turn = whole.text.removeprefix(before.text)
-    if whole.text.startswith(before.text) and all(text in turn for text in reasoning):
+    turn = whole.removeprefix(before)
+    if whole.startswith(before) and all(text in turn for text in reasoning):
         return whole
-    written = written_answer(tokenizer, chat, before.text, reasoning, answer)
-    if written is None and not whole.text.startswith(before.text):
-        written = _behind_rewritten_history(chat, before.text, whole.text)
-    return whole if written is None else Rendered(written, [])
+    written = written_answer(tokenizer, chat, before, reasoning, answer)
+    if written is None and not whole.startswith(before):
+        written = _behind_rewritten_history(chat, before, whole)
+    return whole if written is None else written
 
 
 def _behind_rewritten_history(chat: Chat, prompt: str, whole: str) -> str | None:
@@ -209,41 +211,23 @@ def _behind_rewritten_history(chat: Chat, prompt: str, whole: str) -> str | None
 
 
 def _answer_end(
-    tokenizer: PreTrainedTokenizerBase,
-    chat: Chat,
-    number: int,
-    prompt: Encoded,
-    full: Encoded,
-    blocks: list[list[int]],
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt: Encoded, full: Encoded
 ) -> int:
-    """Return the end of the last answer (token index, exclusive), from its block or its texts."""
-    specials = special_ids(tokenizer)
-    message = chat.messages[-1]
-    if not blocks:
-        reason = "it has no {% generation %} markers"
-    elif len(blocks) != number:
-        reason = f"its markers enclose {len(blocks)} parts in {number} answers"
-    else:
-        try:
-            end = _end_from_block(blocks[-1], prompt, full, specials)
-            _check_complete(message, full.text[len(prompt.text) :])
-            return end
-        except RenderError as error:
-            reason = error.what
-    try:
-        header = "" if any(_texts(message)) else _header(tokenizer, chat, prompt)
-        stops = answer_stops(tokenizer)
-        return _end_from_texts(message, header, prompt, full, specials, stops)
-    except RenderError as error:
-        raise RenderError(
-            "the chat template does not show where answers begin and end: "
-            f"{reason}, and {error.what}"
-        ) from None
+    """Return the end of the last answer (token index, exclusive), from its texts.
 
-
-def _is_blank(full: Encoded, index: int) -> bool:
-    start, end = full.offsets[index]
-    return not full.text[start:end].strip()
+    A stop token after the texts ends the answer; Kimi-K3's writes other special tokens before it.
+    Else the first special token closes it. The target does not write what follows (Qwen's newline).
+    Without a special token the last visible character ends it.
+    """
+    message, specials, start = chat.messages[-1], special_ids(tokenizer), len(prompt.ids)
+    header = "" if any(_texts(message)) else _header(tokenizer, chat, prompt)
+    length = len(header) or _texts_length(message, prompt, full, specials)
+    first = _first_token_from(full, len(prompt.text) + length, start)
+    for closing in (answer_stops(tokenizer), specials):
+        for end in range(first, len(full.ids)):
+            if full.ids[end] in closing:
+                return end + 1
+    return _first_token_from(full, len(full.text.rstrip()), start)
 
 
 def _first_token_from(full: Encoded, char: int, first: int) -> int:
@@ -254,65 +238,11 @@ def _first_token_from(full: Encoded, char: int, first: int) -> int:
     return index
 
 
-def _end_from_block(
-    block: list[int], prompt: Encoded, full: Encoded, specials: frozenset[int]
-) -> int:
-    block_start, block_end = block
-    low, high = sorted((block_start, len(prompt.text)))
-    if block_end < len(prompt.text) or full.text[low:high].strip():
-        raise RenderError(
-            f"its markers begin {full.text[block_start:][:30]!r} but the generation prompt ends "
-            f"before {full.text[len(prompt.text) :][:30]!r}"
-        )
-    start = len(prompt.ids)
-    end = inner = _first_token_from(full, block_end, start)
-    # Some templates mark `<|im_end|>\n`. The target stops before the newline.
-    while inner > start and _is_blank(full, inner - 1):
-        inner -= 1
-    if inner > start and full.ids[inner - 1] in specials:
-        return inner
-    # Other templates leave the closing tag outside of the block. The target writes it too.
-    for outer in range(end, len(full.ids)):
-        if full.ids[outer] in specials:
-            return outer + 1
-        if not _is_blank(full, outer):
-            break
-    return end
-
-
-def _check_complete(message: Mapping[str, Any], turn: str) -> None:
-    """Raise if the rendered turn lacks the reasoning or a call: the target wrote another answer."""
-    for kind, text in _texts(message):
-        if kind != "answer" and text not in turn:
-            raise RenderError(f"it leaves out the {kind} {text[:40]!r}")
-
-
 def _header(tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt: Encoded) -> str:
     """Return what the template writes before the text of an answer, if that text is empty."""
     messages = [*chat.messages[:-1], {**chat.messages[-1], "content": "☃"}]
     text = render_text(tokenizer, messages, chat.tools, chat.arguments)
     return text[len(prompt.text) :].partition("☃")[0]
-
-
-def _end_from_texts(
-    message: Mapping[str, Any],
-    header: str,
-    prompt: Encoded,
-    full: Encoded,
-    specials: frozenset[int],
-    stops: frozenset[int],
-) -> int:
-    start = len(prompt.ids)
-    length = len(header) or _texts_length(message, prompt, full, specials)
-    # A stop token after the texts ends the answer; Kimi-K3's writes other special tokens before
-    # it. Else the first special token closes it. The target does not write what follows (Qwen's
-    # newline). Without a special token the last visible character ends it.
-    first = _first_token_from(full, len(prompt.text) + length, start)
-    for closing in (stops, specials):
-        for end in range(first, len(full.ids)):
-            if full.ids[end] in closing:
-                return end + 1
-    return _first_token_from(full, len(full.text.rstrip()), start)
 
 
 def _texts_length(

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Timer
 from typing import Any
 
 import jinja2
@@ -39,14 +37,6 @@ _MAX_WAIT_S = 90.0
 _BATCH, _BATCH_BYTES = 64, 1 << 20
 """Conversations of a batch, and their bytes if there is more than one."""
 _START = "import sys; sys.path += sys.argv[1:]; from template_worker import main; main()"
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """The text of a conversation, and the character ranges of its `{% generation %}` blocks."""
-
-    text: str
-    blocks: list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -74,7 +64,7 @@ class _Worker:
     def __init__(self) -> None:
         self._lock, self._process = Lock(), None
 
-    def render(self, source: bytes, chats: Sequence[bytes]) -> list[Rendered | Fault]:
+    def render(self, source: bytes, chats: Sequence[bytes]) -> list[str | Fault]:
         """Return the results of a batch of JSON texts.
 
         Raises:
@@ -87,16 +77,17 @@ class _Worker:
                 self._process = _started()
             try:
                 answers = json.loads(_exchange(self._process, request))
-                refusals = [a["reason"] for a in answers if a.get("kind") == "refused"]
-                if refusals:
-                    raise _LimitError(refusals[0])
+                results = [a if isinstance(a, str) else Fault(**a) for a in answers]
+                for result in results:
+                    if isinstance(result, Fault) and result.kind == "refused":
+                        raise _LimitError(result.reason)
             except BaseException:  # what it may still write or keep belongs to no other batch
                 process, self._process = self._process, None
                 process.kill()
                 with suppress(OSError):  # a request that was not sent
                     process.communicate()
                 raise
-        return [Rendered(**a) if "text" in a else Fault(**a) for a in answers]
+        return results
 
 
 def _started() -> subprocess.Popen[bytes]:
@@ -117,30 +108,24 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
     """Send a batch, and return the line that answers it."""
     assert process.stdin is not None
     assert process.stdout is not None
-    answer, most = bytearray(), MAX_BYTES + SHARE * len(request)
-    end = time.monotonic() + _MAX_WAIT_S
+    most, timer = MAX_BYTES + SHARE * len(request), Timer(_MAX_WAIT_S, process.kill)
+    timer.start()
     with suppress(BrokenPipeError):  # it ended: the code that it ended with is read below
         process.stdin.write(request)
         process.stdin.flush()
-    poll = select.poll()
-    poll.register(process.stdout, select.POLLIN)
-    while not answer.endswith(b"\n"):
-        if not poll.poll(max(end - time.monotonic(), 0) * 1000):
-            raise _LimitError(f"it takes more than {_MAX_WAIT_S:.0f} seconds")
-        part = os.read(process.stdout.fileno(), 1 << 16)
-        if not part:
-            raise _LimitError(_end(process.wait()))
-        answer += part
-        if len(answer) > most:
-            raise _LimitError(f"it writes more than {most:,} bytes")
-    return bytes(answer)
-
-
-def _end(code: int) -> str:
-    """Return why the process ended."""
+    answer = process.stdout.readline(most)
+    is_late = not timer.is_alive()
+    timer.cancel()
+    if answer.endswith(b"\n"):
+        return answer
+    if is_late:
+        raise _LimitError(f"it takes more than {_MAX_WAIT_S:.0f} seconds")
+    if len(answer) == most:
+        raise _LimitError(f"it writes more than {most:,} bytes")
+    code = process.wait()
     if code == -signal.SIGXCPU:
-        return f"it computes for more than {MAX_SECONDS} seconds"
-    return f"it ends its process (code {code}), as a lack of memory does"
+        raise _LimitError(f"it computes for more than {MAX_SECONDS} seconds")
+    raise _LimitError(f"it ends its process (code {code}), as a lack of memory does")
 
 
 @lru_cache(maxsize=1)
@@ -148,7 +133,7 @@ def _worker(_: int) -> _Worker:
     return _Worker()
 
 
-def render_template(source: str, chats: Iterable[Mapping[str, Any]]) -> Iterator[Rendered | Fault]:
+def render_template(source: str, chats: Iterable[Mapping[str, Any]]) -> Iterator[str | Fault]:
     """Yield what a template writes for each of the chats, in order.
 
     Args:
@@ -168,7 +153,7 @@ def render_template(source: str, chats: Iterable[Mapping[str, Any]]) -> Iterator
         yield from _render_batch(template, batch)
 
 
-def _render_batch(source: bytes, chats: Sequence[bytes]) -> Iterator[Rendered | Fault]:
+def _render_batch(source: bytes, chats: Sequence[bytes]) -> Iterator[str | Fault]:
     try:
         # A forked process must not use the pipes and the lock of its parent.
         results = _worker(os.getpid()).render(source, chats)

@@ -10,7 +10,7 @@ import json
 import math
 import resource
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -42,21 +42,14 @@ _MAX_SHOWN = 300
 
 
 class _GenerationBlocks(Extension):
-    """Keeps the ranges of `{% generation %}` blocks in the written text."""
+    """Reads `{% generation %}` blocks, which mark answers, as what they enclose."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
-    written = 0
-    ranges: list[tuple[int, int]] = []  # noqa: RUF012  (each rendering has its own)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
-
-    def _note(self, caller: Callable[[], str]) -> str:
-        text = caller()
-        self.ranges.append((self.written, self.written + len(text)))
-        return text
+        return nodes.Scope(body).set_lineno(line)
 
 
 class _Dict:
@@ -101,7 +94,7 @@ def _to_json(
 
 
 @lru_cache(maxsize=8)
-def _compiled(source: str) -> tuple[Template, _GenerationBlocks]:
+def _compiled(source: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -115,20 +108,13 @@ def _compiled(source: str) -> tuple[Template, _GenerationBlocks]:
         "raise_exception": _raise,
         "strftime_now": lambda form: datetime.now().strftime(form),
     }
-    (blocks,) = (e for e in environment.extensions.values() if isinstance(e, _GenerationBlocks))
-    return environment.from_string(source), blocks
+    return environment.from_string(source)
 
 
-def _render(source: str, variables: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Rendered` or a `Fault` (template_process.py)."""
+def _render(source: str, variables: Mapping[str, Any]) -> str | dict[str, Any]:
+    """Return a text, or the fields of a `Fault` (template_process.py)."""
     try:
-        template, blocks = _compiled(source)
-        blocks.written, blocks.ranges, parts = 0, [], []
-        for part in template.generate(variables):
-            parts.append(part)
-            blocks.written += len(part)
-        # More blocks than messages are a mistake of the template, whatever their number.
-        return {"text": "".join(parts), "blocks": blocks.ranges[: len(variables["messages"]) + 1]}
+        return _compiled(source).render(variables)
     except TemplateSyntaxError as error:
         return {"kind": "syntax", "reason": _shown(error), "line": error.lineno}
     except RecursionError:

@@ -13,14 +13,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from draftlab.errors import UserError
 from draftlab.text import template_process
 from draftlab.text.chat_template import Chat, RenderError, render, render_text, rendered
 from tests.helpers.messages import assistant, user
 from tests.helpers.template_families import FAMILIES, family_tokenizer
-from tests.helpers.toys import CHATML_TEMPLATE, LLAMA3_TEMPLATE, toy_tokenizer
+from tests.helpers.toys import toy_tokenizer
 
 MESSAGES = [user("count to two"), assistant("one, two"), user("once more")]
 LONG = "{% set s = 'a' * 1000000 %}"
@@ -66,8 +65,6 @@ REFUSED = {
     "replace": LONG + "{{ s.replace('a', s) }}",
     "bytes": "{{ (1).to_bytes(10**10) }}",
     "indented JSON": "{{ messages | tojson(indent=10**9) }}",
-    "generation blocks": "{% for i in range(99999) %}{% for j in range(99) %}{% generation %}"
-    "{% endgeneration %}{% endfor %}{% endfor %}",
     "another file": "{% include '/etc/passwd' %}",
     "a module": "{% import 'os' as os %}",
     "classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
@@ -126,7 +123,7 @@ def test_the_conversation_that_exceeds_a_limit_is_named() -> None:
     tokenizer = toy_tokenizer("{{ 'a' * (10 ** (messages[0].content | int)) }}")
     chats = [Chat([user(text)]) for text in ("0", "1", "30", "2")]
     results = render(tokenizer, chats)
-    assert [rendered(next(results)).text for _ in range(2)] == ["a", "a" * 10]
+    assert [rendered(next(results)) for _ in range(2)] == ["a", "a" * 10]
     with pytest.raises(UserError, match="a chat that ends with '30'"):
         next(results)
 
@@ -155,7 +152,7 @@ def test_the_process_gets_no_secrets_and_few_rights(monkeypatch: pytest.MonkeyPa
 def test_the_process_ends_with_its_parent() -> None:
     code = (
         "import os; from draftlab.text.template_process import render_template as render\n"
-        "print(next(render('x', [{'messages': []}])).text, flush=True); os.kill(os.getpid(), 9)"
+        "print(next(render('x', [{'messages': []}])), flush=True); os.kill(os.getpid(), 9)"
     )
     # This waits for all that hold the pipes, which the process inherits.
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
@@ -168,7 +165,7 @@ def test_forks_and_threads_do_not_mix_their_texts() -> None:
     def right(number: int) -> bool:
         texts = [f"{number}.{i}" for i in range(100)]
         results = render(tokenizer, (Chat([user(text)]) for text in texts))
-        return [rendered(result).text for result in results] == texts
+        return [rendered(result) for result in results] == texts
 
     worker()
     with template_process._worker(os.getpid())._lock:  # as if a thread rendered meanwhile
@@ -228,19 +225,6 @@ def test_every_operation_computes_what_it_does_in_transformers() -> None:
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
     assert "user-001" in expected
     assert render_text(tokenizer, MESSAGES) == expected
-
-
-@pytest.mark.parametrize("template", [LLAMA3_TEMPLATE, CHATML_TEMPLATE])
-def test_generation_blocks_are_those_of_transformers(template: str) -> None:
-    chat = [user("naïve 日本\ud83d"), assistant("👩‍💻 <b>"), user("\u2028"), assistant("")]
-    (text,), (ranges,) = render_jinja_template(
-        [chat], chat_template=template, return_assistant_tokens_mask=True, bos_token="<s>"
-    )
-    tokenizer = toy_tokenizer(template)
-    tokenizer.bos_token = "<s>"
-    (result,) = map(rendered, render(tokenizer, [Chat(chat)]))
-    assert result.text == text
-    assert [tuple(block) for block in result.blocks] == ranges
 
 
 def test_the_limit_grows_with_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
