@@ -34,6 +34,9 @@ MAX_NAME = 250
 """Most letters of a run's name: file systems allow 255, and `eval` adds some."""
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Names that a run can have."""
+OWN_NAMES = f"{LATEST}|reference|rehearsals|eval-.*"
+"""Names that no run can have: `--head reference` is the head that ships, and a head that belongs to
+no run is evaluated in runs/eval-NAME."""
 _MAX_BYTES, _MAX_NODES, _MAX_DEPTH = 1_000_000, 10_000, 50
 """Of a recipe: its size; its values, those of an alias as often as it occurs; levels of nesting."""
 _TAG = "tag:yaml.org,2002:"
@@ -165,8 +168,11 @@ class Recipe(Settings):
     @field_validator("name", mode="before")
     @classmethod
     def _check_name(cls, value: Any) -> Any:
-        if value == LATEST:
-            raise ValueError("runs/latest is a link to the latest run: expected another name=")
+        if isinstance(value, str) and re.fullmatch(OWN_NAMES, value):
+            raise ValueError(
+                f"draftlab uses {value!r} itself, for a head, a link or a folder in runs/: "
+                "expected another name="
+            )
         if isinstance(value, str) and len(value) > MAX_NAME:
             raise ValueError(
                 f"expected a name of at most {MAX_NAME} letters, found one of {len(value)}"

@@ -15,7 +15,7 @@ from draftlab.evaluate.settings import EvalSettings
 from draftlab.export.serving_tables import report_path
 from draftlab.export.settings import ExportSettings
 from draftlab.files import known_sha256, parse_json
-from draftlab.heads.folder import CONFIG, WEIGHTS
+from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import RECIPE, flatten
 from draftlab.run.api import evaluate_head, export_layouts
@@ -78,7 +78,7 @@ class HeadWorkspace:
     ) -> tuple[Report, Path]:
         """Evaluate into `out` (None: eval/ of the workspace); return the report and its folder."""
         if out is not None:
-            _check_replaced_report(out)
+            _check_out(out)
         folder = out or self.folder / "eval"
         inputs = flatten(settings, "eval.") | flatten(target, "target.") | input_files(settings)
         monitor.say(f"eval: {self.head}")
@@ -186,12 +186,20 @@ def open_head(
     )
 
 
-def _check_replaced_report(folder: Path) -> None:
-    """Check that report.json and report.html in a folder that the user names are draftlab's.
+def _check_out(folder: Path) -> None:
+    """Check that a report may be written into a folder that the user names.
 
     Raises:
-        UserError: they are files of something else.
+        UserError: it is a run, a head or a stage's folder, or another report would be replaced.
     """
+    place, stages = folder.resolve(), {"stages", "train", *(s.artefact for s in STAGES.values())}
+    is_stage = place.name in stages and (place.parent / RECIPE).is_file()
+    if is_stage or any((folder / name).is_file() for name in (RECIPE, CONFIG, NATIVE)):
+        raise UserError(
+            "expected a folder for a report, found a run's, a head's or one of a run's stages",
+            where=folder,
+            do="name a new folder with --out; without --out a run's report is in its eval/",
+        )
     there = [name for name in (REPORT, "report.html") if (folder / name).is_file()]
     try:
         fields = parse_json((folder / REPORT).read_bytes())

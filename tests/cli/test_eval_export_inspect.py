@@ -48,7 +48,7 @@ def test_eval_of_several_heads_k_and_temperatures(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "small" / "eval"
     assert {path.stem for path in folder.glob("*.png")} >= {"tpot_by_k_1", "speedup_by_batch_2"}
     plain = draftlab(tmp_path, "eval", *grid, *times)
-    assert (plain.stdout + plain.stderr).count("few timed prompts") == 1
+    assert plain.stdout.count("few timed prompts") == 1
     assert "small, T = 0 " in plain.stdout
 
 
@@ -103,6 +103,14 @@ def test_a_report_replaces_no_other_file_of_its_name(name: str, tmp_path: Path) 
     options = ("--run", "small", "--temps", "0", "--out", str(tmp_path))
     assert f"found another {name}" in " ".join(refused(finished(), "eval", *options).split())
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {name: '{"mine": 1}'}
+
+
+@pytest.mark.parametrize("folder", ["", "head", "store", "export/speculators"])
+def test_a_report_is_not_written_into_a_run_or_head(folder: str) -> None:
+    out = str(finished() / "runs" / "small" / folder)
+    before = snapshot(finished() / "runs")
+    assert "expected a folder for a report, found" in refused(finished(), "eval", "--out", out)
+    assert snapshot(finished() / "runs") == before
 
 
 def test_a_head_folder_is_evaluated_with_its_target(tmp_path: Path) -> None:
