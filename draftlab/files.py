@@ -76,18 +76,6 @@ def known_sha256(path: Path) -> str:
     return digest
 
 
-def same_fingerprint(one: Any, other: Any) -> bool:
-    """Return whether two fingerprints of targets (`target_model.fingerprint`) are of one content.
-
-    One of schema 1, 64 hex digits, is compared with the part of schema 2 that is its start. Other
-    values are the same if they are equal.
-    """
-    old, new = sorted((str(one), str(other)), key=lambda text: text.startswith("2-"))
-    if len(old) == 64 and new.startswith("2-"):
-        return old.startswith(new.rpartition("-")[2])
-    return bool(one == other)
-
-
 _UMASK = threading.Lock()
 CACHE = "DRAFTLAB_CACHE"
 _LOCKS_NEEDED = (

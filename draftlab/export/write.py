@@ -35,7 +35,7 @@ from draftlab.export.weight_files import (
     read_file,
     write_weights,
 )
-from draftlab.files import known_sha256, read_json, same_fingerprint, write_json, write_text
+from draftlab.files import known_sha256, read_json, write_json, write_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, load_config, new_head
 from draftlab.heads.validate import refuse_faults, tensor_faults
@@ -305,7 +305,7 @@ def _target_config(head: HeadConfig, folder: Path) -> dict[str, Any]:
             do="copy or download the target again",
         )
     actual = fingerprint(Path(folder))
-    if not same_fingerprint(actual, head.target.fingerprint):
+    if actual != head.target.fingerprint:
         raise UserError(
             f"expected the target with fingerprint {head.target.fingerprint}, found {actual}",
             where=folder,

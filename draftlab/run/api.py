@@ -14,7 +14,7 @@ from draftlab.evaluate.vllm_compare import check_settings
 from draftlab.export.gguf import convert, find_converter
 from draftlab.export.settings import ExportSettings
 from draftlab.export.write import plan_export, write_planned
-from draftlab.files import check_folder, read_json, same_fingerprint
+from draftlab.files import check_folder, read_json
 from draftlab.formatting import count_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head
@@ -62,9 +62,8 @@ def check_trained_for(
         UserError: the head was trained for another one.
     """
     trained = head.target.fingerprint
-    is_base = base is not None and same_fingerprint(trained, base)
     pairs = {
-        "target": (trained, trained if is_base else target.fingerprint),
+        "target": (trained, trained if trained == base else target.fingerprint),
         "tokenizer": (head.target.tokenizer_sha256, tokenizer_sha256(tokenizer)),
     }
     if not raw:
@@ -72,7 +71,7 @@ def check_trained_for(
     differences = [
         f"{name}: the head was trained with {trained[:12]}, found {actual[:12]}"
         for name, (trained, actual) in pairs.items()
-        if not same_fingerprint(trained, actual)
+        if trained != actual
     ]
     if differences:
         raise UserError(

@@ -18,7 +18,6 @@ from draftlab.files import (
     known_sha256,
     locked,
     remove_leftovers,
-    same_fingerprint,
     write_text,
 )
 from draftlab.recipe.recipe import LATEST
@@ -76,7 +75,7 @@ class Run:
         changes = {
             key: (former.get(key), inputs.get(key))
             for key in sorted(former.keys() | inputs.keys())
-            if not same_fingerprint(former.get(key), inputs.get(key))
+            if former.get(key) != inputs.get(key)
         }
         if changes:
             return Status(stage, "changed", changes)

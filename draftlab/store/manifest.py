@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftlab.errors import UserError
-from draftlab.files import known_sha256, read_json, same_fingerprint, write_json
+from draftlab.files import known_sha256, read_json, write_json
 from draftlab.settings import describe_errors
 from draftlab.store.record_index import RECORDS, RecordIndex
 from draftlab.store.settings import StoreDtype
@@ -141,7 +141,7 @@ class StoreIdentity:
         differences = [
             f"{key}: expected {_as_text(expected_fields[key])}, found {_as_text(value)}"
             for key, value in actual_fields.items()
-            if key != "target_name" and not same_fingerprint(value, expected_fields[key])
+            if key != "target_name" and value != expected_fields[key]
         ]
         if differences:
             raise UserError(

@@ -26,8 +26,7 @@ def fingerprint(folder: Path) -> str:
     Sharding and file names have no effect.
 
     Returns:
-        "2-", 32 hex digits, "-", and the first 32 hex digits of schema 1, whose sample is the first
-        page. `files.same_fingerprint` compares these with each other and with those of schema 1.
+        "2-", 32 hex digits of that sample, "-", and 32 of each tensor's first page alone.
     """
     config = read_json(folder / "config.json", kind="target's config.json")
     volatile = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
@@ -45,11 +44,11 @@ def fingerprint(folder: Path) -> str:
                 for samples, content in ((first_pages, read[0]), (all_pages, b"".join(read))):
                     digest = hashlib.sha256(content).hexdigest()
                     samples.append([name, entry["dtype"], entry["shape"], digest])
-    schema_1, schema_2 = (
+    of_first, of_all = (
         hashlib.sha256(settings + canonical_json(sorted(sample)).encode()).hexdigest()[:32]
         for sample in (first_pages, all_pages)
     )
-    return f"2-{schema_2}-{schema_1}"
+    return f"2-{of_all}-{of_first}"
 
 
 def _read_pages(descriptor: int, start: int, size: int, pages: int) -> list[bytes]:

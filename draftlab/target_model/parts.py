@@ -173,15 +173,12 @@ def check_llama_style(config: Any, where: Path | str, *, trust_remote_code: bool
         text = config.get_text_config()
         model = meta_model(config, trust_remote_code=trust_remote_code)
         norm = copy.deepcopy(text_decoder(model)[2]).to_empty(device="cpu").float()
-        x = torch.linspace(-1, 2, text.hidden_size)[None]
-        faults = []
         with torch.no_grad():
             for parameter in norm.parameters():
                 parameter.copy_(torch.linspace(0.5, 1.5, len(parameter)))
-            weight, eps = next(norm.parameters()), getattr(text, "rms_norm_eps", 0.0)
-            expected = F.rms_norm(x, x.shape[-1:], weight, eps)
-            if not torch.allclose(norm(x), expected, atol=1e-4):
-                faults.append(f"its final norm ({type(norm).__name__}) is not Llama's")
+        form, faults = find_norm_form(norm, torch.empty(1, text.hidden_size)), []
+        if form is None or not form.is_rms or not torch.equal(form.weight, next(norm.parameters())):
+            faults.append(f"its final norm ({type(norm).__name__}) is not Llama's")
         if _logit_scale(text) != 1:
             faults.append("its logits are scaled")
         if getattr(text, "final_logit_softcapping", None):

@@ -25,7 +25,6 @@ from draftlab.files import (
     canonical_json,
     parse_json,
     read_fields,
-    same_fingerprint,
     sha256_file,
     try_lock,
     write_json,
@@ -240,7 +239,7 @@ class AnswerFile:
         differences = [
             f"{key}: {identity.get(key)!r} in the file, {self.identity.get(key)!r} now"
             for key in {**self.identity, **identity}
-            if not same_fingerprint(identity.get(key), self.identity.get(key))
+            if identity.get(key) != self.identity.get(key)
         ]
         if differences:
             raise UserError(

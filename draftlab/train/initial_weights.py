@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import same_fingerprint
 from draftlab.formatting import count_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
@@ -174,7 +173,7 @@ def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
     added = tuple(f"layers.{n}." for n in range(trained.num_layers, new.num_layers))
     initial = [n for n in own if n not in copied and not n.startswith(added)]
     source_target, other = trained.target, ""
-    if not same_fingerprint(new.target.fingerprint, source_target.fingerprint):
+    if new.target.fingerprint != source_target.fingerprint:
         other = f" of another target, {source_target.name} ({source_target.fingerprint[:12]})"
     begin = "begins" if len(added) == 1 else "begin"
     masks = [getattr(config, "mask_token_id", None) for config in (new, trained)]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,17 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from draftlab.errors import UserError
 from draftlab.files import (
-    canonical_json,
     read_json,
-    same_fingerprint,
-    sha256_text,
     write_json,
 )
-from draftlab.run.folder import Run
-from draftlab.run.stages import STAGES
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.parts import load_parts, model_parts, read_tensor
-from tests.helpers.table_target import IDENTITY
 from tests.helpers.zoo import SHAPE, ZOO, load_on_cpu, zoo_folder, zoo_target
 
 
@@ -136,55 +127,14 @@ def test_a_fine_tune_and_another_config_have_other_fingerprints(tmp_path: Path) 
     assert len(fingerprints) == 4
 
 
-def schema_1(folder: Path) -> str:
-    """Compute the fingerprint as schema 1 has it: of the first 4 KiB of each tensor."""
-    config = read_json(folder / "config.json")
-    for key in ("_name_or_path", "transformers_version", "torch_dtype", "dtype"):
-        config.pop(key, None)
-    samples = []
-    for file in folder.glob("*.safetensors"):
-        data = file.read_bytes()
-        start = 8 + int.from_bytes(data[:8], "little")
-        for name, entry in json.loads(data[8:start]).items():
-            if name != "__metadata__":
-                begin, end = (start + offset for offset in entry["data_offsets"])
-                page = hashlib.sha256(data[begin : min(end, begin + 4096)]).hexdigest()
-                samples.append([name, entry["dtype"], entry["shape"], page])
-    return sha256_text(canonical_json(config) + canonical_json(sorted(samples)))
-
-
-def test_a_change_of_most_rows_is_seen_and_older_fingerprints_are_compared(tmp_path: Path) -> None:
+def test_a_change_of_most_rows_is_seen(tmp_path: Path) -> None:
     folder, name = zoo_folder(tmp_path / "base", "llama"), "model.embed_tokens.weight"
     weights = load_file(folder / "model.safetensors")
     weights[name] = torch.randn(1000, 2048).bfloat16()
     save_file(weights, folder / "model.safetensors")
-    base, old = fingerprint(folder), schema_1(folder)
-    assert len(old) == 64
-    assert same_fingerprint(base, old)
-    assert same_fingerprint(old, base)
+    base = fingerprint(folder)
     for rows in (slice(1, None), slice(500, 520), slice(999, None)):  # all but the first; the last
         changed = weights[name].clone()
         changed[rows] += 1
         save_file(weights | {name: changed}, folder / "model.safetensors")
-        assert schema_1(folder) == old
-        assert not same_fingerprint(fingerprint(folder), base)
-        assert same_fingerprint(fingerprint(folder), old)  # as the older version compared them
-    weights[name][0, 0] += 1
-    save_file(weights, folder / "model.safetensors")
-    assert not same_fingerprint(fingerprint(folder), old)
-
-
-def test_what_an_older_version_wrote_belongs_to_its_target(tmp_path: Path) -> None:
-    """Store, head and stage record with a fingerprint of schema 1 are those of this target."""
-    folder = zoo_folder(tmp_path / "base", "llama")
-    identity = replace(IDENTITY, target_fingerprint=schema_1(folder))
-    identity.check(replace(IDENTITY, target_fingerprint=fingerprint(folder)), tmp_path)
-    with pytest.raises(UserError, match="target_fingerprint"):
-        identity.check(
-            replace(IDENTITY, target_fingerprint="2-" + "0" * 32 + "-" + "1" * 32), folder
-        )
-    stage = STAGES["answers"]
-    with Run(tmp_path, {}, {"answers": {"f": schema_1(folder)}}).recorded_stage(stage) as path:
-        path.write_text("")
-    for value, state in ((fingerprint(folder), "done"), ("2-0-0", "changed")):
-        assert Run(tmp_path, {}, {"answers": {"f": value}}).status(stage).state == state
+        assert fingerprint(folder) != base
