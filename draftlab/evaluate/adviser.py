@@ -1,59 +1,219 @@
-"""The K adviser: predict the speed-up for every K and batch.
+"""The K adviser: the speed-up for every K and batch, measured or predicted.
 
 With K drafts a step emits n(K) tokens in s(K) milliseconds; plain decoding emits one in s(0). So
 
     speed-up(K) = n(K) · s(0) / s(K).
 
 Where the suite was decoded and timed with K drafts, this is the row's own speed-up. n(K) belongs to
-the whole suite. Where the suite was decoded with K drafts, it is that row's own
-count. Between two counted values of K the unconditional acceptance a_i of each position and the
-share of the tokens that were emitted (stop tokens and limits truncate some) are interpolated;
-positions that only the larger K has are the larger one's. K = 0 counts as decoded, with n(0) = 1.
-Beyond the largest counted K there is no prediction. s(K) belongs to the timed prompts. Where K was
-not timed it is interpolated between the timed K's of the batch (`speedup_model.py`; for a parallel
-head that was timed at a single K, s is constant).
+the whole suite: where it was decoded with K drafts, it is that row's own count, and between two
+counted values of K the unconditional acceptance a_i of each position and the share of the tokens
+that were emitted (stop tokens and limits truncate some) are interpolated; positions that only the
+larger K has are the larger one's. K = 0 counts as decoded, with n(0) = 1. Beyond the largest
+counted K there is no prediction. s(K) belongs to the timed prompts, and lies on the lines between
+the timed K's of the batch (a parallel head that was timed at a single K has the same step for all).
 
-`advice_check.py` has the check: each timed K is predicted from the others.
+As a check each timed K between two others is predicted from them. Without the smallest or largest
+K the prediction would go beyond the measurements, where the cost of a step may bend, as it does
+where a kernel needs a second tile.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from draftlab.evaluate.advice_check import Check, check_left_out, check_summary
-from draftlab.evaluate.break_even import break_even
-from draftlab.evaluate.headline import drafting_pays
-from draftlab.evaluate.results import Row
-from draftlab.evaluate.speedup_model import (
-    Acceptance,
-    Probe,
-    SpeedupTable,
-    conditions,
-    timing_tables,
-)
+import numpy as np
 
-PREDICTS = (
-    "a speed-up is over all prompts of the suite: its own tokens a step, with the step times of "
-    "the timed prompts; its interval holds the variation between prompts of both"
-)
+from draftlab.evaluate.headline import drafting_pays
+from draftlab.evaluate.results import Row, Timing
+
+Shape = tuple[int, int]
+"""(batch, K)."""
+Conditions = tuple[str, str | None, float, bool]
+"""Engine, head, temperature and drafter setting."""
+
+
+def suite_speedup(plain_ms: Any, step_ms: Any, tokens: Any) -> Any:
+    """Return plain_ms · tokens / step_ms, the speed-up of steps that emit so many tokens.
+
+    All are numbers or arrays. A step with drafts does all that one without does, so that it counts
+    as no faster, and the speed-up as no larger than `tokens`.
+    """
+    return plain_ms * tokens / np.maximum(step_ms, plain_ms)
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A timing of a configuration that has no row: its K is timed for the adviser alone."""
+
+    suite: str
+    engine: str
+    head: str | None
+    temperature: float
+    draft_probs: bool
+    k: int
+    timing: Timing
+
+
+def conditions(one: Row | Probe) -> Conditions:
+    """Return what the measurements of a table share."""
+    return one.engine, one.head, one.temperature, one.draft_probs
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """The acceptance of steps with one K.
+
+    Attributes:
+        at: unconditional acceptance at each position.
+        emitted: tokens a step over AL; below 1, since stop tokens and limits truncate.
+    """
+
+    at: Sequence[float] = ()
+    emitted: float = 1.0
+
+    @property
+    def length(self) -> float:
+        """AL."""
+        return 1 + sum(self.at)
+
+    @property
+    def tokens(self) -> float:
+        """Tokens that a step emits."""
+        return self.length * self.emitted
+
+
+def interpolate_acceptance(k: int, known: Mapping[int, Acceptance]) -> Acceptance | None:
+    """Return the acceptance with `k` drafts; None beyond the largest known K."""
+    known = {0: Acceptance()} | dict(known)
+    if k in known:
+        return known[k]
+    if k > max(known):
+        return None
+    below, above = max(i for i in known if i < k), min(i for i in known if i > k)
+    low, high, weight = known[below], known[above], (k - below) / (above - below)
+    at = [a + weight * (b - a) for a, b in zip(low.at, high.at, strict=False)]
+    emitted = low.emitted + weight * (high.emitted - low.emitted)
+    return Acceptance((*at, *high.at[below:k]), emitted)
+
+
+@dataclass(frozen=True)
+class SpeedupTable:
+    """Timings with drafts that differ in batch and K alone.
+
+    Attributes:
+        flat: whether a single timed K serves all others, as for a parallel head.
+        timings: by (batch, K); each has its own time of plain decoding.
+        head_steps: step times of the same head under the conditions where most were timed.
+    """
+
+    flat: bool
+    timings: Mapping[Shape, Timing]
+    head_steps: Mapping[Shape, float]
+
+    def at_batch(self, batch: int) -> dict[int, Timing]:
+        """Return the timings at a batch, by K."""
+        return dict(sorted((k, one) for (b, k), one in self.timings.items() if b == batch))
+
+    def plain_ms(self, batch: int) -> float:
+        """Return the milliseconds of a step without drafts."""
+        return next(iter(self.at_batch(batch).values())).baseline_tpot_ms or math.nan
+
+    def step_ms(self, batch: int, k: int, without: int | None = None) -> float | None:
+        """Return the milliseconds of a step; None if they do not follow.
+
+        A measured step is its own prediction. Others lie on the lines between the head's measured
+        K's at this batch, moved by the interpolated difference to these conditions' own steps.
+
+        Args:
+            without: a K whose measurements are left out.
+        """
+        own = {i: one.step_ms for i, one in self.at_batch(batch).items() if i != without}
+        if k in own:
+            return own[k]
+        steps = {i: ms for (b, i), ms in self.head_steps.items() if b == batch and i != without}
+        if not own or not (len(steps) > 1 or self.flat):
+            return None
+        if len(steps) < 2:
+            return next(iter(own.values()))
+        differences = [ms - _on_lines(i, steps) for i, ms in own.items()]
+        return _on_lines(k, steps) + float(np.interp(k, [*own], differences))
+
+    def predict(
+        self,
+        batch: int,
+        k: int,
+        acceptance: Mapping[int, Acceptance],
+        without: int | None = None,
+    ) -> tuple[Acceptance, float, float] | None:
+        """Return acceptance, milliseconds of a step and speed-up; None if they are unknown."""
+        at_k = interpolate_acceptance(k, acceptance)
+        step = self.step_ms(batch, k, without)
+        if at_k is None or step is None:
+            return None
+        plain = self.plain_ms(batch)
+        return at_k, max(step, plain), float(suite_speedup(plain, step, at_k.tokens))
+
+    def left_out(self, batch: int, k: int) -> float | None:
+        """Return the speed-up of a timed K, predicted without any measurement with that K.
+
+        None: the K does not lie between two others.
+        """
+        own, known = self.at_batch(batch), {}
+        if not min(own) < k < max(own):
+            return None
+        for i, one in own.items():
+            if i != k and one.acceptance_at and one.tokens_per_step:
+                emitted = one.tokens_per_step / (1 + sum(one.acceptance_at))
+                known[i] = Acceptance(one.acceptance_at, emitted)
+        predicted = self.predict(batch, k, known, without=k)
+        return predicted and predicted[2]
+
+
+def _on_lines(k: int, steps: Mapping[int, float]) -> float:
+    """Return the milliseconds at K on the lines between steps; the outer ones go on."""
+    ks = sorted(steps)
+    above = next((i for i in range(1, len(ks)) if ks[i] >= k), len(ks) - 1)
+    low, high = ks[above - 1], ks[above]
+    return steps[low] + (k - low) / (high - low) * (steps[high] - steps[low])
+
+
+def speedup_tables(rows: Sequence[Row], probes: Sequence[Probe]) -> dict[Conditions, SpeedupTable]:
+    """Return a table of the timed steps for each drafted row's conditions."""
+    drafted = [row for row in rows if row.drafts]
+    timed = [(conditions(p), p.k, p.timing) for p in probes]
+    timed += [(conditions(row), row.k, timing) for row in drafted for timing in row.timings]
+    found: dict[Conditions, dict[Shape, Timing]] = {}
+    for key, k, timing in timed:
+        if timing.baseline_tpot_ms and not timing.disturbance:
+            found.setdefault(key, {})[timing.batch, k] = timing
+    tables = {}
+    for key in dict.fromkeys(conditions(row) for row in drafted):
+        if key in found:
+            same_head = [found[key], *(own for other, own in found.items() if other[:2] == key[:2])]
+            steps = {shape: one.step_ms for shape, one in max(same_head, key=len).items()}
+            flat = any(row.drafter == "parallel" for row in drafted if row.head == key[1])
+            tables[key] = SpeedupTable(flat, found[key], steps)
+    return tables
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted effect of K drafts a step on the whole suite.
+    """The effect of K drafts a step on the whole suite.
 
-    The last five fields belong to the timed prompts alone, which also decode with K's that the
-    suite is not decoded with. They are None if K was not timed, the last four also if it was not
-    timed between two other values of K (see `Check`).
+    The last four fields belong to the timed prompts alone, and are None if K was not timed; the
+    last three also if it was not timed between two other values of K.
 
     Attributes:
         measured: whether `speedup` is that of a row that was timed at this batch; else predicted.
         speedup_ci: the 95 % interval over the prompts of the suite and of the timing pass; None:
             there are too few.
-        timed_speedup: measured on the timed prompts.
+        left_out_speedup: predicted without any measurement with this K.
+        error: left_out_speedup / timed_speedup − 1.
+        met: whether `left_out_speedup` lies in the interval of the timed one.
     """
 
     k: int
@@ -68,89 +228,43 @@ class Prediction:
     left_out_speedup: float | None = None
     error: float | None = None
     met: bool | None = None
-    close: bool | None = None
-
-
-@dataclass(frozen=True)
-class Advice:
-    """The predictions for one head, temperature, drafter setting and batch.
-
-    Attributes:
-        drafter: "chain" or "parallel".
-        plain_ms: TPOT without drafting.
-        best_k: the K with the highest measured speed-up, unless another one is predicted to be
-            faster beyond both intervals.
-        text: the advice in one line.
-    """
-
-    suite: str
-    engine: str
-    head: str | None
-    drafter: str
-    temperature: float
-    draft_probs: bool
-    batch: int
-    plain_ms: float
-    best_k: int
-    text: str
-    predictions: tuple[Prediction, ...]
 
 
 def advise(rows: Sequence[Row], probes: Iterable[Probe] = ()) -> dict[str, Any] | None:
-    """Return `report.adviser`: {"predicts", "advice", "check", "break_even"}.
+    """Return `report.adviser` (docs/formats.md): {"advice", "check", "break_even"}.
 
-    "predicts" says what a prediction is of; "advice" holds an `Advice` each. "check" is about the
-    predictions of left-out values of K: how many were `timed`, how many of them `met` the
-    measurement, how many are `close`, `mean_error` and `worst_error` in size (None if there are
-    none), and all of it as `text`. The result is None if nothing was timed.
+    The result is None if nothing was timed.
     """
-    probes = list(probes)
-    advice = [
-        one
-        for suite in dict.fromkeys(row.suite for row in rows)
-        for one in _suite_advice(
-            [row for row in rows if row.suite == suite], [p for p in probes if p.suite == suite]
-        )
-    ]
+    probes, advice = list(probes), list[dict[str, Any]]()
+    for suite in dict.fromkeys(row.suite for row in rows):
+        here = [row for row in rows if row.suite == suite]
+        tables = speedup_tables(here, [p for p in probes if p.suite == suite])
+        by_key: dict[Conditions, list[Row]] = {}
+        for row in sorted((row for row in here if row.drafts), key=lambda row: row.k):
+            by_key.setdefault(conditions(row), []).append(row)
+        for key, members in by_key.items():
+            for batch in (timing.batch for timing in members[-1].timings):
+                if key in tables and tables[key].at_batch(batch):
+                    advice += [one] if (one := _advice(tables[key], members, batch)) else []
     if not advice:
         return None
-    predictions = [p for one in advice for p in one.predictions]
     return {
-        "predicts": PREDICTS,
-        "advice": [asdict(one) for one in advice],
-        "check": check_summary(
-            [
-                Check(p.left_out_speedup, p.error, p.met, p.close)
-                for p in predictions
-                if p.error is not None
-            ]
-        ),
-        "break_even": [asdict(one) for one in break_even(advice)],
+        "advice": advice,
+        "check": _check([p for one in advice for p in one["predictions"]]),
+        "break_even": list(_break_even(advice)),
     }
 
 
-def _suite_advice(rows: Sequence[Row], probes: Sequence[Probe]) -> Iterator[Advice]:
-    """Yield the advice for a suite's rows: for each of their conditions, at each batch."""
-    tables = timing_tables(rows, probes)
-    by_key: dict[Any, list[Row]] = {}
-    for row in sorted((row for row in rows if row.drafts), key=lambda row: row.k):
-        by_key.setdefault(conditions(row), []).append(row)
-    for key, members in by_key.items():
-        for batch in (timing.batch for timing in members[-1].timings):
-            table = tables.get(key)
-            if table is None or batch not in table.batches:
-                continue
-            if (one := _advice(table, members, batch)) is not None:
-                yield one
-
-
-def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> Advice | None:
+def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> dict[str, Any] | None:
     """Return the advice at a batch; None if the step times do not give a slope.
+
+    Its `best_k` is the K with the highest measured speed-up, unless another one is predicted to be
+    faster beyond both intervals.
 
     Args:
         rows: the decoded suite, by K.
     """
-    largest = rows[-1]
+    largest, timed = rows[-1], table.at_batch(batch)
     counted = {
         row.k: Acceptance(
             row.counters.acceptance_at or (), row.tokens_per_step / (row.acceptance_length or 1.0)
@@ -158,7 +272,7 @@ def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> Advice | No
         for row in rows
     }
     lengths = {row.k: row.acceptance_length_ci for row in rows}
-    ratios = {k: one.step_ratio_ci for k, one in table.at_batch(batch).items()}
+    ratios = {k: one.step_ratio_ci for k, one in timed.items()}
     own = {row.k: t for row in rows for t in row.timings if t.batch == batch and t.speedup}
     predictions = []
     for k in range(1, largest.k + 1):
@@ -169,34 +283,27 @@ def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> Advice | No
         interval = _interval(speedup, [_half_width(ones, k) for ones in (lengths, ratios)])
         if k in own:
             speedup, interval = own[k].speedup, own[k].speedup_ci
-        timed = table.measured.get((batch, k))
-        prediction = Prediction(
-            k,
-            acceptance.length,
-            acceptance.tokens,
-            step,
-            step / acceptance.tokens,
-            k in own,
-            speedup,
-            interval,
-            timed and timed.speedup,
-        )
-        check = check_left_out(table, batch, k)
-        predictions.append(replace(prediction, **asdict(check)) if check else prediction)
+        one, check = timed.get(k), {}
+        ci, left = one and one.timed_speedup_ci, one and table.left_out(batch, k)
+        if one and one.timed_speedup and ci and left:
+            error, met = left / one.timed_speedup - 1, ci[0] <= left <= ci[1]
+            check = {"left_out_speedup": left, "error": error, "met": met}
+        tokens = acceptance.tokens
+        predictions.append(
+            Prediction(
+                k, acceptance.length, tokens, step, step / tokens, k in own, speedup, interval,
+                one and one.timed_speedup, **check,
+            )
+        )  # fmt: skip
     best = _best(predictions)
-    return Advice(
-        suite=largest.suite,
-        engine=largest.engine,
-        head=largest.head,
-        drafter=largest.drafter,
-        temperature=largest.temperature,
-        draft_probs=largest.draft_probs,
-        batch=batch,
-        plain_ms=table.measured[batch, 0].step_ms,
-        best_k=best.k,
-        text=_text(best, predictions, batch),
-        predictions=tuple(predictions),
-    )
+    same = ("suite", "engine", "head", "drafter", "temperature", "draft_probs")
+    return {name: getattr(largest, name) for name in same} | {
+        "batch": batch,
+        "plain_ms": table.plain_ms(batch),
+        "best_k": best.k,
+        "text": _text(best, predictions, batch),
+        "predictions": [asdict(one) for one in predictions],
+    }
 
 
 def _half_width(intervals: Mapping[int, tuple[float, float] | None], k: int) -> float | None:
@@ -219,7 +326,7 @@ def _interval(speedup: float, widths: Sequence[float | None]) -> tuple[float, fl
 
 
 def _best(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the prediction of the best K (see `Advice`)."""
+    """Return the prediction of the best K (see `_advice`)."""
     measured = [one for one in predictions if one.measured]
     best = max(measured or predictions, key=lambda p: p.speedup)
     limit = best.speedup_ci[1] if best.speedup_ci else math.inf
@@ -231,8 +338,7 @@ def _text(best: Prediction, predictions: Sequence[Prediction], batch: int) -> st
     """Return "best K = 5 at batch 1: 1.90× [1.80, 2.01], measured".
 
     Beside a predicted speed-up the text has that of the nearest measured K, and beside a measured
-    one a higher prediction. It also names the left-out K whose prediction a measurement refutes
-    most clearly.
+    one a higher prediction. It also names a left-out K whose prediction a measurement refutes.
     """
 
     def speedup(one: Prediction) -> str:
@@ -248,13 +354,10 @@ def _text(best: Prediction, predictions: Sequence[Prediction], batch: int) -> st
     highest = max(predictions, key=lambda p: p.speedup)
     if highest.k != best.k:
         text += f"; K = {highest.k} is predicted not to be clearly faster: {speedup(highest)}"
-    refuted = [p for p in predictions if p.met is False]
+    refuted = [(abs(p.error), p.k, p.error) for p in predictions if p.error and not p.met]
     if refuted:
-        worst = max(refuted, key=lambda p: abs(p.error or 0.0))
-        text += (
-            f"; the prediction of K = {worst.k} from the other timed K's is off by "
-            f"{100 * (worst.error or 0.0):+.0f} %"
-        )
+        _, k, error = max(refuted)
+        text += f"; the prediction of K = {k} from the other timed K's is off by {error:+.0%}"
     pays = drafting_pays(best.speedup_ci)
     if pays is False:
         text += "; drafting does not pay here"
@@ -263,3 +366,51 @@ def _text(best: Prediction, predictions: Sequence[Prediction], batch: int) -> st
     elif best.k == predictions[-1].k:
         text += "; no larger K was measured"
     return text
+
+
+def _check(predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return how many timed K's were predicted from the others, and how well."""
+    checked = [p for p in predictions if p["error"] is not None]
+    met = sum(p["met"] for p in checked)
+    worst = max((abs(p["error"]) for p in checked), default=None)
+    text = "no prediction was checked: too few timed K's"
+    if worst is not None:
+        text = (
+            f"{met} of {len(checked)} speed-ups at a timed K, predicted from the other timed K's, "
+            f"lie in the measured interval; the error is {worst:.0%} at most"
+        )
+    return {"timed": len(checked), "met": met, "worst_error": worst, "text": text}
+
+
+def _break_even(advice: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield from which K on a parallel head is faster than a chain under the same conditions.
+
+    `k` is the smallest K from which on the parallel head has the lower TPOT at every K that both
+    heads have; None: there is none. At the same K
+
+        TPOT(parallel) ≤ TPOT(chain)  ⟺  n(parallel) / n(chain) ≥ step(parallel) / step(chain),
+
+    so that the text says which share of the chain's AL the parallel head needs.
+    """
+    shared = ("suite", "engine", "temperature", "draft_probs", "batch")
+    for chain, parallel in itertools.product(advice, advice):
+        same = {name: chain[name] for name in shared}
+        drafters = chain["drafter"], parallel["drafter"]
+        if drafters != ("chain", "parallel") or same != {name: parallel[name] for name in shared}:
+            continue
+        pairs = [*zip(chain["predictions"], parallel["predictions"], strict=False)]
+        first = max((c["k"] for c, p in pairs if p["tpot_ms"] >= c["tpot_ms"]), default=0) + 1
+        k = first if first <= len(pairs) else None
+        ours, theirs = pairs[(k or len(pairs)) - 1]
+        share = theirs["acceptance_length"] / ours["acceptance_length"]
+        needed = share * theirs["tpot_ms"] / ours["tpot_ms"]
+        text = f"the chain is faster at the same K, up to K = {ours['k']}"
+        if k:
+            text = f"parallel is faster at the same K from K = {k} on"
+        text += f": parallel has {share:.2f} of the chain's AL there and needs {needed:.2f}"
+        for one in (chain, parallel):
+            best = min(one["predictions"], key=lambda p: p["tpot_ms"])
+            text += (
+                f"; {one['drafter']} at its best K = {best['k']}: {best['tpot_ms']:.2f} ms/token"
+            )
+        yield same | {"chain": chain["head"], "parallel": parallel["head"], "k": k, "text": text}

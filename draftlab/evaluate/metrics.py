@@ -12,9 +12,9 @@ import torch
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
+from draftlab.evaluate.adviser import suite_speedup
 from draftlab.evaluate.results import Lossless, Row, Timing
 from draftlab.evaluate.self_check import self_check
-from draftlab.evaluate.speedup_model import suite_speedup
 from draftlab.evaluate.statistics import acceptance_interval, repetition_rate
 from draftlab.evaluate.timing import TimedRun
 from draftlab.intervals import prompt_interval, resample_sums

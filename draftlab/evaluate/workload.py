@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.engine.threads import decoding_threads, one_thread
+from draftlab.evaluate.adviser import Probe
 from draftlab.evaluate.bandwidth import floor_ms
 from draftlab.evaluate.decoding_config import (
     PLAIN_DECODING,
@@ -19,7 +20,6 @@ from draftlab.evaluate.decoding_config import (
 from draftlab.evaluate.metrics import Decoded, timing, without_disturbed
 from draftlab.evaluate.results import Timing
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.evaluate.speedup_model import Probe
 from draftlab.evaluate.timing import (
     Decoder,
     TimedRun,

@@ -204,7 +204,7 @@ def _advice(rows: Sequence[Row], adviser: Mapping[str, Any]) -> Section:
         "predicted. On the timed prompts: their own speed-up. From the other K's: what the timed "
         "prompts' step times and acceptance at all other K's predict for them; the error compares "
         "it with their own.",
-        f"{adviser['check']['text']}; {adviser['predicts']}.",
+        f"{adviser['check']['text']}.",
     ]
     table = grouped("conditions", ADVICE, groups, lambda p: "best" if p["best"] else "")
     return Section("Predictions of every K", text, table, kind="folded")
