@@ -39,7 +39,7 @@ class ShardWriters:
     Attributes:
         bytes_written: size of the committed shards.
         seconds_waited: time for which the target waited for the writers.
-        committed: files of the shards that are committed, until somebody takes them.
+        committed: numbers of the shards that are committed, until somebody takes them.
     """
 
     def __init__(self, receipts: Receipts, policy: NotFinitePolicy) -> None:
@@ -47,7 +47,7 @@ class ShardWriters:
         # Another writer of the same shard, on any machine, has another temporary file.
         self._writer = uuid4().hex
         self.bytes_written, self.seconds_waited = 0, 0.0
-        self.committed: deque[str] = deque()
+        self.committed = deque[int]()
         self._free = threading.Semaphore(SHARDS_AT_ONCE)
         self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
@@ -107,12 +107,9 @@ class ShardWriters:
             wait(self._futures)
         self._collect_results()
 
-    def take_committed(self) -> list[str]:
-        """Return the files of the shards that were committed since the last call."""
-        files = []
-        while self.committed:
-            files.append(self.committed.popleft())
-        return files
+    def take_committed(self) -> list[int]:
+        """Return the numbers of the shards that were committed since the last call."""
+        return [self.committed.popleft() for _ in range(len(self.committed))]
 
     def _write(
         self, shard: Shard, samples: Sequence[Sample], batches: queue.Queue[StatesFuture]
@@ -152,7 +149,7 @@ class ShardWriters:
             ) from None
         fields = {"bytes": size, "sha256": digest, **buffer.receipt_fields()}
         self.receipts.commit(shard, fields, self._writer)
-        self.committed.append(shard.file)
+        self.committed.append(shard.number)
         return size
 
 

@@ -142,60 +142,24 @@ class WorkerPool(ABC):
         ((_, description),) = self.run("describe", [stage])
         return description
 
-    def run(self, method: str, tasks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """Have a method called for each task; yield its number and the result as tasks end.
+    def run(self, method: str, arguments: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+        """Have a method called with each argument; yield its number and the result as calls end.
 
         Raises:
             UserError: a task failed, or several workers ended at it. It names the worker.
         """
-        waiting = deque(range(len(tasks)))
-        running: dict[Future[Outcome], tuple[Worker, int]] = {}
-        attempts = Counter[int]()
+        tasks = Tasks(self, method, arguments, range(len(arguments)))
         try:
-            while waiting or running:
-                self.start_workers(len(waiting) + len(running))
-                self.hand_out(method, tasks, waiting, running)
-                if not running:
+            while tasks.waiting or tasks.running:
+                tasks.hand_out()
+                if tasks.running:
+                    wait(tasks.running, POLL_S, FIRST_COMPLETED)
+                else:
                     time.sleep(POLL_S)
-                    continue
-                wait(running, POLL_S, FIRST_COMPLETED)
-                for future in done_futures(running):
-                    worker, number = running.pop(future)
-                    try:
-                        outcome = future.result()
-                    except (*self.lost, CancelledError) as error:
-                        waiting.appendleft(number)
-                        attempts[number] += worker in self.workers  # and not an earlier task's end
-                        self.drop(worker, error, final=attempts[number] == MAX_ATTEMPTS)
-                        continue
-                    yield number, self.value_of(worker, outcome)
+                for _, number, value in tasks.collect():
+                    yield number, value
         finally:
-            for future in running:
-                future.cancel()
-
-    def hand_out(
-        self,
-        method: str,
-        tasks: Sequence[Any],
-        waiting: deque[int],
-        running: dict[Future[Outcome], tuple[Worker, int]],
-    ) -> None:
-        """Have workers that have little to do call a method for waiting tasks.
-
-        Args:
-            tasks: the arguments, by number.
-            waiting: numbers of tasks; those that are handed out are taken.
-            running: takes the calls, with their workers and numbers.
-        """
-        loads = Counter(id(worker) for worker, _ in running.values())
-        for load in range(TASKS_AHEAD):
-            for worker in self.workers:
-                # The last tasks go to those that have nothing to do.
-                enough = load == 0 or len(waiting) > len(self.workers)
-                if waiting and enough and loads[id(worker)] == load:
-                    number = waiting.popleft()
-                    running[worker.call(method, tasks[number])] = worker, number
-                    loads[id(worker)] += 1
+            tasks.cancel()
 
     def finish(self) -> None:
         """Wait until the workers have written what they computed.
@@ -242,13 +206,71 @@ class WorkerPool(ABC):
         self.monitor.say(f"{reason}; its work is done by others")
 
 
-def done_futures(futures: Iterable[Future[Any]]) -> list[Future[Any]]:
-    """Return the futures that are done, in their order.
+class Tasks:
+    """Calls of one method by the workers of a pool. The task of one that ends is another's.
 
-    `wait` does not return those that the shutdown of their executor has cancelled, since no thread
-    takes them any more.
+    Args:
+        pool: the workers.
+        method: of `TargetWorker`.
+        arguments: of its calls, by the numbers of the tasks.
+        waiting: numbers of tasks.
+
+    Attributes:
+        waiting: numbers of the tasks that no worker has.
+        running: the calls, with their workers and numbers; None: a call that is no task.
+        attempts: how many workers have ended at a task.
     """
-    return [future for future in futures if future.done()]
+
+    def __init__(
+        self, pool: WorkerPool, method: str, arguments: Sequence[Any], waiting: Iterable[int] = ()
+    ) -> None:
+        self.pool, self.method, self.arguments = pool, method, arguments
+        self.waiting = deque(waiting)
+        self.running: dict[Future[Outcome], tuple[Worker, int | None]] = {}
+        self.attempts = Counter[int]()
+
+    def hand_out(self) -> None:
+        """Have workers that have little to do begin with waiting tasks."""
+        if self.waiting:
+            self.pool.start_workers(len(self.waiting) + len(self.running))
+        loads = Counter(id(worker) for worker, _ in self.running.values())
+        for load in range(TASKS_AHEAD):
+            for worker in self.pool.workers:
+                # The last tasks go to those that have nothing to do.
+                enough = load == 0 or len(self.waiting) > len(self.pool.workers)
+                if self.waiting and enough and loads[id(worker)] == load:
+                    number = self.waiting.popleft()
+                    call = worker.call(self.method, self.arguments[number])
+                    self.running[call] = worker, number
+                    loads[id(worker)] += 1
+
+    def collect(self) -> Iterator[tuple[Worker, int | None, Any]]:
+        """Yield the workers, numbers and results of the calls that have ended, in their order.
+
+        Raises:
+            UserError: a task failed, or several workers ended at it. It names the worker.
+        """
+        # Not by `wait`: it does not return calls that were cancelled before they began.
+        for call in [call for call in self.running if call.done()]:
+            worker, number = self.running.pop(call)
+            is_lost = worker not in self.pool.workers  # an earlier call has shown that it has ended
+            try:
+                outcome = None if is_lost else call.result()
+            except (*self.pool.lost, CancelledError) as error:
+                outcome = None
+                if number is not None:
+                    self.attempts[number] += 1
+                final = number is not None and self.attempts[number] == MAX_ATTEMPTS
+                self.pool.drop(worker, error, final=final)
+            if outcome is not None:
+                yield worker, number, self.pool.value_of(worker, outcome)
+            elif number is not None:
+                self.waiting.appendleft(number)
+
+    def cancel(self) -> None:
+        """Cancel the calls that have not begun."""
+        for call in self.running:
+            call.cancel()
 
 
 def has_text(log: Path) -> bool:

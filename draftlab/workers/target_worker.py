@@ -149,21 +149,19 @@ class TargetWorker:
                 pass
         return shard.tokens
 
-    def record_ahead(self, number: int) -> list[str]:
-        """Record a shard of a window; return the files that were committed since the last call.
+    def record_ahead(self, number: int | None) -> list[int]:
+        """Record a shard of a window, which may still be written then; None: wait for all.
 
-        The shard may still be written; `flush` waits for it.
+        Returns:
+            The numbers of the shards that were committed since the last call.
         """
         recorder = self._opened_recorder()
-        for _ in recorder.record(number):
-            pass
+        if number is None:
+            recorder.writers.wait()
+        else:
+            for _ in recorder.record(number):
+                pass
         return recorder.writers.take_committed()
-
-    def flush(self) -> list[str]:
-        """Wait until all shards are committed; return the files since the last call."""
-        writers = self._opened_recorder().writers
-        writers.wait()
-        return writers.take_committed()
 
     def _opened_recorder(self) -> ShardRecorder:
         """Return what records shards of the published plan."""

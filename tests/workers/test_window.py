@@ -20,7 +20,7 @@ from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.store import Store
 from draftlab.store.window import StoreWindow
 from draftlab.train.batch.window_order import WindowOrder
-from draftlab.workers.window import session as window_session
+from draftlab.workers.window import recorder as window_recorder
 from draftlab.workers.window import training as window_training
 from tests.helpers.small_run import draftlab, new_workshop, write_prompts
 from tests.helpers.thread_pool import LostError, ThreadPool
@@ -166,8 +166,8 @@ def test_answers_of_a_worker_may_arrive_together(
 ) -> None:
     """A later answer of a worker names the shards that earlier calls computed."""
     use_threads(monkeypatch, num_workers=1)
-    plain = window_session.wait
-    monkeypatch.setattr(window_session, "wait", lambda futures, *_: plain(futures, 2.0))
+    plain = window_recorder.wait
+    monkeypatch.setattr(window_recorder, "wait", lambda futures, *_: plain(futures, 2.0))
     result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
     assert result.exit_code == 0, result.output
     assert bytes_of(workshop, "small") == bytes_of(full, "full")

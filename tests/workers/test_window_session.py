@@ -13,22 +13,21 @@ import pytest
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.workers.pool import MAX_ATTEMPTS
-from draftlab.workers.window import state as window_state
-from draftlab.workers.window.session import WindowProgress, WindowSession
+from draftlab.workers.window import recorder
+from draftlab.workers.window.recorder import WindowFollower, WindowSession, WindowState
 from draftlab.workers.window.shards import DamagedShardError
-from draftlab.workers.window.state import WindowFollower, WindowState
 
 
-def session() -> WindowSession:
+def session(**pool: Any) -> WindowSession:
     shards: Any = SimpleNamespace(
         plan=SimpleNamespace(shards=[SimpleNamespace(file="shard-00000.safetensors")]),
         folder=Path("store"),
-        monitor=Monitor(),
         add_verified=lambda *_, **__: None,
         delete_files=lambda _: None,
     )
+    workers: Any = SimpleNamespace(workers=[], start_workers=lambda _: None, **pool)
     nothing: Any = None
-    return WindowSession(WindowProgress(0, 0, 0), shards, *[nothing] * 5)
+    return WindowSession(shards, [], 0, workers, nothing, Monitor())
 
 
 def verify(session: WindowSession, error: Exception | None) -> None:
@@ -54,27 +53,24 @@ def test_a_shard_that_is_damaged_once_in_each_of_many_epochs_does_not() -> None:
     for _ in range(2 * MAX_ATTEMPTS):
         verify(one, DamagedShardError("other bytes"))
         verify(one, None)
-    assert len(one.waiting) == 2 * MAX_ATTEMPTS
+    assert len(one.tasks.waiting) == 2 * MAX_ATTEMPTS
 
 
 def test_a_shard_whose_call_was_cancelled_with_its_worker_is_given_to_others() -> None:
     """`concurrent.futures.wait` does not return a call that was cancelled before it began."""
-    one, call = session(), Future[Any]()
-    one.demand = cast(Any, SimpleNamespace(pop=lambda: None))
-    one.pool = cast(Any, SimpleNamespace(workers=[], hand_out=lambda *_: None))
-    one.announce = lambda: None
-    one.running[call] = cast(Any, SimpleNamespace()), 0
+    one, call, worker = session(), Future[Any](), cast(Any, object())
+    one.tasks.running[call] = worker, 0
+    one.written[1] = worker
     call.cancel()
-    one._make_shards()
-    assert list(one.waiting) == [0]
-    assert one.running == {}
+    one.step(0)
+    assert sorted(one.tasks.waiting) == [0, 1]
+    assert one.tasks.running == one.written == {}
 
 
 def test_what_waits_to_be_verified_is_left_when_the_training_ends() -> None:
     one, future = session(), Future[Any]()
     one.verifying[future] = 0, True
-    one.progress.stopped.set()
-    one.run()
+    one.cancel()
     assert future.cancelled()
 
 
@@ -83,13 +79,13 @@ def test_a_rank_reads_again_what_a_network_file_system_has_replaced(
 ) -> None:
     state = WindowState(tmp_path / "window.json", "session")
     state.write(1, None)
-    plain, faults = window_state.read_json, [OSError(errno.ESTALE, "Stale file handle")]
+    plain, faults = recorder.read_json, [OSError(errno.ESTALE, "Stale file handle")]
 
     def read(path: Path) -> Any:
         if faults:
             raise faults.pop()
         return plain(path)
 
-    monkeypatch.setattr(window_state, "read_json", read)
+    monkeypatch.setattr(recorder, "read_json", read)
     assert WindowFollower(state).wait(0)
     assert not faults

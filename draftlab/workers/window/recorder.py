@@ -10,23 +10,35 @@ from __future__ import annotations
 import threading
 import time
 import traceback
+from bisect import bisect_left
+from collections import defaultdict, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
 
 from draftlab.errors import UserError
+from draftlab.files import read_json, write_json
 from draftlab.formatting import count_text
 from draftlab.progress import Monitor
 from draftlab.store.receipts import Receipts, renew_version
+from draftlab.store.shard import WrittenShard
 from draftlab.store.store import Store
 from draftlab.train.batch.window_order import WindowOrder
 from draftlab.train.settings import TrainSettings
-from draftlab.workers.pool import WorkerPool
-from draftlab.workers.window.session import WindowProgress, WindowSession
-from draftlab.workers.window.shards import Demand, WindowShards
-from draftlab.workers.window.state import WindowState
+from draftlab.workers.pool import MAX_ATTEMPTS, Tasks, Worker, WorkerPool
+from draftlab.workers.window.shards import DamagedShardError, WindowShards
 
 VERIFIERS = 2
 """Threads that compare shards with their receipts."""
+GROUPS_AHEAD = 4
+"""Groups that are made at the same time, the one that is read included."""
+STATE = "window.json"
+"""In the folder of the training."""
+BEAT_S = 5.0
+"""Longest time between two writes of the state, in seconds."""
+SILENCE_S = 180.0
+"""Time without a write after which the other ranks end."""
+POLL_S, FOLLOWER_POLL_S = 0.05, 0.2
 
 
 class WindowRecorder:
@@ -49,24 +61,32 @@ class WindowRecorder:
         state: WindowState | None,
         monitor: Monitor,
     ) -> None:
-        self.store, self.settings, self.monitor = store, settings, monitor
-        self.order, self.new_pool, self.state = WindowOrder(store.manifest, seed), new_pool, state
-        self._changed = threading.Condition()
+        self.store, self.monitor, self.new_pool, self.state = store, monitor, new_pool, state
+        self.order = WindowOrder(store.manifest, seed)
+        rows = settings.steps * settings.batch_rows
+        self._groups = [
+            [self.order.first + i for i in group]
+            for group in self.order.needed(rows, settings.row_tokens)
+        ]
+        self._changed, self._ended = threading.Condition(), threading.Event()
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
-        self._progress, self._started, self._ended = WindowProgress(0, 0, 0), 0.0, False
+        self._started = self._idle_s = 0.0
+        self._ready = self._finished_groups = 0  # numbers of first groups
         self.shards: WindowShards | None = None
 
     def __enter__(self) -> WindowRecorder:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self.stop()
+        if self._thread is not None:
+            self._thread.join()
 
     # What the training calls, in any thread.
 
     def begin(self, finished_groups: int) -> None:
-        self._progress = WindowProgress(finished_groups, finished_groups, finished_groups)
+        self._ready = self._finished_groups = finished_groups
         self._started = time.monotonic()
         self._thread = threading.Thread(target=self._lead, name="window", daemon=True)
         self._thread.start()
@@ -74,36 +94,29 @@ class WindowRecorder:
     def wait(self, group: int) -> bool:
         waited = False
         with self._changed:
-            while self._progress.ready <= group:
+            while self._ready <= group:
                 if self._error is not None:
                     raise self._error
-                if self._ended:
+                if self._ended.is_set():
                     raise InterruptedError("the training has ended")
                 waited = True
                 self._changed.wait(1.0)
         return waited
 
     def report_finished_groups(self, count: int) -> None:
-        self._progress.finished_groups = max(self._progress.finished_groups, count)
+        self._finished_groups = max(self._finished_groups, count)
 
     def share_waited(self) -> float | None:
         elapsed = time.monotonic() - self._started
-        return self._progress.idle_s / elapsed if self._thread is not None and elapsed else None
+        return self._idle_s / elapsed if self._thread is not None and elapsed else None
 
     def stop(self) -> None:
         with self._changed:
-            self._ended = True
+            self._ended.set()
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """End the thread and the workers."""
-        self.stop()
-        self._progress.stopped.set()
-        if self._thread is not None:
-            self._thread.join()
-
     def clear(self) -> None:
-        """Delete the shards that come and go, behind `close`: the training has ended."""
+        """Delete the shards that come and go, when the block has ended with the training."""
         receipts = Receipts.from_published(self.store.folder)
         (self.shards or self._new_shards(receipts)).clear()
 
@@ -123,21 +136,18 @@ class WindowRecorder:
         try:
             # Workers of a killed recorder that still write end with an error.
             renew_version(self.store.folder)
-            receipts = Receipts.from_published(self.store.folder)
-            self.shards = self._new_shards(receipts)
-            with (
-                ThreadPoolExecutor(VERIFIERS, "verify") as verifiers,
-                self.new_pool() as pool,
-            ):
-                WindowSession(
-                    self._progress,
-                    self.shards,
-                    self._new_demand(),
-                    pool,
-                    verifiers,
-                    self._announce,
-                    lambda done, total: self.monitor.progress("record", done, total),
-                ).run()
+            self.shards = self._new_shards(Receipts.from_published(self.store.folder))
+            with ThreadPoolExecutor(VERIFIERS, "verify") as verifiers, self.new_pool() as pool:
+                session = WindowSession(
+                    self.shards, self._groups, self._finished_groups, pool, verifiers, self.monitor
+                )
+                try:
+                    while not self._ended.is_set():
+                        self._idle_s += session.step(self._finished_groups)
+                        self._ready = session.ready
+                        self._announce()
+                finally:
+                    session.cancel()
         except Exception as error:
             if not isinstance(error, UserError):
                 traceback.print_exc()
@@ -151,8 +161,7 @@ class WindowRecorder:
             self._announce()
 
     def _new_shards(self, receipts: Receipts) -> WindowShards:
-        first = self.order.first
-        sizes = {first + i: int(size) for i, size in enumerate(self.order.sizes)}
+        sizes = {self.order.first + i: int(size) for i, size in enumerate(self.order.sizes)}
         return WindowShards(receipts, sizes, self.order.window, self.monitor)
 
     def _announce(self) -> None:
@@ -160,12 +169,234 @@ class WindowRecorder:
         with self._changed:
             self._changed.notify_all()
         if self.state is not None:
-            self.state.write(self._progress.ready, self._error)
+            self.state.write(self._ready, self._error)
 
-    def _new_demand(self) -> Demand:
-        """Return the groups that the training needs from its first step here on."""
-        rows = self.settings.steps * self.settings.batch_rows
-        groups = self.order.needed(rows, self.settings.row_tokens)
-        first = self.order.first
-        numbers = ([first + i for i in group] for group in groups)
-        return Demand(numbers, self._progress.first)
+
+class WindowSession:
+    """Makes the shards of the groups that a training needs, in their order.
+
+    Args:
+        shards: on the disk.
+        groups: numbers of shards, of all groups of the training.
+        first: the group that the training begins with.
+        pool: the workers.
+        verifiers: threads that compare shards with their receipts.
+        monitor: receives lines, and the progress of the first group.
+
+    Attributes:
+        ready: number of the first groups whose shards are or were there.
+        reading: groups that the training reads or will read, as far as they are being made.
+        blocked: shards of the last one that wait for room.
+        tasks: shards to be computed.
+        written: shards that a worker has computed and not yet reported as committed.
+        verifying: shards that are compared with their receipts, and whether they are new.
+    """
+
+    def __init__(
+        self,
+        shards: WindowShards,
+        groups: list[list[int]],
+        first: int,
+        pool: WorkerPool,
+        verifiers: ThreadPoolExecutor,
+        monitor: Monitor,
+    ) -> None:
+        self.shards, self.groups, self.first, self.monitor = shards, groups, first, monitor
+        self.pool, self.verifiers = pool, verifiers
+        self.ready = self._next = first
+        self.reading, self.blocked = deque[int](), deque[int]()
+        self.tasks = Tasks(pool, "record_ahead", range(len(shards.plan.shards)))
+        self.written: dict[int, Worker] = {}
+        self.verifying: dict[Future[WrittenShard], tuple[int, bool]] = {}
+        self._uses = defaultdict[int, list[int]](list)
+        for number, group in enumerate(groups):
+            for shard in group:
+                self._uses[shard].append(number)
+
+    def step(self, finished_groups: int) -> float:
+        """Make shards for a moment; return the seconds in which there was no room for any.
+
+        Args:
+            finished_groups: number of the first groups that no rank reads again.
+        """
+        started, idle = time.monotonic(), 0.0
+        while self.reading and self.reading[0] < finished_groups:
+            self.shards.needed.subtract(self.groups[self.reading.popleft()])
+        self._admit()
+        self.tasks.hand_out()
+        busy = {id(worker) for worker, _ in self.tasks.running.values()}
+        for worker in set(self.written.values()):
+            if id(worker) not in busy:  # it reports what it has computed
+                self.tasks.running[worker.call("record_ahead", None)] = worker, None
+        if futures := [*self.tasks.running, *self.verifying]:
+            wait(futures, POLL_S, FIRST_COMPLETED)
+            verified = [future for future in self.verifying if future.done()]
+            for worker, number, committed in self.tasks.collect():
+                if number is not None:
+                    self.written[number] = worker
+                for shard in committed:
+                    if self.written.pop(shard, None) is not None:
+                        self._verify(shard, new=True)
+            for future in verified:
+                self._collect_verified(future)
+        else:
+            time.sleep(POLL_S)
+            idle = time.monotonic() - started if self.blocked else 0.0
+        lost = [n for n, worker in self.written.items() if worker not in self.pool.workers]
+        for number in lost:
+            del self.written[number]
+            self.tasks.waiting.appendleft(number)
+        self._count_ready()
+        return idle
+
+    def cancel(self) -> None:
+        """Leave what has not begun: the training would wait until queued shards are hashed."""
+        for future in self.verifying:
+            future.cancel()
+
+    def _next_use(self, shard: int) -> float:
+        """Return the number of the next group to be made that has a shard; infinity: none has."""
+        uses = self._uses[shard]
+        place = bisect_left(uses, self._next)
+        return uses[place] if place < len(uses) else float("inf")
+
+    def _admit(self) -> None:
+        """Begin with the next shards, as long as there is room."""
+        while True:
+            while self.blocked:
+                if not self.shards.make_room(self.blocked[0], self._next_use):
+                    return
+                self.tasks.waiting.append(self.blocked.popleft())
+            if len(self.reading) == GROUPS_AHEAD or self._next == len(self.groups):
+                return
+            self.reading.append(self._next)
+            for shard in self.groups[self._next]:
+                self.shards.needed[shard] += 1
+                if shard not in self.shards.on_disk:
+                    self.blocked.append(shard)
+                elif self.shards.needed[shard] == 1 and shard not in self.shards.verified:
+                    self._verify(shard, new=False)  # an earlier recorder left it
+            self._next += 1
+
+    def _verify(self, number: int, *, new: bool) -> None:
+        self.verifying[self.verifiers.submit(self.shards.read, number)] = number, new
+
+    def _collect_verified(self, future: Future[WrittenShard]) -> None:
+        number, new = self.verifying.pop(future)
+        file, attempts = self.shards.plan.shards[number].file, self.tasks.attempts
+        try:
+            self.shards.add_verified(number, future.result(), new=new)
+            del attempts[number]  # a long training may lose it again in a later epoch
+        except DamagedShardError as error:
+            attempts[number] += 1
+            if attempts[number] == MAX_ATTEMPTS:
+                raise UserError(
+                    f"the shard is damaged {MAX_ATTEMPTS} times in a row: {error}",
+                    where=self.shards.folder / file,
+                    do="check the disk; the same command goes on after the last checkpoint",
+                ) from None
+            self.monitor.say(f"{file}: {error}; it is recorded again")
+            self.shards.delete_files(number)
+            self.tasks.waiting.appendleft(number)  # its room stays reserved: a group waits for it
+
+    def _count_ready(self) -> None:
+        """Count the groups that are there, and show how far the first one is."""
+        for number in self.reading:
+            if number < self.ready:
+                continue
+            missing = [n for n in self.groups[number] if n not in self.shards.verified]
+            if number == self.first:
+                tokens, left = (
+                    sum(self.shards.plan.shards[n].tokens for n in one)
+                    for one in (self.groups[number], missing)
+                )
+                self.monitor.progress("record", tokens - left, tokens)
+            if missing:
+                return
+            self.ready = number + 1
+
+
+class WindowState:
+    """The file, which rank 0 writes.
+
+    Args:
+        path: of the file.
+        session: a text that no earlier training in this folder had.
+    """
+
+    def __init__(self, path: Path, session: str) -> None:
+        self.path, self.session = path, session
+        self._last: tuple[int, bool] | None = None
+        self._written, self._beat = 0.0, 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, ready: int, error: UserError | None) -> None:
+        """Write how many groups are there, and the error of the recording, if that is news."""
+        news = (ready, error is not None)
+        if news == self._last and time.monotonic() < self._written + BEAT_S:
+            return
+        self._last, self._written, self._beat = news, time.monotonic(), self._beat + 1
+        fields = {"session": self.session, "beat": self._beat, "ready": ready}
+        if error is not None:
+            fields["error"] = {"what": error.what, "where": str(error.where), "do": error.do}
+        write_json(self.path, fields)
+
+
+class WindowFollower:
+    """A `WindowFeed` of the ranks whose window rank 0 has filled.
+
+    Args:
+        state: the file as rank 0 writes it.
+    """
+
+    def __init__(self, state: WindowState) -> None:
+        self.path, self.session = state.path, state.session
+        self._ready, self._ended = 0, False
+        self._beat, self._heard = -1, time.monotonic()
+
+    def __enter__(self) -> WindowFollower:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def begin(self, finished_groups: int) -> None:
+        self._heard = time.monotonic()
+
+    def wait(self, group: int) -> bool:
+        waited = False
+        while self._ready <= group:
+            if self._ended:
+                raise InterruptedError("the training has ended")
+            self._read()
+            if self._ready <= group:
+                waited = True
+                time.sleep(FOLLOWER_POLL_S)
+        return waited
+
+    def report_finished_groups(self, count: int) -> None:
+        pass
+
+    def share_waited(self) -> float | None:
+        return None
+
+    def stop(self) -> None:
+        self._ended = True
+
+    def _read(self) -> None:
+        try:
+            fields = read_json(self.path) if self.path.exists() else {}
+        except OSError:  # NFS: another machine has replaced the open file (ESTALE)
+            fields = {}
+        if fields.get("session") == self.session:
+            if fields["beat"] != self._beat:
+                self._beat, self._heard = fields["beat"], time.monotonic()
+            if error := fields.get("error"):
+                raise UserError(error["what"], where=error["where"], do=error["do"])
+            self._ready = fields["ready"]
+        if time.monotonic() > self._heard + SILENCE_S:
+            raise UserError(
+                f"expected rank 0 to record the window, heard nothing of it for {SILENCE_S:g} s",
+                where=self.path,
+                do="look at its log; the same command goes on after the last checkpoint",
+            )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator
-from pathlib import Path
+from collections import Counter
+from collections.abc import Callable
 
 from draftlab.errors import UserError
 from draftlab.files import parse_json, sha256_file
 from draftlab.progress import Monitor
 from draftlab.store.receipts import Receipts
-from draftlab.store.shard import WrittenShard
+from draftlab.store.shard import WrittenShard, shard_number
 from draftlab.store.shard_file import map_shard
 
 JOURNAL = "recorded.jsonl"
@@ -23,45 +22,6 @@ VISIBLE_S, POLL_S = 60.0, 0.2
 
 class DamagedShardError(Exception):
     """A shard does not have the bytes that were written."""
-
-
-class Demand:
-    """The groups of shards that a training needs, in order.
-
-    Args:
-        groups: numbers of shards, group by group, from the training's first group on.
-        finished_groups: number of the first groups that are not needed any more.
-    """
-
-    def __init__(self, groups: Iterator[list[int]], finished_groups: int) -> None:
-        self._groups = (item for item in enumerate(groups) if item[0] >= finished_groups)
-        self._ahead: deque[tuple[int, list[int]]] = deque()
-        self._uses: defaultdict[int, deque[int]] = defaultdict(deque)
-
-    def pop(self) -> tuple[int, list[int]] | None:
-        """Return the number and the shards of the next group; None: no more are needed."""
-        if not self._ahead and not self._read():
-            return None
-        number, shards = self._ahead.popleft()
-        for shard in shards:
-            self._uses[shard].popleft()
-        return number, shards
-
-    def next_use(self, shard: int) -> float:
-        """Return the number of the next group that has a shard; infinity: none has."""
-        while not self._uses[shard]:
-            if not self._read():
-                return float("inf")
-        return self._uses[shard][0]
-
-    def _read(self) -> bool:
-        item = next(self._groups, None)
-        if item is None:
-            return False
-        self._ahead.append(item)
-        for shard in item[1]:
-            self._uses[shard].append(item[0])
-        return True
 
 
 class WindowShards:
@@ -92,47 +52,39 @@ class WindowShards:
         self.recorded = self.again = self.tokens = 0
         self._first_sha256 = self._read_journal()
         self._said_differs = False
-        self._scan()
-
-    def _scan(self) -> None:
-        """Keep the whole shards of the folder, and remove what else an earlier recorder left."""
         self.receipts.remove_temporary()
-        for path in self.folder.glob("shard-*"):
-            number = shard_number(path.name)
-            if number not in self.sizes:
-                continue
+        for number in self._numbers():
             if self.receipts.is_committed(self.plan.shards[number]):
                 self.on_disk[number] = self.sizes[number]
-            elif path.suffix == ".safetensors":
-                self.remove(number)
-            elif not path.with_suffix(".safetensors").exists():
-                path.unlink(missing_ok=True)  # the receipt of a shard that is deleted
+            else:
+                self.delete_files(number)  # which an earlier recorder left
 
-    def make_room(self, number: int, demand: Demand) -> bool:
+    def _numbers(self) -> set[int]:
+        """Return the numbers of the shards that come and go of which there are files."""
+        names = (path.with_suffix(".safetensors").name for path in self.folder.glob("shard-*"))
+        return {shard_number(name) for name in names} & self.sizes.keys()
+
+    def make_room(self, number: int, next_use: Callable[[int], float]) -> bool:
         """Make room for a shard and reserve it; return whether there is room.
 
-        The shards that are needed latest are deleted.
+        Args:
+            next_use: returns when a shard is needed again; those needed latest are deleted.
         """
         used = sum(self.on_disk.values())
         while used + self.sizes[number] > self.size:
             unneeded = [n for n in self.on_disk if not self.needed[n]]
             if not unneeded:
                 return False
-            last = max(unneeded, key=lambda n: (demand.next_use(n), n))
-            used -= self.on_disk[last]
-            self.remove(last)
+            last = max(unneeded, key=lambda n: (next_use(n), n))
+            used -= self.on_disk.pop(last)
+            self.delete_files(last)
         self.on_disk[number] = self.sizes[number]
         return True
-
-    def remove(self, number: int) -> None:
-        """Delete a shard, whose room is free then."""
-        self.delete_files(number)
-        self.on_disk.pop(number, None)
-        self.verified.discard(number)
 
     def delete_files(self, number: int) -> None:
         """Delete a shard's file and receipt."""
         shard = self.plan.shards[number]
+        self.verified.discard(number)
         (self.folder / shard.file).unlink(missing_ok=True)
         self.receipts.discard(shard)
 
@@ -202,13 +154,6 @@ class WindowShards:
 
     def clear(self) -> None:
         """Delete all shards that come and go."""
-        for path in self.folder.glob("shard-*.safetensors"):
-            if shard_number(path.name) in self.sizes:
-                self.remove(shard_number(path.name))
+        for number in self._numbers():
+            self.delete_files(number)
         self.receipts.remove_temporary()
-
-
-def shard_number(file: str) -> int:
-    """Return the number of a shard, which is in its file's name; −1: the file is no shard's."""
-    digits = Path(file).stem.removeprefix("shard-")
-    return int(digits) if digits.isdecimal() else -1

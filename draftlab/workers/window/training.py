@@ -19,8 +19,7 @@ from draftlab.target_model.locate import resolve_device
 from draftlab.train.distributed.ranks import Ranks, num_launched_here
 from draftlab.workers.local_pool import LocalPool
 from draftlab.workers.pool import WorkerPool
-from draftlab.workers.window.recorder import WindowRecorder
-from draftlab.workers.window.state import STATE, WindowFollower, WindowState
+from draftlab.workers.window.recorder import STATE, WindowFollower, WindowRecorder, WindowState
 
 RESTARTS = 10
 """Workers that are started again when they end: a training may last for days."""
