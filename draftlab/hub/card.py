@@ -79,16 +79,17 @@ def _eval_results(row: Row, several_engines: bool = False) -> Iterator[EvalResul
         return
     condition = f"K = {row.k}, T = {row.temperature:g}"
     condition += f", {formatting.drafting(row)} drafts" + f", {row.engine}" * several_engines
-    for kind, name, value in (
-        ("acceptance_length", "Acceptance length", row.acceptance_length),
-        ("speedup", "Speed-up over plain decoding", row.speedup),
+    for kind, name, value, interval in (
+        ("acceptance_length", "Acceptance length", row.acceptance_length, row.acceptance_length_ci),
+        ("speedup", "Speed-up over plain decoding", row.speedup, row.speedup_ci),
     ):
-        if value is not None and (kind != "speedup" or row.speedup_ci):  # else no verdict has it
+        if value is not None and (kind != "speedup" or interval):  # else no verdict has it
+            within = "; 95 %: {:.3f} to {:.3f}".format(*interval) if interval else ""
             yield EvalResult(
                 task_type="text-generation",
                 dataset_type=row.suite.replace(":", "-"),
                 dataset_name=row.suite,
                 metric_type=kind,
-                metric_name=f"{name} ({condition})",
+                metric_name=f"{name} ({condition}{within})",
                 metric_value=round(value, 3),
             )

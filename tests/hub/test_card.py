@@ -120,6 +120,8 @@ def test_the_hub_can_read_the_front_matter() -> None:
     results = fields["model-index"][0]["results"]
     kinds = {metric["type"] for result in results for metric in result["metrics"]}
     assert kinds == {"acceptance_length", "speedup"}
+    names = [metric["name"] for result in results for metric in result["metrics"]]
+    assert all("; 95 %: 1.000 to 9.000)" in name for name in names if name.startswith("Speed-up"))
     assert ModelCard(text).data.eval_results
     assert body.lstrip().startswith("# head")
 
