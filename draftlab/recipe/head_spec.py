@@ -31,8 +31,13 @@ from draftlab.target_model.locate import (
 )
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import stop_ids
-from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary, merge_order
-from draftlab.text.mask_token import MASK, choose_mask_token, token_counts
+from draftlab.text.draft_vocabulary import (
+    DraftVocabulary,
+    build_draft_vocabulary,
+    merge_order,
+    predicted_counts,
+)
+from draftlab.text.mask_token import MASK, choose_mask_token
 from draftlab.train.validation import split_records
 
 
@@ -91,7 +96,7 @@ def mask_token(
         return None
     stops = stop_ids(tokenizer, resolve_target(recipe.target))
     rows = store.identity.vocab_size
-    counts = token_counts(store)
+    counts = sum(predicted_counts(store, rows, range(len(store))))
     token = choose_mask_token(recipe.head.mask_token, tokenizer, rows, stops, counts, trained)
     name = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
     monitor.say(f"mask token: {name or 'an embedding that no token has'} (id {token})")

@@ -6,7 +6,7 @@ cache length, of `arange` and of a maximum of positions outside masks:
 
 | model | what it does | here |
 |---|---|---|
-| Llama 4 | attention temperature from the cache length | replaced (`target_model/llama4.py`) |
+| Llama 4 | attention temperature from the cache length | `use_true_positions` |
 | RoPE `longrope` (Phi 3, Phi 4, MiniCPM 3) | frequencies by the longest row | short set, limit |
 | RoPE `dynamic` | frequencies grow with the longest row | frozen |
 | PhiMoE with `longrope` | the same in its own code, on the host | refused |
@@ -23,12 +23,15 @@ does (and so covers code shipped with a checkpoint), or from `target_model/parts
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftlab.errors import UserError
+from draftlab.target_model.attention import current_inputs
 from draftlab.target_model.experts import use_experts
 from draftlab.target_model.parts import text_decoder
 from draftlab.target_model.recurrent_layer import replace_recurrences
@@ -47,8 +50,6 @@ def replace_layers(model: PreTrainedModel) -> None:
     """
     decoder, layers, _ = text_decoder(model)
     if type(decoder).__name__ == "Llama4TextModel":
-        from draftlab.target_model.llama4 import use_true_positions
-
         use_true_positions(layers)
     limit = freeze_rope(decoder)
     if limit is not None:
@@ -59,6 +60,33 @@ def replace_layers(model: PreTrainedModel) -> None:
     for module in decoder.modules():
         if type(module).__name__ == "NemotronHMamba2Mixer":
             module.time_step_limit = tuple(decoder.config.time_step_limit)
+
+
+def use_true_positions(layers: nn.ModuleList) -> None:
+    """Compute Llama 4's attention temperature from the true position of every token.
+
+    Layers without RoPE scale their queries by 1 + a · log(1 + ⌊(p + 1) / f⌋), f = 8,192.
+    transformers derives p from the cache length, one number for all rows, so from position 8,191 on
+    a row's logits would depend on the other rows of the batch. Padding, whose position is 0, is
+    scaled by 1.
+    """
+    for layer in layers:
+        attention = layer.self_attn
+        if attention.attn_temperature_tuning and not attention.use_rope:
+            attention.attn_temperature_tuning = False
+            scale = partial(_temper, attention.floor_scale, attention.attn_scale)
+            attention.q_proj.register_forward_hook(scale)
+
+
+def _temper(floor: float, scale: float, _: nn.Module, inputs: Any, queries: Tensor) -> Tensor:
+    """Return the queries [B, M, width] of a layer, scaled by their positions."""
+    current = current_inputs()
+    positions = current.packed_row.positions if current.packed_row else current.positions
+    if positions is None:
+        positions = torch.arange(queries.shape[1])[None]
+    steps = torch.floor((positions.to(queries.device).float() + 1.0) / floor)
+    factors = torch.log1p(steps) * scale + 1.0
+    return (queries * factors[..., None]).to(queries.dtype)
 
 
 def freeze_rope(decoder: nn.Module) -> int | None:

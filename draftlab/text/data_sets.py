@@ -24,7 +24,6 @@ from draftlab.files import (
     cache_folder,
     canonical_json,
     parse_json,
-    read_fields,
     sha256_text,
     write_json,
 )
@@ -252,14 +251,6 @@ def data_set_file(settings: PromptSettings, source: Source) -> Path:
     key = [*astuple(source), settings.revision, settings.max_prompts, settings.deduplicate]
     name = f"{source.path.replace('/', '--')}-{sha256_text(canonical_json(key))[:16]}.jsonl"
     return cache_folder() / "prompts" / name
-
-
-def read_commit(file: Path) -> str:
-    """Return the commit that a data set's file was read from."""
-    made_of = file.with_suffix(".json")
-    kind = "record of a data set's file"
-    commit: str = read_fields(made_of, {"commit": str}, kind=kind)["commit"]
-    return commit
 
 
 def fetch_data_set(settings: PromptSettings, source: Source, monitor: Monitor) -> Path:

@@ -6,25 +6,14 @@ from collections.abc import Iterator, Set
 from itertools import chain
 from typing import Any
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.heads.config import embedding_row_fault
-from draftlab.store.store import Store
 
 MASK = "<|mask|>"
 _RESERVED = ("reserved", "unused", "extra_id")
 """Parts of the names of tokens that tokenizers reserve."""
-
-
-def token_counts(store: Store) -> Tensor:
-    """Count how often a store's prompts and answers contain each token, int64 [V]."""
-    counts = torch.zeros(store.identity.vocab_size, dtype=torch.int64)
-    for index in range(len(store)):
-        tokens, _ = store.tokens_and_spans(index)
-        counts += torch.bincount(tokens, minlength=len(counts))
-    return counts
 
 
 def choose_mask_token(
@@ -32,7 +21,7 @@ def choose_mask_token(
     tokenizer: Any,
     num_rows: int,
     stops: Set[int],
-    counts: Tensor | None,
+    counts: np.ndarray | None,
     trained: int | None = None,
 ) -> int:
     """Return the id of the mask token.
@@ -45,7 +34,7 @@ def choose_mask_token(
         requested: "auto", a token's name, or an id.
         num_rows: rows of the target's embeddings, V.
         stops: ids that end an answer.
-        counts: `token_counts` of the data; None: not known yet.
+        counts: how often the data have each token, [V]; None: not known yet.
         trained: of the head that training starts from; None: it has none.
 
     Raises:

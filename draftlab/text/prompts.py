@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, other_kind
+from draftlab.files import canonical_json, other_kind, read_fields
 from draftlab.formatting import count_text
 from draftlab.progress import Monitor
 from draftlab.target_model.settings import TemplateArguments
@@ -25,7 +25,7 @@ from draftlab.text.conversations import (
     iterate_conversations,
     split_rounds,
 )
-from draftlab.text.data_sets import data_set_file, fetch_data_set, hub_source, read_commit
+from draftlab.text.data_sets import data_set_file, fetch_data_set, hub_source
 from draftlab.text.settings import SELF, PromptSettings
 
 EMBEDDED_PROMPTS = {"embedded": "head.jsonl", "embedded:heldout": "heldout.jsonl"}
@@ -87,7 +87,9 @@ def data_set_commit(settings: PromptSettings) -> str | None:
     """Return the commit of a data set of the Hub that is on this machine; None: another source."""
     if hub_source(settings.source) is None or (file := find_prompts(settings)) is None:
         return None
-    return read_commit(file)
+    kind = "record of a data set's file"
+    commit: str = read_fields(file.with_suffix(".json"), {"commit": str}, kind=kind)["commit"]
+    return commit
 
 
 def load_prompts(

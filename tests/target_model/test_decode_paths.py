@@ -126,7 +126,7 @@ def test_modified_layers_are_not_known(llama: Target) -> None:
     llama.decoder.rotary_emb.rope_type = "default"
     for module in (llama.layers[2], llama.layers[2].self_attn, llama.layers[2].mlp):
         cls = type(module)
-        module.__class__ = type("Positioned", (cls,), {})  # as target_model/llama4.py does
+        module.__class__ = type("Positioned", (cls,), {})
         assert not has_known_layers(llama)
         module.__class__ = type(cls.__name__, (cls,), {})  # the same name, another module
         assert not has_known_layers(llama)

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request
-from draftlab.target_model import llama4
 from draftlab.target_model.loading import load_model
 from draftlab.target_model.model import Target
 from draftlab.target_model.pipeline_parallel import dispatch_layers, divide_layers
@@ -76,11 +75,3 @@ def test_a_pipeline_parallel_target_decodes_the_same(kind: str, tmp_path: Path) 
         for t in (single, target)
     ]
     assert answers[0] == answers[1]
-
-
-def test_replaced_layers_are_kept(tmp_path: Path) -> None:
-    """accelerate's hooks would restore the original methods."""
-    target = load_pipeline_parallel(zoo_folder(tmp_path, "llama4"))
-    layer = target.layers[1]
-    assert layer.forward.__func__ is llama4.PositionedLayer.forward
-    assert layer.self_attn.forward.__func__ is llama4.PositionedAttention.forward

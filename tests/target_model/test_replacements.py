@@ -13,7 +13,6 @@ from draftlab.errors import UserError
 from draftlab.target_model import (
     attention,
     check_capabilities,
-    llama4,
     replacements,
 )
 from draftlab.target_model.cache import CACHE_NAMES
@@ -53,7 +52,7 @@ def test_llama4_without_the_replacement_is_wrong_and_refused(
         return run_ragged(target, cache, texts, passes)[1][1]
 
     right = last_states(load_on_cpu(folder))
-    monkeypatch.setattr(llama4, "use_true_positions", lambda layers: None)
+    monkeypatch.setattr(replacements, "use_true_positions", lambda layers: None)
     target = load_on_cpu(folder)
     with pytest.raises(UserError, match="Llama4TextModel takes positions from the length"):
         target.new_cache(3, 80)
@@ -63,10 +62,10 @@ def test_llama4_without_the_replacement_is_wrong_and_refused(
 
 def test_llama4_replaces_only_layers_with_a_temperature(tmp_path: Path) -> None:
     layers = zoo_target(tmp_path / "tempered", "llama4_text").layers
-    replaced = [type(layer) is llama4.PositionedLayer for layer in layers]
-    assert replaced == [False, True, False, True]
+    replaced = [len(layer.self_attn.q_proj._forward_hooks) for layer in layers]
+    assert replaced == [0, 1, 0, 1]
     plain = zoo_target(tmp_path / "plain", "llama4_text", attn_temperature_tuning=False)
-    assert not any(isinstance(layer, llama4.PositionedLayer) for layer in plain.layers)
+    assert not any(layer.self_attn.q_proj._forward_hooks for layer in plain.layers)
 
 
 def test_multimodal_llama4_gives_its_text_model(

@@ -10,8 +10,7 @@ from tokenizers import AddedToken
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.text.mask_token import choose_mask_token, token_counts
-from tests.helpers.token_store import TokenStore
+from draftlab.text.mask_token import choose_mask_token
 from tests.helpers.toys import LLAMA3_TEMPLATE, toy_tokenizer
 
 MASK, IM_START, EOT, ROWS = 288, 286, 285, 300
@@ -87,8 +86,3 @@ def test_an_unusable_token_is_refused_with_the_reason(requested: int | str, mess
     user = toy_tokenizer().convert_tokens_to_ids("user")
     with pytest.raises(UserError, match=message):
         choose(requested, counts=counts_of(1, user, user))
-
-
-def test_tokens_of_prompts_and_answers_are_counted() -> None:
-    store = TokenStore(([3, 4, 4], [0, 1, 1]), ([3, 9], [0, 0]), vocab_size=12)
-    assert token_counts(store).tolist() == [0, 0, 0, 2, 2, 0, 0, 0, 0, 1, 0, 0]
