@@ -49,6 +49,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("prompts.source=no.jsonl", "where: no.jsonl"),
         ("target.adapter=toy", "expected a LoRA adapter, a folder with adapter_config.json"),
         ("eval.suite=no.jsonl", "where: no.jsonl"),
+        ("eval.max_new_tokens=1", "eval.max_new_tokens: expected a number"),
         *((f"name={name}", "draftlab uses") for name in ("latest", "rehearsals", "eval-x")),
         (f"name={'x' * 300}", "expected a name of at most 250 letters, found one of 300"),
     ],
