@@ -33,13 +33,6 @@ VERBS = (
 )  # fmt: skip
 
 
-def test_debug_prints_the_traceback_of_a_mistake() -> None:
-    result = draftlab(finished(), "train", "none.yaml", "--debug")
-    assert result.exit_code == 2
-    assert "Traceback" in result.stderr
-    assert "error: expected a recipe" in result.stderr
-
-
 def raises(error: BaseException) -> Callable[..., None]:
     """Return a function that raises an error."""
 

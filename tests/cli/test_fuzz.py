@@ -1,4 +1,4 @@
-"""Random recipes, prompts, templates and files: every verb refuses them in words, or works.
+"""Random settings, prompts and templates: every verb refuses them in words, or works.
 
 `--hypothesis-profile` is not needed: examples are derandomised. DRAFTLAB_FUZZ multiplies their
 number for a longer search.
@@ -108,85 +108,6 @@ def overrides(draw: st.DrawFn) -> str:
 @given(st.lists(overrides(), min_size=1, max_size=2))
 def test_overrides(folder: Path, chosen: list[str]) -> None:
     check(folder, "run", "small.yaml", "--plan", "name=new", *chosen)
-
-
-@examples(10)
-@given(
-    st.binary(max_size=40) | st.recursive(VALUES, st.lists).map(lambda v: json.dumps(v).encode())
-)
-def test_recipes(folder: Path, data: bytes) -> None:
-    (folder / "r.yaml").write_bytes(data)
-    check(folder, "run", "r.yaml", "--plan")
-
-
-COMMANDS = {
-    "head/draftlab.json": [
-        ("inspect", "runs/small/head"),
-        ("doctor", "runs/small/head", "--target", "toy", "--max-prompts", "2"),
-        ("export", "--head", "runs/small/head", "--target", "toy", "--to", "vllm", "--out", "x"),
-    ],
-    "store/manifest.json": [
-        ("inspect", "runs/small/store", "--verify"),
-        ("store", "sample", "runs/small/store", "--out", "o", "--records", "2"),
-    ],
-    "export/speculators/config.json": [
-        ("import", "runs/small/export/speculators", "--to", "h", "--target", "toy"),
-        ("inspect", "runs/small/export/speculators"),
-    ],
-    "eval/report.json": [("inspect", "runs/small/eval"), ("inspect", "small")],
-    "answers.json": [("inspect", "small"), ("record", "small.yaml")],
-    "stages/head.json": [("inspect", "small"), ("run", "small.yaml", "--plan")],
-}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_json_files(folder: Path, name: str) -> None:
-    path = folder / RUN / name
-
-    @examples(6)
-    @given(st.data(), st.sampled_from(COMMANDS[name]))
-    def run(data: st.DataObject, command: tuple[str, ...]) -> None:
-        changed = mutated_json(data.draw, path)
-        with replaced(path, changed):
-            check(folder, *command)
-        clean(folder)
-
-    run()
-
-
-def clean(folder: Path) -> None:
-    """Remove what commands of an example wrote."""
-    import shutil
-
-    for name in ("o", "x", "h"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-
-
-DAMAGED = [
-    ("head/model.safetensors", ("inspect", "runs/small/head")),
-    ("head/model.safetensors", ("eval", "--run", "small", "--max-prompts", "1", "--out", "o")),
-    ("store/shard-00000.safetensors", ("inspect", "runs/small/store", "--verify")),
-    ("export/speculators/model.safetensors", ("inspect", "runs/small/export/speculators")),
-    ("answers.jsonl", ("inspect", "small")),
-    ("recipe.yaml", ("inspect", "small")),
-]
-
-
-@pytest.mark.parametrize(("name", "command"), DAMAGED)
-def test_damaged_files(folder: Path, name: str, command: tuple[str, ...]) -> None:
-    path = folder / RUN / name
-    original = path.read_bytes()
-
-    @examples(4)
-    @given(st.integers(0, len(original) - 1), st.integers(1, 255), st.booleans())
-    def run(place: int, mask: int, cut: bool) -> None:
-        flipped = bytes([original[place] ^ mask])
-        data = original[:place] if cut else original[:place] + flipped + original[place + 1 :]
-        with replaced(path, data):
-            check(folder, *command)
-        clean(folder)
-
-    run()
 
 
 LINE = {"id": "a", "messages": [{"role": "user", "content": "hello"}], "source": "s"}

@@ -18,7 +18,7 @@ from draftlab.hub.card import _eval_results
 from draftlab.hub.privacy import REMOVED, without_private_values
 from tests.helpers import sample_report as sample
 from tests.helpers.hub_stub import TOKEN, stub_hub
-from tests.helpers.small_run import contents, copy_of_finished, draftlab, finished
+from tests.helpers.small_run import contents, copy_of_finished, draftlab
 
 PUSH = ("push", "small", "org/tiny-head")
 
@@ -282,17 +282,3 @@ def test_a_folder_with_other_content_is_not_changed(workshop: Path) -> None:
     assert result.exit_code == 2
     assert "an earlier push, found .git, photo.png" in result.output
     assert contents(workshop / "notes") == before
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("push", "small", "justname", "--dry-run"), "org/name"),
-        ((*PUSH, "--dry-run", "--to", "gguf"), "did you mean"),
-        (("push", "nowhere", "org/x", "--dry-run"), ""),
-    ],
-)
-def test_wrong_arguments_are_refused(arguments: tuple[str, ...], words: str) -> None:
-    result = draftlab(finished(), *arguments)
-    assert result.exit_code == 2
-    assert words in result.output

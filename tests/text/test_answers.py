@@ -256,17 +256,6 @@ def test_chunks_answered_elsewhere_are_written_in_order(tmp_path: Path):
     assert monitor.last_progress[:3] == ("answers", 40, 40)
 
 
-def test_chunks_before_a_failing_one_are_kept(tmp_path: Path):
-    alone, path = tmp_path / "alone.jsonl", tmp_path / "answers.jsonl"
-    generate(alone, prompts=prompts(30))
-    with pytest.raises(KeyboardInterrupt):
-        generate(path, FakeDecoder(fail_after=15), prompts=prompts(30))
-    decoder = FakeDecoder()
-    generate(path, decoder, prompts=prompts(30))
-    assert path.read_bytes() == alone.read_bytes()
-    assert len(decoder.requests) < 40
-
-
 def test_an_interruption_says_which_answers_are_kept_and_lost(tmp_path: Path) -> None:
     monitor = RecordingMonitor()
     with pytest.raises(KeyboardInterrupt):
@@ -277,13 +266,6 @@ def test_an_interruption_says_which_answers_are_kept_and_lost(tmp_path: Path) ->
     resumed = RecordingMonitor()
     generate(tmp_path / "a.jsonl", monitor=resumed)
     assert "answers: resuming after 4 of 10" in resumed.text
-
-
-def test_the_share_of_cut_answers_is_said(tmp_path: Path) -> None:
-    monitor = RecordingMonitor()
-    cut = generate(tmp_path / "a.jsonl", monitor=monitor)
-    count = sum(a.finish == "length" for c in cut for a in c.answers)
-    assert f"; {count} ({count / 13:.0%}) reached their length limit unfinished" in monitor.text
 
 
 def test_a_quarter_of_cut_answers_is_warned_of(tmp_path: Path) -> None:

@@ -261,9 +261,7 @@ CALL = {"function": {"name": "add", "arguments": {"a": 2}}, "type": "function", 
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
-        ({"conversations": [{"from": "human", "value": "hi"}], "id": "Q_0"}, [user("hi")]),
-        ({"prompt": "hi", "category": "greeting"}, [user("hi")]),
-        ({"instruction": "Add.", "input": "1 and 2", "output": ""}, [user("Add.\n\n1 and 2")]),
+        ({"prompt": "hi", "category": "greeting", "id": "Q_0"}, [user("hi")]),
         (
             {"messages": [{"role": "developer", "content": "be short"}, user("hi")]},
             [{"role": "system", "content": "be short"}, user("hi")],

@@ -57,7 +57,6 @@ def test_the_second_token_of_a_document_does_not_count() -> None:
 @pytest.mark.parametrize(
     ("store", "size", "required", "excluded", "target_ids", "coverage"),
     [
-        pytest.param(answers(9, 4, 7, 9, 4, 7, 12), 2, [], [], [4, 7], 4 / 7, id="ties"),
         pytest.param(
             answers(*[3] * 5, *[4] * 4, *[8] * 3, 17),
             3,
@@ -121,15 +120,6 @@ def test_tokens_of_prompts_then_the_tokenizers_first_tokens_fill_the_vocabulary(
     ids = [set(vocabulary.target_ids.tolist()) for vocabulary in chosen]
     added = [min(more - less) for less, more in pairwise([set(), *ids])]
     assert added == [6, 15, 12, 17, 18, 2, 11, 0]
-
-
-def test_of_equally_frequent_tokens_of_prompts_the_lowest_ids_are_chosen() -> None:
-    """The tokenizer's order ranks only tokens that do not occur."""
-    order = np.full(V, V)
-    order[15] = 0
-    store = TokenStore(([15, 12, 0, 6, 6], [0, 0, 1, 1, 1]))
-    vocabulary = build_draft_vocabulary(store, 3, [], [], V, order=order)
-    assert vocabulary.target_ids.tolist() == [0, 6, 12]
 
 
 def test_a_token_that_two_merges_make_has_the_place_of_the_first() -> None:
