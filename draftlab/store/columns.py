@@ -9,18 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, ClassVar, Self, TypeVar, overload
 
 import numpy as np
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, parse_json
+from draftlab.files import atomic_path
 
 T = TypeVar("T")
 _CHUNK = 65_536
-_NAMES = {np.uint8: "U8", np.int32: "I32", np.int64: "I64", np.float64: "F64"}
 
 
 class Column(Sequence[T]):
@@ -126,6 +127,42 @@ class Texts(Column[str]):
             raise ValueError("expected texts that follow one another, found others")
 
 
+@dataclass(frozen=True, eq=False)
+class ColumnFile:
+    """The columns of a safetensors file, which are the fields of a subclass."""
+
+    DTYPES: ClassVar[dict[str, type[np.generic]]]
+
+    @classmethod
+    def map(cls, path: Path) -> Self:
+        """Map the columns of a file.
+
+        Raises:
+            ValueError: it is another file; a stranger's store has the right hash of any file.
+        """
+        return cls(**map_columns(path, cls.DTYPES))
+
+    @classmethod
+    def concatenate(cls, files: Sequence[Self]) -> dict[str, np.ndarray]:
+        """Return the columns of several files, one after another."""
+        return {name: np.concatenate([getattr(one, name) for one in files]) for name in cls.DTYPES}
+
+    def columns(self) -> dict[str, np.ndarray]:
+        """Return the columns of the file."""
+        return {name: getattr(self, name) for name in self.DTYPES}
+
+    def file_sha256(self) -> str:
+        """Return the hex SHA-256 of the file."""
+        digest = hashlib.sha256()
+        for block in _file_content(self.columns()):
+            digest.update(block)
+        return digest.hexdigest()
+
+    def write(self, path: Path) -> None:
+        """Write the file."""
+        write_columns(self.columns(), path)
+
+
 def safetensors_header(
     example: bytes, tensors: Mapping[str, tuple[Sequence[int], int]]
 ) -> tuple[bytes, list[str]]:
@@ -157,14 +194,6 @@ def _file_content(columns: Mapping[str, np.ndarray]) -> Iterator[bytes | np.ndar
         yield np.ascontiguousarray(columns[name]).reshape(-1).view(np.uint8)
 
 
-def columns_sha256(columns: Mapping[str, np.ndarray]) -> str:
-    """Return the hex SHA-256 of the file that `write_columns` writes."""
-    digest = hashlib.sha256()
-    for block in _file_content(columns):
-        digest.update(block)
-    return digest.hexdigest()
-
-
 def write_columns(columns: Mapping[str, np.ndarray], path: Path) -> None:
     """Write columns atomically as a safetensors file."""
     with atomic_path(path) as temporary, open(temporary, "xb") as file:
@@ -179,22 +208,15 @@ def map_columns(path: Path, dtypes: Mapping[str, type[np.generic]]) -> dict[str,
         dtypes: by the names of the columns.
 
     Raises:
-        ValueError: it is another file; a stranger's store has the right hash of any file.
+        ValueError: it is another file.
     """
-    data = np.memmap(path, np.uint8, "r")
-    start = 8 + int.from_bytes(data[:8].tobytes(), "little")
-    header = parse_json(data[8:start].tobytes()) if start <= len(data) else {}
     columns = {}
-    for name, dtype in dtypes.items():
-        try:
-            begin, end = (start + offset for offset in header[name]["data_offsets"])
-            stored, shape = header[name]["dtype"], tuple(header[name]["shape"])
-        except (KeyError, TypeError):
-            raise ValueError(f"expected the column {name}, found none") from None
-        if stored != _NAMES[dtype]:
-            raise ValueError(f"expected {name} in {_NAMES[dtype]}, found {stored!r}")
-        try:
-            columns[name] = data[begin:end].view(dtype).reshape(shape)
-        except (ValueError, TypeError):
-            raise ValueError(f"expected {name} of shape {shape}, found another size") from None
+    try:
+        with safe_open(path, "pt") as file:  # whose tensors, unlike arrays, are mapped
+            for name, dtype in dtypes.items():
+                columns[name] = column = file.get_tensor(name).numpy()
+                if column.dtype != dtype:
+                    raise ValueError(f"expected {name} in {dtype.__name__}, found {column.dtype}")
+    except (SafetensorError, TypeError) as error:
+        raise ValueError(str(error)) from None
     return columns

@@ -30,14 +30,15 @@ SCHEMA = 1
 MANIFEST = "manifest.json"
 BOUNDARY_MEANING = "input-of-layer: b is the state entering layer b; num_layers: before final norm"
 
-_INDEX, _TABLE = "index of the store's records", "table of the store's shards"
-_INDEX_AGAIN = (
+_INDEX = (
+    "index of the store's records",
     "record again into this folder, which writes the index again and keeps whole shards; a store "
-    "made by `draftlab store merge` has to be made again"
+    "made by `draftlab store merge` has to be made again",
 )
-_TABLE_AGAIN = (
+_TABLE = (
+    "table of the store's shards",
     "restore the file, or remove the store and record it again: only this file has the hashes of "
-    "the shards"
+    "the shards",
 )
 T = TypeVar("T")
 _ARGUMENTS = "template_arguments"
@@ -214,7 +215,7 @@ class Manifest(_File):
     @classmethod
     def plan(cls, index: RecordIndex, **fields: Any) -> Manifest:
         """Return the manifest of an incomplete store with these records."""
-        return cls(complete=False, index=index, records_sha256=index.sha256(), **fields)
+        return cls(complete=False, index=index, records_sha256=index.file_sha256(), **fields)
 
     @property
     def shards(self) -> Shards:
@@ -294,15 +295,16 @@ class Manifest(_File):
                 do="record again, or fetch the store again; a shard's file is shard-NNNNN."
                 "safetensors beside the manifest",
             ) from None
-        boundaries, table = file.identity.fp8_boundaries, None
-        index_path, table_path = path.with_name(RECORDS), path.with_name(SHARDS)
-        _check_hash(index_path, file.records_sha256, _INDEX, _INDEX_AGAIN)
-        index = _parsed(index_path, _INDEX, lambda: RecordIndex.map(index_path))
+        index = _mapped(path.with_name(RECORDS), file.records_sha256, _INDEX, RecordIndex.map)
+        table = None
         if file.shards_sha256:
-            _check_hash(table_path, file.shards_sha256, _TABLE, _TABLE_AGAIN)
-            table = _parsed(
-                table_path, _TABLE, lambda: ShardTable.map(table_path, index, boundaries)
-            )
+
+            def read_table(path: Path) -> ShardTable:
+                table = ShardTable.map(path)
+                table.check(index, file.identity.fp8_boundaries)
+                return table
+
+            table = _mapped(path.with_name(SHARDS), file.shards_sha256, _TABLE, read_table)
         if file.complete and not file.online and table is None:
             raise UserError(
                 "expected the hashes of a complete store's shards, found none",
@@ -312,19 +314,21 @@ class Manifest(_File):
         return cls.model_construct(**dict(file), index=index, table=table)
 
 
-def _check_hash(path: Path, digest: str | None, name: str, do: str) -> None:
+def _mapped(path: Path, digest: str, kind: tuple[str, str], parse: Callable[[Path], T]) -> T:
+    """Return what `parse` makes of a file with this hash.
+
+    Args:
+        kind: what it is, and what to do if it is missing.
+    """
+    name, do = kind
     if path.is_symlink() or not _has_hash(path, digest):
         raise UserError(
             f"the {name} is missing or damaged: expected a file with SHA-256 {digest}",
             where=path,
             do=do,
         )
-
-
-def _parsed(path: Path, name: str, parse: Callable[[], T]) -> T:
-    """Return what `parse` returns; its `ValueError` becomes a `UserError`."""
     try:
-        return parse()
+        return parse(path)
     except ValueError as error:
         raise UserError(
             f"expected the {name}, found something else: {error}",

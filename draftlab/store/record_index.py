@@ -3,29 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
-from draftlab.store.columns import Texts, columns_sha256, map_columns, write_columns
+from draftlab.store.columns import ColumnFile, Texts
 
 RECORDS = "records.safetensors"
-_DTYPES: dict[str, type[np.generic]] = {
-    "id_bytes": np.uint8,
-    "id_ends": np.int64,
-    "lengths": np.int32,
-    "temperatures": np.float64,
-    "pass_order": np.int32,
-    "pass_ends": np.uint8,
-    "shard_records": np.int64,
-}
 
 
 @dataclass(frozen=True, eq=False)
-class RecordIndex:
+class RecordIndex(ColumnFile):
     """Columns of all records of a store, in stored order.
 
     Attributes:
@@ -39,6 +31,15 @@ class RecordIndex:
         shard_records: int64 [shards], numbers of records.
     """
 
+    DTYPES: ClassVar = {
+        "id_bytes": np.uint8,
+        "id_ends": np.int64,
+        "lengths": np.int32,
+        "temperatures": np.float64,
+        "pass_order": np.int32,
+        "pass_ends": np.uint8,
+        "shard_records": np.int64,
+    }
     id_bytes: np.ndarray
     id_ends: np.ndarray
     lengths: np.ndarray
@@ -83,21 +84,12 @@ class RecordIndex:
     @classmethod
     def join(cls, indices: Sequence[RecordIndex]) -> RecordIndex:
         """Return the index of the records of several indices, one after another."""
-        columns = {
-            field.name: np.concatenate([getattr(index, field.name) for index in indices])
-            for field in fields(cls)
-        }
         ids = Texts.join([index.ids for index in indices])
-        return cls(**columns | {"id_ends": ids.ends})
+        return cls(**cls.concatenate(indices) | {"id_ends": ids.ends})
 
     @classmethod
     def map(cls, path: Path) -> RecordIndex:
-        """Map the file of an index.
-
-        Raises:
-            ValueError: it is another file.
-        """
-        index = cls(**map_columns(path, _DTYPES))
+        index = super().map(path)
         index.check()
         return index
 
@@ -116,18 +108,6 @@ class RecordIndex:
                 f"expected {count} records in at least one shard, found "
                 f"{sum(shards.tolist())} in {len(shards)}"
             )
-
-    def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of the file."""
-        return {name: getattr(self, name).astype(d, copy=False) for name, d in _DTYPES.items()}
-
-    def sha256(self) -> str:
-        """Return the hex SHA-256 of the file."""
-        return columns_sha256(self.columns())
-
-    def write(self, path: Path) -> None:
-        """Write the file."""
-        write_columns(self.columns(), path)
 
     def same_records(self, other: RecordIndex) -> bool:
         """Return whether ids and lengths are the same."""

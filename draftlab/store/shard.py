@@ -7,27 +7,19 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, overload
+from typing import Annotated, Any, ClassVar, NamedTuple, overload
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftlab.errors import UserError
-from draftlab.store.columns import Numbers, Texts, columns_sha256, map_columns, write_columns
+from draftlab.store.columns import ColumnFile, Numbers, Texts
 from draftlab.store.record_index import RecordIndex
 
 SHARDS = "shards.safetensors"
-_DTYPES: dict[str, type[np.generic]] = {
-    "bytes": np.int64,
-    "sha256": np.uint8,
-    "fp8_errors": np.float64,
-    "not_finite_records": np.int64,
-    "not_finite_bytes": np.uint8,
-    "not_finite_ends": np.int64,
-}
 _LIST_THREADS = 4
 """Threads that ask for the sizes of a folder's files."""
 NO_TIME = -(2**63)
@@ -60,7 +52,7 @@ class WrittenShard(BaseModel):
 
 
 @dataclass(frozen=True, eq=False)
-class ShardTable:
+class ShardTable(ColumnFile):
     """The table of the shards of a complete store (shards.safetensors), in columns.
 
     Attributes:
@@ -73,6 +65,14 @@ class ShardTable:
         not_finite_bytes, not_finite_ends: where these records have them, as in `Texts`.
     """
 
+    DTYPES: ClassVar = {
+        "bytes": np.int64,
+        "sha256": np.uint8,
+        "fp8_errors": np.float64,
+        "not_finite_records": np.int64,
+        "not_finite_bytes": np.uint8,
+        "not_finite_ends": np.int64,
+    }
     bytes: np.ndarray
     sha256: np.ndarray
     fp8_errors: np.ndarray
@@ -112,55 +112,28 @@ class ShardTable:
         Args:
             records: numbers of records of the stores.
         """
-        columns = {
-            field.name: np.concatenate([getattr(table, field.name) for table in tables])
-            for field in fields(cls)
-        }
         starts = np.cumsum([0, *records[:-1]])
         numbers = [t.not_finite_records + start for t, start in zip(tables, starts, strict=True)]
         ends = Texts.join([table.not_finite for table in tables]).ends
-        return cls(
-            **columns | {"not_finite_records": np.concatenate(numbers), "not_finite_ends": ends}
-        )
+        places = {"not_finite_records": np.concatenate(numbers), "not_finite_ends": ends}
+        return cls(**cls.concatenate(tables) | places)
 
-    @classmethod
-    def map(cls, path: Path, index: RecordIndex, boundaries: int) -> ShardTable:
-        """Map the file of a table.
-
-        Args:
-            boundaries: as in `of`.
-
-        Raises:
-            ValueError: it is another file, or one of another store.
-        """
-        table = cls(**map_columns(path, _DTYPES))
-        count, places = len(index.shard_records), len(table.not_finite_records)
+    def check(self, index: RecordIndex, boundaries: int) -> None:
+        """Raise a `ValueError` if this is not the table of an index; boundaries: as in `of`."""
+        count, places = len(index.shard_records), len(self.not_finite_records)
         for column, shape in (
-            (table.bytes, (count,)),
-            (table.sha256, (count, 32)),
-            (table.fp8_errors, (count, boundaries, 2)),
-            (table.not_finite_records, (places,)),
-            (table.not_finite_ends, (places,)),
+            (self.bytes, (count,)),
+            (self.sha256, (count, 32)),
+            (self.fp8_errors, (count, boundaries, 2)),
+            (self.not_finite_records, (places,)),
+            (self.not_finite_ends, (places,)),
         ):
             if column.shape != shape:
                 raise ValueError(f"expected columns of {count} shards, found shape {column.shape}")
-        table.not_finite.check()
-        numbers = table.not_finite_records
+        self.not_finite.check()
+        numbers = self.not_finite_records
         if np.any((numbers < 0) | (numbers >= len(index.lengths))):
             raise ValueError(f"expected numbers of {len(index.lengths)} records, found others")
-        return table
-
-    def columns(self) -> dict[str, np.ndarray]:
-        """Return the columns of the file."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
-
-    def file_sha256(self) -> str:
-        """Return the hex SHA-256 of the file."""
-        return columns_sha256(self.columns())
-
-    def write(self, path: Path) -> None:
-        """Write the file."""
-        write_columns(self.columns(), path)
 
     @cached_property
     def not_finite(self) -> Texts:

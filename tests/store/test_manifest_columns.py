@@ -15,7 +15,6 @@ from safetensors.numpy import load, save
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.store.columns import columns_sha256
 from draftlab.store.manifest import Manifest
 from draftlab.store.record_index import RECORDS, RecordIndex
 from draftlab.store.recording_plan import plan_recording
@@ -223,10 +222,7 @@ def test_a_forged_table_is_refused(tmp_path: Path, change: Callable[[dict], obje
 
 def test_columns_are_written_as_safetensors_writes_them(tmp_path: Path) -> None:
     store = record_table(tmp_path, SAMPLES, dtype="fp8")
-    for name, columns in (
-        (RECORDS, store.manifest.index.columns()),
-        (SHARDS, store.manifest.written.columns()),
-    ):
+    for name, table in ((RECORDS, store.manifest.index), (SHARDS, store.manifest.written)):
         content = (tmp_path / name).read_bytes()
-        assert content == save({key: np.array(value) for key, value in columns.items()})
-        assert columns_sha256(columns) == hashlib.sha256(content).hexdigest()
+        assert content == save({key: np.array(value) for key, value in table.columns().items()})
+        assert table.file_sha256() == hashlib.sha256(content).hexdigest()
