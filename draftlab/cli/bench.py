@@ -67,7 +67,8 @@ def bench(
         for address in filter(None, (url, plain)):
             if not _URL.fullmatch(address):
                 what = "expected an address such as http://localhost:8000, found another text"
-                raise UserError(what, where="command line", do="name no user, query or fragment")
+                do = "begin with http:// or https://; name no user, query or fragment"
+                raise UserError(what, where="command line", do=do)
         from draftlab.evaluate.results import Report
         from draftlab.evaluate.server_bench import ServerBench, check_out
         from draftlab.evaluate.server_compare import compare, settings_of
