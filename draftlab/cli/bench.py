@@ -18,7 +18,7 @@ from draftlab.errors import UserError
 from draftlab.servers.settings import BenchSettings
 
 if TYPE_CHECKING:
-    from draftlab.evaluate.server_bench import Percentiles, ServerPoint
+    from draftlab.evaluate.server_bench import ServerPoint
 
 OPTIONS = SettingsOptions(BenchSettings, "bench", names={"suite": ["--suite", "--prompts"]})
 KEPT = "what was measured so far is kept"
@@ -63,87 +63,57 @@ def bench(
     """
     with guard(debug, KEPT):
         # Mistakes are reported before torch is imported.
-        settings = OPTIONS.apply(BenchSettings(), chosen)
+        OPTIONS.apply(BenchSettings(), chosen)
         for address in filter(None, (url, plain)):
             if not _URL.fullmatch(address):
                 what = "expected an address such as http://localhost:8000, found another text"
                 do = "begin with http:// or https://; name no user, query or fragment"
                 raise UserError(what, where="command line", do=do)
-        from draftlab.evaluate.results import Report
-        from draftlab.evaluate.server_bench import ServerBench, check_out
-        from draftlab.evaluate.server_compare import compare, settings_of
-        from draftlab.export.serving_tables import report_path
-        from draftlab.run.resolve import recipe_of, run_of
-        from draftlab.servers.server_load import LoadedServer
-        from draftlab.target_model.loading import load_tokenizer
-        from draftlab.target_model.locate import check_named
-        from draftlab.target_model.settings import ROWS, TargetSettings, template_modes
-        from draftlab.text.suites import load_suite
+        from draftlab.evaluate.server_bench import check_out
+        from draftlab.evaluate.server_compare import compare
+        from draftlab.run.server_bench import open_bench
 
         check_out(out)
-        check_named(target, trust_remote_code)
-        path = report_path(Path(head).expanduser()) if head else None
-        report = Report.read(path) if path else None
-        if report:
-            settings = OPTIONS.apply(settings_of(report, settings), chosen)
-            if not chosen["suite"]:
-                monitor.say(f"bench: the prompts of {settings.suite}, which {path} names")
-        run = run_of(path) if path else None
-        if (target is None and run is None) or settings.suite is None:
-            what = "--target" if settings.suite else "--suite"
-            do = "name it, or a report of a run with --head"
-            raise UserError(f"expected {what}, found none", where="command line", do=do)
-        served = recipe_of(run).target if target is None else TargetSettings(path=target)
-        tokenizer = load_tokenizer(
-            served.model_copy(update={"trust_remote_code": trust_remote_code})
+        bench = open_bench(
+            url,
+            plain,
+            head,
+            target,
+            lambda defaults: OPTIONS.apply(defaults, chosen),
+            trust_remote_code=trust_remote_code,
+            monitor=monitor,
         )
-        arguments = settings.template_arguments
-        suite = load_suite(
-            settings.suite,
-            tokenizer,
-            monitor,
-            raw=settings.raw,
-            modes=served.modes if arguments is None else template_modes(arguments),
-            seed=settings.seed,
-        )
-        servers = [
-            LoadedServer(address, settings, getattr(tokenizer, ROWS), monitor.say)
-            if address
-            else None
-            for address in (url, plain)
-        ]
-        measured = ServerBench(*servers, suite, settings, monitor)
-        lines: list[str] = []
         try:
-            measured.run()
+            bench.run()
         finally:
-            if measured.points:
-                measured.write(out)
-                for point in measured.points:
-                    lines += _lines(point)
-                if report and not any(point.interrupted for point in measured.points):
-                    lines += compare(measured, report, tokenizer)
+            if bench.points:
+                bench.write(out)
+                lines = [line for point in bench.points for line in _lines(point)]
+                lines += compare(bench)
                 if as_json:
                     echo_json(out.read_text(encoding="utf-8"))
                 else:
-                    for line in lines:
-                        indent = " " * (4 + len(line) - len(line.lstrip()))
-                        for part in wrap(line, WIDTH, subsequent_indent=indent):
-                            output.print(Text(part), soft_wrap=True)
+                    _print(lines)
                 monitor.say(f"numbers: {out.resolve()}")
-        if not any(point.load for point in measured.points):
+        if not any(point.load for point in bench.points):
             raise typer.Exit(1)
+
+
+def _print(lines: list[str]) -> None:
+    """Print lines, wrapped behind their own indent."""
+    for line in lines:
+        indent = " " * (4 + len(line) - len(line.lstrip()))
+        for part in wrap(line, WIDTH, subsequent_indent=indent):
+            output.print(Text(part), soft_wrap=True)
 
 
 def _lines(point: ServerPoint, plain: bool = False) -> Iterator[str]:
     """Yield the console report of a server at one concurrency or rate."""
     from draftlab.report import formatting as fmt
 
-    title = (
-        f"{point.concurrency} at once"
-        if point.concurrency
-        else f"{point.rate:g} a second, idle at first"
-    )
+    title = f"{point.concurrency} at once"
+    if point.rate:
+        title = f"{point.rate:g} a second, idle at first"
     failed, retried = sum(point.failures.values()), sum(point.retries.values())
     yield (
         f"{point.url}{' (without drafts)' if plain else ''}, {title}: {point.requests:,} requests"
@@ -156,10 +126,10 @@ def _lines(point: ServerPoint, plain: bool = False) -> Iterator[str]:
         goodput = fmt.with_interval(load.goodput_tok_s, load.goodput_tok_s_ci, 1)
         yield f"  goodput {goodput} tokens/s{speedup}"
         yield f"  {load.output_tokens:,} tokens ({load.running:.1f} requests at once)"
-        if load.tpot_ms:
-            yield f"  TPOT    {_percentiles(load.tpot_ms)}"
-        if load.ttft_ms:
-            yield f"  TTFT    {_percentiles(load.ttft_ms)}"
+        for name, values in (("TPOT", load.tpot_ms), ("TTFT", load.ttft_ms)):
+            if values:
+                middle = fmt.with_interval(values.p50, values.p50_ci, 1)
+                yield f"  {name}    p50 {middle}, p90 {values.p90:.1f}, p99 {values.p99:.1f} ms"
     if found := point.acceptance:
         yield (
             f"  AL      {fmt.with_interval(found.acceptance_length, found.acceptance_length_ci)}"
@@ -169,17 +139,8 @@ def _lines(point: ServerPoint, plain: bool = False) -> Iterator[str]:
         if found.acceptance_at:
             shares = ", ".join(f"{share:.2f}" for share in found.acceptance_at)
             yield f"  accepted at each position: {shares}"
-    for number, reasons in ((failed, point.failures), (retried, point.retries)):
-        what = "failed" if reasons is point.failures else "repeated"
-        yield from (f"  {what}: {n:,} × {reason}" for reason, n in reasons.items() if number)
+    for what, reasons in (("failed", point.failures), ("repeated", point.retries)):
+        yield from (f"  {what}: {n:,} × {reason}" for reason, n in reasons.items())
     yield from (f"  warning: {text}" for text in point.warnings)
     if point.plain:
         yield from _lines(point.plain, plain=True)
-
-
-def _percentiles(values: Percentiles) -> str:
-    """Return "p50 12.1 [11.8, 12.5], p90 14.0, p99 20.1 ms"."""
-    from draftlab.report import formatting as fmt
-
-    middle = fmt.with_interval(values.p50, values.p50_ci, 1)
-    return f"p50 {middle}, p90 {values.p90:.1f}, p99 {values.p99:.1f} ms"

@@ -1,4 +1,4 @@
-"""Figures of a running server under load: AL, goodput, TPOT and TTFT, with intervals over prompts.
+"""Measurement of a running server under load: AL, goodput, TPOT and TTFT, with intervals.
 
 AL is made of the server's counters, as the difference after and before; its interval resamples
 prompts, among which the counted steps are divided as the answers show them.
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from draftlab.errors import UserError
+from draftlab.evaluate.results import Report
 from draftlab.files import parse_json, write_json
 from draftlab.formatting import count_text
 from draftlab.intervals import (
@@ -40,6 +40,8 @@ PIECES_APART = 0.1
 to divide the steps among the prompts."""
 LATE_S = 0.05
 """An open loop that sends a request later than this is a warning."""
+Interval = tuple[float, float] | None
+"""A 95 % interval over prompts; None: there are too few."""
 
 
 @dataclass
@@ -58,30 +60,35 @@ class Acceptance:
     accepted: int
     accepted_at: tuple[int, ...]
     acceptance_length: float
-    acceptance_length_ci: tuple[float, float] | None
+    acceptance_length_ci: Interval
     acceptance_at: list[float]
 
 
-class Percentiles(BaseModel):
-    """Percentiles of a time over requests, in milliseconds, with 95 % intervals over prompts.
-
-    An interval is None of too few prompts (`quantile_intervals`).
-    """
-
-    model_config = ConfigDict(extra="forbid")
+@dataclass
+class Percentiles:
+    """Percentiles of a time over requests, in milliseconds."""
 
     mean: float
     p50: float
     p90: float
     p99: float
-    p50_ci: tuple[float, float] | None
-    p90_ci: tuple[float, float] | None
-    p99_ci: tuple[float, float] | None
+    p50_ci: Interval
+    p90_ci: Interval
+    p99_ci: Interval
+
+    @classmethod
+    def of(cls, times: Sequence[tuple[Answer, float]]) -> Percentiles | None:
+        """Return those of the requests' seconds; None without any."""
+        if not times:
+            return None
+        values = np.array([1e3 * seconds for _, seconds in times])
+        intervals = quantile_intervals(values, np.array([a.prompt for a, _ in times]), QUANTILES)
+        return cls(float(values.mean()), *np.quantile(values, QUANTILES).tolist(), *intervals)
 
 
 @dataclass
 class LoadFigures:
-    """Goodput and times of the measured requests, with 95 % intervals over prompts.
+    """Goodput and times of the measured requests.
 
     Attributes:
         running: mean number of requests at once.
@@ -92,11 +99,11 @@ class LoadFigures:
     output_tokens: int
     running: float
     goodput_tok_s: float
-    goodput_tok_s_ci: tuple[float, float] | None
+    goodput_tok_s_ci: Interval
     tpot_ms: Percentiles | None
     ttft_ms: Percentiles | None
     speedup: float | None = None
-    speedup_ci: tuple[float, float] | None = None
+    speedup_ci: Interval = None
 
 
 @dataclass
@@ -127,6 +134,9 @@ class ServerPoint:
 class ServerBench:
     """Measures a server, and a second one without drafts, with the prompts of a suite.
 
+    Args:
+        report, tokenizer: what the server is compared with.
+
     Attributes:
         points: what has been measured so far, an interrupted point included.
     """
@@ -138,8 +148,11 @@ class ServerBench:
         suite: Suite,
         settings: BenchSettings,
         monitor: Monitor,
+        report: Report | None = None,
+        tokenizer: Any = None,
     ) -> None:
         self.server, self.plain, self.settings, self.monitor = server, plain, settings, monitor
+        self.report, self.tokenizer = report, tokenizer
         self.suite = suite.sample(settings.max_prompts, settings.seed)
         self.prompts = [ids for _, ids in self.suite.evenly_ordered(settings.seed)]
         self.points: list[ServerPoint] = []
@@ -152,23 +165,20 @@ class ServerBench:
         loads: list[tuple[int | None, float | None]] = [(c, None) for c in settings.concurrency]
         if settings.rate is not None:
             loads = [(None, rate) for rate in settings.rate]
-        for concurrency, rate in loads:
-            requests = self._requests(concurrency)
-            self._measure(self.server, requests, concurrency, rate)
+        for load in loads:
+            self.measure(self.server, *load)
             if self.plain is None:
                 continue
             point = self.points[-1]
-            self._measure(self.plain, requests, concurrency, rate)
+            self.measure(self.plain, *load)
             point.plain = plain = self.points.pop()
-            if rate is None and point.load and plain.load:
+            if load[0] and point.load and plain.load:
                 drafted, alone = (sorted(a.prompt for a in one.answers) for one in (point, plain))
-                if drafted == alone:
-                    load = point.load
-                    load.speedup, load.speedup_ci = speedup(
-                        point.answers, plain.answers, concurrency
-                    )
-                else:
+                if drafted != alone:
                     point.warnings.append("no speed-up: not the same requests were answered")
+                    continue
+                ratio = speedup(point.answers, plain.answers, load[0])
+                point.load.speedup, point.load.speedup_ci = ratio
 
     def write(self, path: Path) -> None:
         """Write bench.json: the settings, what was measured, and every answer's numbers."""
@@ -181,23 +191,17 @@ class ServerBench:
                 "program": self.server.program,
                 "settings": self.settings.model_dump(mode="json"),
                 "suite": suite | {"prompts": len(self.prompts)},
-                "points": [_plain_json(point) for point in self.points],
+                "points": [asdict(point) for point in self.points],
             },
         )
 
-    def _requests(self, concurrency: int | None) -> list[tuple[int, tuple[int, ...]]]:
-        """Return the prompts in an even order, repeated as whole for a high concurrency."""
-        times = math.ceil(REQUESTS_PER_SLOT * (concurrency or 0) / len(self.prompts))
-        return list(enumerate(self.prompts)) * max(times, 1)
+    def measure(self, server: LoadedServer, concurrency: int | None, rate: float | None) -> None:
+        """Measure a server once; the point is there even if that is interrupted.
 
-    def _measure(
-        self,
-        server: LoadedServer,
-        requests: Sequence[tuple[int, tuple[int, ...]]],
-        concurrency: int | None,
-        rate: float | None,
-    ) -> None:
-        """Measure a server once; the point is there even if that is interrupted."""
+        The prompts are repeated as whole for a high concurrency.
+        """
+        times = math.ceil(REQUESTS_PER_SLOT * (concurrency or 0) / len(self.prompts))
+        requests = list(enumerate(self.prompts)) * max(times, 1)
         arrivals, at_once = None, concurrency or min(len(requests), MAX_AT_ONCE)
         if rate is not None:
             generator = np.random.default_rng(self.settings.seed)
@@ -215,87 +219,71 @@ class ServerBench:
             )
             finished = True
         finally:
+            answers = sorted(result.answers, key=lambda answer: answer.started_s)
             least = before.values.get("tokens", 0) if before and finished else 0
-            least += sum(a.tokens - 1 for a in result.answers)
+            least += sum(a.tokens - 1 for a in answers)
             after = server.settled_counters(least)[0] if finished else server.counters()
+            failed, warnings = result.failures.total(), list[str]()
+            counted = self._counted(server, before, after, answers if finished else [], warnings)
+            mixed = "failed requests included" * bool(failed)
+            mixed = mixed if finished else "unfinished requests included"
+            if counted is not None:
+                other = "" if quiet else "requests ran before the first one"
+                other = other or (other_traffic(counted, answers, failed) if finished else "")
+                if other:
+                    mixed = "others' requests included"
+                    warnings.append(f"other traffic: {other}")
+            if failed:
+                warnings.append(f"{count_text(failed, 'request')} failed, and are not measured")
+            if rate is not None and result.late_s > LATE_S:
+                warnings.append(f"requests were sent up to {result.late_s:.2f} s late")
+            found = acceptance(counted, answers, server.program, mixed)
+            if found is None and counted is not None and server is self.server:
+                warnings.append("the server drafted nothing")
+            lengths = [(a.prompt_tokens, len(self.prompts[a.prompt])) for a in answers]
+            if truncated := sum(n is not None and n != sent for n, sent in lengths):
+                warnings.append(
+                    f"{count_text(truncated, 'prompt')} had other lengths on the server: "
+                    "truncated, or with tokens that it adds"
+                )
             self.points.append(
-                self._point(server, result, before, after, quiet, concurrency, rate, finished)
+                ServerPoint(
+                    server.url,
+                    concurrency,
+                    rate,
+                    len(answers),
+                    dict(result.failures),
+                    dict(result.retries),
+                    load_figures(answers, concurrency) if answers else None,
+                    found,
+                    not finished,
+                    warnings,
+                    answers,
+                )
             )
 
-    def _point(
+    def _counted(
         self,
         server: LoadedServer,
-        result: LoadResult,
         before: ServerCounters | None,
         after: ServerCounters | None,
-        quiet: bool,
-        concurrency: int | None,
-        rate: float | None,
-        finished: bool,
-    ) -> ServerPoint:
-        result.answers.sort(key=lambda answer: answer.started_s)
-        answers, failed = result.answers, result.failures.total()
-        counted, warnings = None, []
+        answers: Sequence[Answer],
+        warnings: list[str],
+    ) -> ServerCounters | None:
+        """Return the difference of the counters, which have at least these answers; None: none."""
         if before is None or after is None:
             if server.no_counters:
                 warnings.append(f"no counters of the server: {server.no_counters}")
-        else:
-            try:
-                counted = after.since(before)
-                if finished:
-                    check_counted(counted, answers)
-            except CountersRestarted:
-                counted = None
-                warnings.append("the counters restarted: the server did, or another one answered")
-        mixed = "failed requests included" if failed else ""
-        mixed = mixed if finished else "unfinished requests included"
-        if counted is not None:
-            if after is not None and after.rounded:
-                warnings.append("the counters are rounded to six digits: restart the server")
-            other = "" if quiet else "requests ran before the first one"
-            other = other or (other_traffic(counted, answers, failed) if finished else "")
-            if other:
-                mixed = "others' requests included"
-                warnings.append(f"other traffic: {other}")
-        if failed:
-            warnings.append(f"{count_text(failed, 'request')} failed, and are not measured")
-        if rate is not None and result.late_s > LATE_S:
-            warnings.append(f"requests were sent up to {result.late_s:.2f} s late")
-        measured = acceptance(counted, answers, server.program, mixed)
-        if measured is None and counted is not None and server is self.server:
-            warnings.append("the server drafted nothing")
-        truncated = [
-            a
-            for a in answers
-            if a.prompt_tokens is not None and a.prompt_tokens != len(self.prompts[a.prompt])
-        ]
-        if truncated:
-            warnings.append(
-                f"{count_text(len(truncated), 'prompt')} had other lengths on the server: "
-                "truncated, or with tokens that it adds"
-            )
-        return ServerPoint(
-            server.url,
-            concurrency,
-            rate,
-            len(answers),
-            dict(result.failures),
-            dict(result.retries),
-            load_figures(answers, concurrency) if answers else None,
-            measured,
-            not finished,
-            warnings,
-            answers,
-        )
-
-
-def _plain_json(point: ServerPoint) -> dict[str, Any]:
-    """Return a point's fields for JSON."""
-    fields = asdict(replace(point, plain=None))
-    for name in ("tpot_ms", "ttft_ms") if point.load else ():
-        found = fields["load"][name]
-        fields["load"][name] = found and found.model_dump(mode="json")
-    return fields | {"plain": point.plain and _plain_json(point.plain)}
+            return None
+        try:
+            counted = after.since(before)
+            counted.check_least(len(answers), sum(a.tokens - 1 for a in answers))
+        except CountersRestarted:
+            warnings.append("the counters restarted: the server did, or another one answered")
+            return None
+        if after.rounded:
+            warnings.append("the counters are rounded to six digits: restart the server")
+        return counted
 
 
 def check_out(path: Path) -> None:
@@ -304,10 +292,8 @@ def check_out(path: Path) -> None:
     Raises:
         UserError: it is something else.
     """
-    if not path.exists():
-        return
     try:
-        known = KIND in parse_json(path.read_bytes())
+        known = not path.exists() or KIND in parse_json(path.read_bytes())
     except (OSError, ValueError, TypeError):
         known = False
     if not known:
@@ -315,8 +301,7 @@ def check_out(path: Path) -> None:
         raise UserError(what, where=path, do="name another file with --out")
 
 
-@dataclass(frozen=True)
-class SteadyLoad:
+class SteadyLoad(NamedTuple):
     """The tokens and seconds of the requests until one ended that none replaced.
 
     From then on fewer and fewer run at once, which a busy server answers faster. An open loop ends
@@ -365,14 +350,14 @@ def load_figures(answers: Sequence[Answer], concurrency: int | None) -> LoadFigu
         load.running,
         float(load.tokens.sum()) / load.duration,
         interval and (load.running * interval[0], load.running * interval[1]),
-        _percentiles(tpot),
-        _percentiles([(a, a.first_token_s) for a in answers]),
+        Percentiles.of(tpot),
+        Percentiles.of([(a, a.first_token_s) for a in answers]),
     )
 
 
 def speedup(
     answers: Sequence[Answer], plain: Sequence[Answer], concurrency: int | None
-) -> tuple[float, tuple[float, float] | None]:
+) -> tuple[float, Interval]:
     """Return the ratio of two goodputs over the same prompts, and its interval."""
     ours, theirs = (SteadyLoad.of(one, concurrency) for one in (answers, plain))
     sums = [ours.tokens, ours.seconds, theirs.tokens, theirs.seconds]
@@ -381,32 +366,6 @@ def speedup(
     with np.errstate(invalid="ignore", divide="ignore"):  # NaN is ignored by the interval
         ratio, ratios = (factor * (o[0] / o[1]) / (o[2] / o[3]) for o in (totals, drawn))
     return float(ratio), prompt_interval(ratios, len(sums[0]))
-
-
-def _percentiles(times: Sequence[tuple[Answer, float]]) -> Percentiles | None:
-    """Return percentiles of the requests' seconds, in milliseconds; None without any."""
-    if not times:
-        return None
-    values = np.array([1e3 * seconds for _, seconds in times])
-    intervals = quantile_intervals(values, np.array([a.prompt for a, _ in times]), QUANTILES)
-    fields: dict[str, Any] = {"mean": float(values.mean())}
-    for q, value, interval in zip(
-        QUANTILES, np.quantile(values, QUANTILES), intervals, strict=True
-    ):
-        fields |= {f"p{100 * q:.0f}": float(value), f"p{100 * q:.0f}_ci": interval}
-    return Percentiles.model_validate(fields)
-
-
-def check_counted(counted: ServerCounters, answers: Sequence[Answer]) -> None:
-    """Check that the counters have at least our requests.
-
-    Raises:
-        CountersRestarted: they have fewer.
-    """
-    tokens = sum(a.tokens - 1 for a in answers)
-    for name, ours in (("requests", len(answers)), ("tokens", tokens)):
-        if counted.values.get(name, ours) < ours:
-            raise CountersRestarted
 
 
 def other_traffic(counted: ServerCounters, answers: Sequence[Answer], failed: int) -> str:
@@ -480,7 +439,7 @@ def _steps(answer: Answer) -> int:
 
 def _interval(
     answers: Sequence[Answer], steps: np.ndarray, drafts: int, accepted: int, *, exact: bool
-) -> tuple[float, float] | None:
+) -> Interval:
     """Return the interval of AL over prompts; None: they do not show their steps.
 
     The counted drafts and accepted drafts are divided among the prompts as their answers show.

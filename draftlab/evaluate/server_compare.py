@@ -66,26 +66,22 @@ def settings_of(report: Report, settings: BenchSettings) -> BenchSettings:
     return settings.model_copy(update=changes | {"suite": row.suite.split(" (")[0]})
 
 
-def al_at(row: Row, k: int) -> float:
-    """Return a row's AL if its drafts end at position k."""
-    return 1 + sum(row.accepted_at[:k]) / row.drafts
-
-
-def compare(bench: ServerBench, report: Report, tokenizer: Any) -> Iterator[str]:
+def compare(bench: ServerBench) -> Iterator[str]:
     """Yield lines with both ALs, and with the causes to check if they differ."""
-    points = [point for point in bench.points if point.acceptance]
-    if not points:
+    report = bench.report
+    if report is None or any(point.interrupted for point in bench.points):
+        return
+    point = next((point for point in bench.points if point.acceptance), None)
+    if point is None or (served := point.acceptance) is None:
         yield "report: nothing to compare, since the server shows no drafts"
         return
-    point, settings = points[0], bench.settings
-    served = point.acceptance
-    assert served is not None
+    settings = bench.settings
     row = drafted_row(report, settings.temperature, served.k or None, bench.suite.sha256)
     k = min(served.k, row.k) if served.k else row.k
     al, own = served.acceptance_length, served.acceptance_length_ci
     if k < served.k and served.acceptance_at:
         al, own = 1 + sum(served.acceptance_at[:k]), None
-    expected, interval = al_at(row, k), row.acceptance_length_ci
+    expected, interval = 1 + sum(row.accepted_at[:k]) / row.drafts, row.acceptance_length_ci
     if interval is not None and row.acceptance_length:  # of fewer drafts, in proportion
         scale = (expected - 1) / max(row.acceptance_length - 1, 1e-9)
         interval = (1 + (interval[0] - 1) * scale, 1 + (interval[1] - 1) * scale)
@@ -99,7 +95,6 @@ def compare(bench: ServerBench, report: Report, tokenizer: Any) -> Iterator[str]
         yield "  the report is of other prompts: compare the same --suite and --max-prompts"
     if row.max_new_tokens != settings.max_new_tokens:
         yield f"  the report's answers have up to {row.max_new_tokens:,} tokens"
-    found = list(_found(bench, point, row, tokenizer))
     # The same prompts vary together, so that the server's AL must lie in the report's interval.
     ours = (al, al) if own is None or (same and interval) else own
     theirs = interval or (expected, expected)
@@ -107,31 +102,33 @@ def compare(bench: ServerBench, report: Report, tokenizer: Any) -> Iterator[str]
     names = ["interval" if low < high else "AL" for low, high in (ours, theirs)]
     pair = f"the server's {names[0]} and the report's {names[1]}, not prompt by prompt"
     yield f"  they {'differ' if differs else 'agree'} ({pair})" + "; causes to check:" * differs
-    yield from (f"  - found: {text}" for text in found)
-    if differs and point.concurrency != 1:
-        yield "  - check: --concurrency 1; a server may accept less of requests that run together"
-    if differs:
-        yield from (f"  - check: {text}" for text in _to_check(served, al, expected, row))
-
-
-def _found(bench: ServerBench, point: ServerPoint, row: Row, tokenizer: Any) -> Iterator[str]:
-    """Yield the causes that the server itself shows."""
-    server, served = bench.server, point.acceptance
-    assert served is not None
-    if served.k and served.k != row.k and row.k_trained and served.k > row.k:
-        yield (
-            f"other K: the server drafts {served.k}, the report's largest is {row.k} (trained for "
-            f"{row.k_trained})"
-        )
-    template = "" if bench.settings.raw else _template_fault(server, tokenizer)
+    if served.k > row.k:
+        trained = f" (trained for {row.k_trained})" * bool(row.k_trained)
+        yield f"  - found: other K: the server drafts {served.k}, the report {row.k}{trained}"
+    template = "" if settings.raw else _template_fault(bench.server, bench.tokenizer)
     if template:
-        yield template
-    if quantised := _quantised(server.card):
-        yield f"quantised target: {quantised}; the report's is {row.dtype}"
-    if any("other lengths on the server" in text for text in point.warnings):
-        yield "truncated context: the server has other lengths of the prompts than were sent"
-    if any("other traffic" in text for text in point.warnings):
-        yield "other traffic: the counters have requests that are not the suite's"
+        yield f"  - found: {template}"
+    if quantised := _quantised(bench.server.card):
+        yield f"  - found: quantised target: {quantised}; the report's is {row.dtype}"
+    if differs:
+        yield from (f"  - check: {text}" for text in _to_check(point, served, al > expected, row))
+
+
+def _to_check(point: ServerPoint, served: Acceptance, more: bool, row: Row) -> Iterator[str]:
+    """Yield the causes that the acceptance by position suggests."""
+    if point.warnings:
+        yield "the warnings above"
+    if point.concurrency != 1:
+        yield "--concurrency 1; a server may accept less of requests that run together"
+    first, expected = (served.acceptance_at or [0.0])[0], row.accepted_at[0] / row.drafts
+    if more:
+        yield "the suite and its template arguments; a server that stops answers elsewhere"
+    elif first < WEAK_START * expected:
+        yield f"aux layers (the first draft: {first:.2f}, report {expected:.2f}), in its config"
+        yield "other weights of the target or head: their revision, a converted vocabulary"
+    else:
+        yield f"a quantised target, head or KV cache; dtype: the report has {row.dtype}"
+        yield "K and what the head was trained for, RoPE and context, if later positions lose"
 
 
 def _template_fault(server: LoadedServer, tokenizer: Any) -> str:
@@ -161,22 +158,3 @@ def _quantised(card: dict[str, Any]) -> str:
     names = [card["id"], card.get("root")]
     found = next(filter(None, (_QUANTISED.search(n) for n in names if isinstance(n, str))), None)
     return f"its name has {json.dumps(found[0])}" if found else ""
-
-
-def _to_check(served: Acceptance, al: float, expected_al: float, row: Row) -> Iterator[str]:
-    """Yield the causes that the acceptance by position suggests."""
-    first = served.acceptance_at[0] if served.acceptance_at else None
-    expected = row.accepted_at[0] / row.drafts
-    if al > expected_al:
-        yield "the suite and its template arguments; a server that stops answers elsewhere"
-    elif first is None or first < WEAK_START * expected:
-        weak = "" if first is None else f" (the first draft: {first:.2f}, report {expected:.2f})"
-        yield f"aux layers{weak}: those whose states the server gives the head, in its config"
-        yield "other weights of the target or head: their revision, a converted vocabulary"
-        yield "template; a quantised target or head"
-    elif first < 0.97 * expected:
-        yield "a quantised target or head, and its KV cache's type"
-        yield f"dtype: the report has {row.dtype}"
-    else:
-        yield "later positions alone lose: K and what the head was trained for, RoPE and context"
-        yield f"dtype: the report has {row.dtype}; the head's own"

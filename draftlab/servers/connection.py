@@ -1,4 +1,4 @@
-"""How a server is reached: who gets the user's key, no redirects, answers bounded in size and time.
+"""How a server is reached: who gets the user's key, no redirects, answers checked and bounded.
 
 A server on this machine is reached without a proxy, which would read the key.
 """
@@ -11,9 +11,14 @@ import os
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from io import BufferedReader, RawIOBase
-from typing import IO, Any
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from draftlab.errors import UserError
@@ -24,6 +29,11 @@ API_KEY = "OPENAI_API_KEY"
 BASE_URL = "OPENAI_BASE_URL"
 """Environment variable with the address of the server that the key is for, as OpenAI's clients read
 it."""
+
+
+MAX_TEXT = 200
+"""Characters of an answer that a message quotes."""
+Job, Result = TypeVar("Job"), TypeVar("Result")
 
 
 class _NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -127,6 +137,18 @@ class Connection:
         request = urllib.request.Request(self.url + path, data, headers)
         return self._opener.open(request, timeout=timeout_s)
 
+    def reason(self, error: Exception) -> str:
+        """Return a short reason for a failure of a request, without the key."""
+        if isinstance(error, urllib.error.HTTPError):
+            place = error.headers.get("Location")
+            text = f"it redirects to {place}, where nothing was sent" if place else ""
+            reason = f"HTTP {error.code}: {text or error_text(error)}"
+        elif isinstance(getattr(error, "reason", error), TimeoutError):
+            reason = "no end of an answer in time"
+        else:
+            reason = str(getattr(error, "reason", error) or type(error).__name__)
+        return " ".join(self.without_key(reason).split())[:MAX_TEXT]
+
     def without_key(self, text: str) -> str:
         """Return what the server says without the key, which it may repeat."""
         return text.replace(self._key, HIDDEN) if self._key else text
@@ -187,6 +209,32 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
+def is_token_id(value: Any, vocab_size: int) -> bool:
+    """Return whether a JSON value is a token id: a whole number of the vocabulary."""
+    return type(value) is int and 0 <= value < vocab_size
+
+
+def answer_fault(tokens: Any, vocab_size: int, max_tokens: int) -> str:
+    """Return "expected …, found …" for token ids that are no answer; "": they are.
+
+    Args:
+        tokens: what the program sent.
+        vocab_size: rows of the target's embedding.
+        max_tokens: most tokens that the program was asked for.
+    """
+    if not isinstance(tokens, list):
+        return f"expected a list of token ids, found {repr(tokens)[:MAX_TEXT]}"
+    for position, token in enumerate(tokens):
+        if not is_token_id(token, vocab_size):
+            return (
+                f"expected token ids from 0 to {vocab_size - 1:,}, found "
+                f"{repr(token)[:MAX_TEXT]} at position {position:,}"
+            )
+    if len(tokens) > max_tokens:
+        return f"expected at most {max_tokens:,} tokens, found {len(tokens):,}"
+    return ""
+
+
 def read_json(answer: IO[bytes], max_bytes: int) -> Any:
     """Return the JSON of an answer.
 
@@ -200,3 +248,38 @@ def read_json(answer: IO[bytes], max_bytes: int) -> Any:
         return json.loads(content)
     except RecursionError:
         raise ValueError("JSON that is nested too deep") from None
+
+
+@contextmanager
+def in_threads(
+    work: Callable[[Job, Event], Result], jobs: Sequence[Job], at_once: int
+) -> Iterator[list[Future[Result]]]:
+    """Do jobs in threads, and yield their futures; at the end jobs that wait are left.
+
+    Nobody waits for daemon threads: an interrupted command does not wait for long answers.
+
+    Args:
+        work: gets a job, and an event that is set at the end.
+    """
+    stopped, waiting = Event(), SimpleQueue[tuple[Job, Future[Result]]]()
+    futures: list[Future[Result]] = [Future() for _ in jobs]
+    for pair in zip(jobs, futures, strict=True):
+        waiting.put(pair)
+
+    def run() -> None:
+        while not stopped.is_set():
+            try:
+                job, future = waiting.get_nowait()
+            except Empty:
+                return
+            try:
+                future.set_result(work(job, stopped))
+            except BaseException as error:
+                future.set_exception(error)
+
+    for _ in range(min(at_once, len(jobs))):
+        Thread(target=run, daemon=True).start()
+    try:
+        yield futures
+    finally:
+        stopped.set()

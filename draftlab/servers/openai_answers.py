@@ -12,10 +12,8 @@ import re
 import time
 import urllib.error
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from http.client import HTTPException
-from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -24,8 +22,14 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request, request_seed
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.servers.answer_check import answer_fault
-from draftlab.servers.connection import Connection, error_text, read_json, served_card
+from draftlab.servers.connection import (
+    Connection,
+    answer_fault,
+    error_text,
+    in_threads,
+    read_json,
+    served_card,
+)
 from draftlab.servers.settings import RegenerateSettings
 
 REPEATED = {408, 409, 429}
@@ -43,6 +47,35 @@ LINE_EVERY_S = 60.0
 """Seconds between two lines about requests that are repeated."""
 FIRST_WAIT_S = 1.0
 """Seconds before the second attempt; each further wait is twice as long, at most a minute."""
+
+
+def completion_body(
+    model: str,
+    prompt: Sequence[int],
+    max_tokens: int,
+    temperature: float,
+    *,
+    top_p: float = 1.0,
+    top_k: int = -1,
+) -> dict[str, Any]:
+    """Return a request for a completion, as vLLM, SGLang and llama.cpp read it.
+
+    It states all that a server would fill in from the model's generation_config.json.
+    """
+    return {
+        "model": model,
+        "prompt": list(prompt),
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        # Not in OpenAI's interface, but read by vLLM and SGLang:
+        "top_k": top_k,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "return_token_ids": True,
+    }
 
 
 class _NoRoom(Exception):
@@ -103,50 +136,28 @@ class ServerAnswers:
         Raises:
             UserError: the server refused a request, or failed after all attempts.
         """
-        stopped, waiting = Event(), SimpleQueue[tuple[Request, Future[Generation]]]()
-        futures: list[Future[Generation]] = [Future() for _ in requests]
-        for job in zip(requests, futures, strict=True):
-            waiting.put(job)
 
-        def work() -> None:
-            while not stopped.is_set():
-                try:
-                    request, future = waiting.get_nowait()
-                except Empty:
-                    return
-                try:
-                    future.set_result(self._generate(request, max_length, stopped))
-                except BaseException as error:
-                    future.set_exception(error)
+        def generate(request: Request, stopped: Event) -> Generation:
+            return self._generate(request, max_length, stopped)
 
-        # Nobody waits for daemon threads: an interrupted command does not wait for long answers.
-        for _ in range(min(self.concurrency, len(requests))):
-            Thread(target=work, daemon=True).start()
-        try:
+        with in_threads(generate, requests, self.concurrency) as futures:
             for future in futures:
                 yield future.result()
-        finally:
-            stopped.set()
 
     def _generate(self, request: Request, max_length: int, stopped: Event) -> Generation:
         sampling, started = request.sampling, time.perf_counter()
-        body = {
-            "model": self.model,
-            "prompt": list(request.prompt_ids),
-            "max_tokens": min(request.max_new_tokens, max_length - len(request.prompt_ids)),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p or 1.0,
+        most = min(request.max_new_tokens, max_length - len(request.prompt_ids))
+        body = completion_body(
+            self.model,
+            request.prompt_ids,
+            most,
+            sampling.temperature,
+            top_p=sampling.top_p or 1.0,
+            top_k=sampling.top_k or -1,
+        ) | {
             "seed": request_seed(request),
-            # A server fills what is missing from the model's generation_config.json.
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            # Not in OpenAI's interface, but read by vLLM and SGLang:
-            "top_k": sampling.top_k or -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
             "stop_token_ids": sorted(request.stop_ids),
             "skip_special_tokens": False,
-            "return_token_ids": True,
         }
         place = f"/v1/completions, prompt {request.id!r}"
         try:
@@ -166,7 +177,7 @@ class ServerAnswers:
         finish = choice.get("finish_reason")
         if finish not in ("stop", "length"):
             raise self._failure(place, f"the answer ended by {finish!r}", "see the server's log")
-        tokens, most = choice.get("token_ids"), body["max_tokens"]
+        tokens = choice.get("token_ids")
         if tokens is None:
             most = 2 * most + 16  # another division of the text can have more tokens
             if len(choice["text"]) > _TOKEN_BYTES * most:

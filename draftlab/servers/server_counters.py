@@ -89,6 +89,16 @@ class ServerCounters:
             raise CountersRestarted
         return ServerCounters(self.program, values, accepted_at)
 
+    def check_least(self, requests: int, tokens: int) -> None:
+        """Check that a difference has at least so many of ours.
+
+        Raises:
+            CountersRestarted: it has fewer.
+        """
+        for name, ours in (("requests", requests), ("tokens", tokens)):
+            if self.values.get(name, ours) < ours:
+                raise CountersRestarted
+
 
 def parse_counters(page: str) -> ServerCounters | None:
     """Return the counters of a Prometheus page; None: it is not of a known program.

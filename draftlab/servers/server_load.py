@@ -1,4 +1,4 @@
-"""Load on a running server with OpenAI's completions interface: streamed requests and their times.
+"""A running server under load: streamed requests to it, and their times.
 
 Prompts are sent as token ids, so the server applies no chat template. A request that the server
 refuses as busy is repeated and counted. One whose stream breaks off, takes too long or is no answer
@@ -12,23 +12,30 @@ import time
 import urllib.error
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import as_completed
 from dataclasses import dataclass, field
 from http.client import HTTPException
-from queue import Empty, SimpleQueue
-from threading import Event, Thread
+from threading import Event
 from typing import IO, Any
 
 from draftlab.errors import UserError
-from draftlab.servers.answer_check import MAX_TEXT, is_token_id
 from draftlab.servers.connection import (
     API_KEY,
     BASE_URL,
+    MAX_TEXT,
     Connection,
-    error_text,
+    in_threads,
+    is_token_id,
     read_json,
     served_card,
 )
-from draftlab.servers.openai_answers import FIRST_WAIT_S, FREE_BYTES, REPEATED, TOO_LONG
+from draftlab.servers.openai_answers import (
+    FIRST_WAIT_S,
+    FREE_BYTES,
+    REPEATED,
+    TOO_LONG,
+    completion_body,
+)
 from draftlab.servers.server_counters import PROGRAMS, ServerCounters, parse_counters
 from draftlab.servers.settings import BenchSettings
 
@@ -111,10 +118,9 @@ class LoadedServer:
             say(self.connection.key_note)
         self.card = self._served_model()
         self.model: str = self.card["id"]
-        owner = self.card.get("owned_by")
         counters = self.counters()
-        key = counters.program if counters else owner if isinstance(owner, str) else ""
-        self.program = PROGRAMS.get(key, "the server")
+        owner = counters.program if counters else self.card.get("owned_by")
+        self.program = PROGRAMS.get(str(owner), "the server")
 
     def _served_model(self) -> dict[str, Any]:
         models, fault = self.call("/v1/models")
@@ -135,7 +141,7 @@ class LoadedServer:
             with self.connection.open(path, body, timeout_s=_CALL_S) as answer:
                 return read_json(answer, FREE_BYTES), ""
         except (OSError, HTTPException, ValueError) as error:
-            return None, self._reason(error)
+            return None, self.connection.reason(error)
 
     def counters(self) -> ServerCounters | None:
         """Read the server's counters; None: it shows none (`no_counters` says why)."""
@@ -147,7 +153,7 @@ class LoadedServer:
             counters = parse_counters(page.decode(errors="replace"))
             self.no_counters = "" if counters else "its metrics are of an unknown program"
         except (OSError, HTTPException, ValueError) as error:
-            counters, self.no_counters = None, f"/metrics: {self._reason(error)}"
+            counters, self.no_counters = None, f"/metrics: {self.connection.reason(error)}"
         return counters
 
     def own_template(self, message: str) -> str | list[int] | None:
@@ -156,15 +162,14 @@ class LoadedServer:
         Returns:
             The text (llama.cpp), or token ids (vLLM).
         """
-        messages = [{"role": "user", "content": message}]
-        if self.program == PROGRAMS["llamacpp"]:
-            answer, _ = self.call("/apply-template", {"messages": messages})
-            text = answer.get("prompt") if isinstance(answer, dict) else None
-            return text if isinstance(text, str) else None
-        body = {"model": self.model, "messages": messages, "add_generation_prompt": True}
-        answer, _ = self.call("/tokenize", body)
-        ids = answer.get("tokens") if isinstance(answer, dict) else None
-        return ids if isinstance(ids, list) and ids else None
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": message}]}
+        path, key, kind = "/apply-template", "prompt", str
+        if self.program != PROGRAMS["llamacpp"]:
+            path, key, kind = "/tokenize", "tokens", list
+            body |= {"model": self.model, "add_generation_prompt": True}
+        answer, _ = self.call(path, body)
+        found = answer.get(key) if isinstance(answer, dict) else None
+        return found if isinstance(found, kind) and found else None
 
     def settled_counters(self, least: int = 0) -> tuple[ServerCounters | None, bool]:
         """Read the counters once they have stopped changing; return them, and whether they have.
@@ -217,115 +222,82 @@ class LoadedServer:
             at_once: most requests that run at once.
             arrivals: seconds from now at which each is sent; None: as soon as there is room.
         """
-        jobs, done = SimpleQueue[Any](), SimpleQueue[Any]()
-        stopped, start = Event(), time.perf_counter()
-        salt, copies = f"draftlab-{time.time_ns()}", Counter[int]()
+        start, salt, copies = time.perf_counter(), f"draftlab-{time.time_ns()}", Counter[int]()
+        jobs = []
         for n, (number, ids) in enumerate(prompts):
             copies[number] += 1
             own = f"{salt}-{copies[number]}"
-            body = self._body(ids, max_tokens or self.settings.max_new_tokens, own)
-            jobs.put((number, body, None if arrivals is None else start + arrivals[n]))
-
-        def work() -> None:
-            while not stopped.is_set():
-                try:
-                    number, body, due = jobs.get_nowait()
-                except Empty:
-                    return
-                retries: Counter[str] = Counter()
-                late = 0.0
-                try:
-                    if due is not None:
-                        if stopped.wait(max(due - time.perf_counter(), 0.0)):
-                            return
-                        late = time.perf_counter() - due
-                    outcome: Any = self._ask(number, body, due, retries, stopped)
-                except BaseException as error:
-                    outcome = error
-                done.put((outcome, retries, late))
-
-        def add(outcome: Any, retries: Counter[str], late: float) -> None:
-            result.retries += retries
-            result.late_s = max(result.late_s, late)
-            if isinstance(outcome, Answer):
-                result.answers.append(outcome)
-            elif isinstance(outcome, str):
-                result.failures[outcome] += 1
-            else:
-                raise outcome
-
-        # Nobody waits for daemon threads: an interrupted command does not wait for long answers.
-        for _ in range(min(at_once, len(prompts))):
-            Thread(target=work, daemon=True).start()
-        try:
-            for number in range(len(prompts)):
-                add(*done.get())
-                progress(number + 1)
-        finally:
-            stopped.set()
-            while not done.empty():
-                add(*done.get())
-
-    def _body(self, ids: Sequence[int], max_tokens: int, salt: str) -> dict[str, Any]:
-        settings = self.settings
-        return {
-            "model": self.model,
-            "prompt": list(ids),
-            "max_tokens": max_tokens,
-            "temperature": settings.temperature,
+            most, temperature = (
+                max_tokens or self.settings.max_new_tokens,
+                self.settings.temperature,
+            )
             # No seed: with one vLLM samples the requests one after the other.
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            # A server fills what is missing from the model's generation_config.json.
-            "top_p": 1.0,
-            "presence_penalty": 0.0,
-            "frequency_penalty": 0.0,
-            # Not in OpenAI's interface, but read by vLLM and SGLang:
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "return_token_ids": True,
-            # No prompt is read from the cache of an earlier measurement, or of its own earlier copy
-            # in this one (vLLM, SGLang; llama.cpp).
-            "cache_salt": salt,
-            "cache_prompt": False,
-        }
+            body = completion_body(self.model, ids, most, temperature) | {
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                # No prompt is read from the cache of an earlier measurement, or of its own earlier
+                # copy in this one (vLLM, SGLang; llama.cpp).
+                "cache_salt": own,
+                "cache_prompt": False,
+            }
+            jobs.append((number, body, None if arrivals is None else start + arrivals[n]))
+        with in_threads(self._ask, jobs, at_once) as futures:
+            left = set(futures)
+
+            def add(future: Any) -> None:
+                left.discard(future)
+                outcome, retries, late = future.result()
+                result.retries += retries
+                result.late_s = max(result.late_s, late)
+                if isinstance(outcome, Answer):
+                    result.answers.append(outcome)
+                else:
+                    result.failures[outcome] += 1
+
+            try:
+                for done, future in enumerate(as_completed(futures), 1):
+                    add(future)
+                    progress(done)
+            finally:
+                for future in [future for future in left if future.done()]:
+                    add(future)
 
     def _ask(
-        self,
-        number: int,
-        body: dict[str, Any],
-        due: float | None,
-        retries: Counter[str],
-        stopped: Event,
-    ) -> Answer | str:
-        """Return the answer to a prompt, or why there is none."""
+        self, job: tuple[int, dict[str, Any], float | None], stopped: Event
+    ) -> tuple[Answer | str, Counter[str], float]:
+        """Return the answer to a prompt or why there is none, its retries, and how late it was."""
+        number, body, due = job
+        retries, late = Counter[str](), 0.0
+        if due is not None:
+            if stopped.wait(max(due - time.perf_counter(), 0.0)):
+                return "interrupted", retries, late
+            late = time.perf_counter() - due
         wait, timeout_s = FIRST_WAIT_S, self.settings.timeout_s
         start = time.perf_counter() if due is None else due  # a refused request waits from here on
         for attempt in range(1, self.settings.attempts + 1):
             try:
                 with self.connection.open("/v1/completions", body, timeout_s=timeout_s) as stream:
-                    return self._read(stream, number, body, start)
+                    return self._read(stream, number, body, start), retries, late
             except urllib.error.HTTPError as error:
-                code, reason = error.code, self._reason(error)
+                code, reason = error.code, self.connection.reason(error)
                 if code == 400 and TOO_LONG.search(reason):
-                    return "no room for the prompt and its answer (HTTP 400)"
+                    return "no room for the prompt and its answer (HTTP 400)", retries, late
                 if code not in REPEATED and code < 500:
-                    return reason
+                    return reason, retries, late
                 reason = f"HTTP {code}"
             except _Fault as fault:
-                return self.connection.without_key(str(fault))[:MAX_TEXT]
+                return self.connection.without_key(str(fault))[:MAX_TEXT], retries, late
             except (OSError, HTTPException, ValueError) as error:
-                reason = self._reason(error)
+                reason = self.connection.reason(error)
                 if not isinstance(getattr(error, "reason", None), ConnectionRefusedError):
-                    return reason
+                    return reason, retries, late
             if attempt == self.settings.attempts:
-                return f"{reason} ({attempt} attempts)"
+                return f"{reason} ({attempt} attempts)", retries, late
             retries[reason] += 1
             if stopped.wait(wait):
                 break
             wait = min(2 * wait, 60.0)
-        return "interrupted"
+        return "interrupted", retries, late
 
     def _read(self, stream: IO[bytes], number: int, body: dict[str, Any], start: float) -> Answer:
         """Return the answer of a stream of server-sent events.
@@ -363,28 +335,17 @@ class LoadedServer:
         end = time.perf_counter()
         if finish is None:
             raise _Fault("the stream was cut")
+        (prompt_tokens,) = _counts(said.get("usage"), "prompt_tokens")
         return Answer(
             number,
             _tokens(said, ids, limit),
-            _count(said.get("usage"), "prompt_tokens"),
+            prompt_tokens,
             start,
             (first or end) - start,
             end - start,
             pieces,
-            **_own_counters(said),
+            *_own_counters(said),
         )
-
-    def _reason(self, error: Exception) -> str:
-        """Return a short reason for a failure, without the key."""
-        if isinstance(error, urllib.error.HTTPError):
-            place = error.headers.get("Location")
-            text = f"it redirects to {place}, where nothing was sent" if place else ""
-            reason = f"HTTP {error.code}: {text or error_text(error)}"
-        elif isinstance(getattr(error, "reason", error), TimeoutError):
-            reason = "no end of an answer in time"
-        else:
-            reason = str(getattr(error, "reason", error) or type(error).__name__)
-        return " ".join(self.connection.without_key(reason).split())[:MAX_TEXT]
 
 
 def _event(data: bytes) -> dict[str, Any]:
@@ -416,23 +377,24 @@ def _checked_ids(text: Any, tokens: Any, vocab_size: int) -> int:
     return len(tokens)
 
 
-def _count(fields: Any, name: str) -> int | None:
-    """Return a count of a server; None: it does not state it.
+def _counts(fields: Any, *names: str) -> list[int | None]:
+    """Return counts of a server; None: it does not state it.
 
     Raises:
-        _Fault: it is no count.
+        _Fault: one is no count.
     """
-    value = fields.get(name) if isinstance(fields, dict) else None
-    if value is not None and (type(value) is not int or not 0 <= value < 1 << 40):
-        raise _Fault(f"expected {name} to be a count, found {value!r:.40}")
-    return value
+    found = {name: fields.get(name) if isinstance(fields, dict) else None for name in names}
+    for name, value in found.items():
+        if value is not None and (type(value) is not int or not 0 <= value < 1 << 40):
+            raise _Fault(f"expected {name} to be a count, found {value!r:.40}")
+    return list(found.values())
 
 
 def _tokens(said: dict[str, Any], ids: int, limit: int) -> int:
-    """Return the number of an answer's tokens."""
-    tokens = _count(said.get("usage"), "completion_tokens")
+    """Return the number of an answer's tokens, of which the stream had so many ids."""
+    (tokens,) = _counts(said.get("usage"), "completion_tokens")
     if tokens is None:
-        tokens = ids or _count(said.get("timings"), "predicted_n")
+        tokens = ids or _counts(said.get("timings"), "predicted_n")[0]
     if tokens is None or tokens > limit:
         raise _Fault(f"expected a count of at most {limit:,} tokens, found {tokens}")
     if ids and ids != tokens:
@@ -440,26 +402,21 @@ def _tokens(said: dict[str, Any], ids: int, limit: int) -> int:
     return tokens
 
 
-def _own_counters(said: dict[str, Any]) -> dict[str, int]:
-    """Return the counters of one answer: llama.cpp's timings, or vLLM's metrics of a request.
+def _own_counters(said: dict[str, Any]) -> Sequence[int | None]:
+    """Return drafts, draft tokens and accepted ones of an answer, as far as it states them.
 
-    vLLM states them with --per-request-spec-decode-metrics.
+    They are llama.cpp's timings, or with --per-request-spec-decode-metrics vLLM's metrics.
     """
     timings, metrics = said.get("timings"), said.get("metrics")
     if isinstance(timings, dict):
-        found = {
-            "draft_tokens": _count(timings, "draft_n") or 0,
-            "accepted": _count(timings, "draft_n_accepted") or 0,
-        }
+        drafted, accepted = _counts(timings, "draft_n", "draft_n_accepted")
+        found = [None, drafted or 0, accepted or 0]
     else:
         own = metrics.get("speculative_decoding") if isinstance(metrics, dict) else None
-        found = {
-            "drafts": _count(own, "num_spec_steps"),
-            "draft_tokens": _count(own, "num_draft_tokens"),
-            "accepted": _count(own, "num_accepted_draft_tokens"),
-        }
-        if None in found.values():
-            return {}
-    if found["accepted"] > found["draft_tokens"]:
+        names = ("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens")
+        found = _counts(own, *names)
+        if None in found:
+            return ()
+    if (found[2] or 0) > (found[1] or 0):
         raise _Fault("expected no more accepted drafts than drafts, found more")
     return found

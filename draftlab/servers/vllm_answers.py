@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from draftlab.engine.sampling import Generation, Request, request_seed
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.servers.answer_check import answer_fault
+from draftlab.servers.connection import answer_fault
 from draftlab.servers.settings import RegenerateSettings
 from draftlab.servers.vllm_engine import generate
 from draftlab.servers.vllm_process import VllmProcess

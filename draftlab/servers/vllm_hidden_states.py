@@ -26,7 +26,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.servers.answer_check import is_token_id
+from draftlab.servers.connection import is_token_id
 from draftlab.servers.vllm_process import VllmProcess
 from draftlab.store.extraction import (
     ExtractedStates,

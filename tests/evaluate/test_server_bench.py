@@ -47,7 +47,7 @@ def measured(server: BenchServer, **settings: Any) -> ServerPoint:
     faults, server.faults = server.faults, []
     bench.server.warm_up([(1, 2)])
     server.faults = faults
-    bench._measure(bench.server, bench._requests(1), 1, None)
+    bench.measure(bench.server, 1, None)
     return bench.points[0]
 
 
@@ -250,7 +250,8 @@ def test_causes(keep: float, k: int, expected: list[str]) -> None:
     with bench_server() as server:
         bench = new_bench(server, raw=True)
         bench.run()
-        text = "\n".join(compare(bench, sample_report([one]), None))
+        bench.report = sample_report([one])
+        text = "\n".join(compare(bench))
     for part in expected:
         assert part in text
 

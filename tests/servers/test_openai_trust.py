@@ -16,8 +16,7 @@ import pytest
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
 from draftlab.servers import connection
-from draftlab.servers.answer_check import answer_fault
-from draftlab.servers.connection import API_KEY, BASE_URL, key_for
+from draftlab.servers.connection import API_KEY, BASE_URL, answer_fault, key_for
 from draftlab.servers.openai_answers import ServerAnswers
 from draftlab.servers.settings import RegenerateSettings
 from draftlab.target_model.loading import load_tokenizer
