@@ -219,6 +219,31 @@ class Recipe(Settings):
         return self
 
 
+_VLLM_PYTHON = "set the environment variable DRAFTLAB_VLLM_PYTHON; a recipe names no program"
+_LLAMA4 = "the head has the target's value, else Llama 4's"
+_LLAMA4_NAMES = (
+    "attention_chunk_size",
+    "attn_scale",
+    "attn_temperature_tuning",
+    "floor_scale",
+    "use_qk_norm",
+)
+REMOVED_SETTINGS = {
+    "train.replay": "a head trains on recorded answers alone",
+    "target.compile": "layers without a fast path of draftlab run as transformers writes them",
+    "eval.adaptive": "servers choose how many drafts they verify; every row here has a fixed K",
+    "eval.concurrency": "eval.timing_batches times several prompts at once",
+    **{f"{s}.vllm.python": _VLLM_PYTHON for s in ("regenerate", "record", "eval")},
+    "train.beta2": "AdamW's second moment decays by 0.95",
+    "train.regression": "it is 1: train.distillation weighs the loss on tokens against it",
+    "eval.greedy_below": "eval.draft_probs=off drafts greedily",
+    "export.max_shard": "weights of more than 5 GB go into several files",
+    **{f"head.llama4.{name}": _LLAMA4 for name in _LLAMA4_NAMES},
+    "run.url": "sync the run folder with a tool of your own, such as `rclone` or `aws s3 sync`",
+}
+"""Dotted name of a setting, or of a whole section, that draftlab no longer has → what to do."""
+
+
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe and apply `key=value` overrides (dotted keys, YAML values).
 
@@ -290,8 +315,16 @@ def parse_recipe(
         overrides: the `key=value` of the command line that the tree has, for errors.
 
     Raises:
-        UserError: a setting is unknown or does not fit.
+        UserError: a setting is of `REMOVED_SETTINGS`, is unknown, or does not fit.
     """
+    removed = {key: do for key, do in REMOVED_SETTINGS.items() if _has(tree, key)}
+    if removed:
+        lines = [f"{key}: removed: {do}" for key, do in removed.items()]
+        raise UserError(
+            "the recipe has settings that draftlab no longer has:\n  " + "\n  ".join(lines),
+            where=_where(removed, where, overrides),
+            do="delete these settings",
+        )
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
@@ -328,6 +361,15 @@ def _shown(override: str) -> str:
     key, _, value = override.partition("=")
     value = "…" if "://" in value or len(value) > _MAX_SHOWN else value
     return f"the override {key}={value}"
+
+
+def _has(tree: Any, key: str) -> bool:
+    """Return whether a tree of settings has a dotted name."""
+    for part in key.split("."):
+        if not isinstance(tree, dict) or part not in tree:
+            return False
+        tree = tree[part]
+    return True
 
 
 def _override(tree: dict[str, Any], text: str) -> None:

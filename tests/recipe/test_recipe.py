@@ -329,6 +329,25 @@ def test_the_resolved_recipe_reads_back(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("run: {url: 's3://bucket/run'}", r"run\.url: removed: sync the run folder"),
+        ("train: {replay: {share: 0.5}}", r"train\.replay: removed: a head trains on recorded"),
+        ("head: {llama4: {use_qk_norm: true}}", r"llama4\.use_qk_norm: removed: the head has the"),
+        ("target: {compile: false}", r"target\.compile: removed: layers without a fast path"),
+    ],
+)
+def test_a_removed_setting_is_refused_with_what_to_do(
+    tmp_path: Path, setting: str, message: str
+) -> None:
+    path = write(tmp_path, setting)
+    with pytest.raises(UserError, match=message) as caught:
+        load_recipe(path)
+    assert "unknown" not in str(caught.value)
+    assert "delete" in caught.value.do
+
+
+@pytest.mark.parametrize(
     ("text", "overrides", "where"),
     [
         ("train: {steps: 1}", ["train.stepz=3"], "the override train.stepz=3"),

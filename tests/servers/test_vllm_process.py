@@ -81,5 +81,6 @@ def test_a_recipe_names_no_program(section: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(f"name: q\n{section}: {{vllm: {{python: {tmp_path}/run-me}}}}\n")
     for read in (lambda: load_recipe(path), lambda: recipe_of(tmp_path)):
-        with pytest.raises(UserError, match=f"{section}.vllm.python: unknown setting"):
+        with pytest.raises(UserError, match=f"{section}.vllm.python: removed") as caught:
             read()
+        assert PYTHON_VARIABLE in caught.value.what
