@@ -124,11 +124,7 @@ class Family(ABC):
         return resolve_name(self.native_type)(config, dtype) if self.native_type else {}
 
     def check_settings(self, settings: HeadSettings) -> None:
-        """Check the settings of a new head.
-
-        Raises:
-            ValueError: a setting that contradicts the family or another setting.
-        """
+        """Raise a ValueError if a setting of a new head contradicts the family or another one."""
         if unknown := sorted(settings.chosen_options() - self.options):
             raise ValueError(
                 f"{self.title} heads have no {', '.join(unknown)}: leave the setting out, or "
@@ -136,10 +132,8 @@ class Family(ABC):
             )
 
     def config_fields(self, settings: HeadSettings, target: Any) -> dict[str, Any]:
-        """Return the config fields of a new head that only this family has.
-
-        Args:
-            target: transformers' config of the target's text model.
+        """Return the config fields of a new head that only this family has; target: transformers'
+        config of the target's text model.
         """
         fields = {name: getattr(settings, name) for name in self.options - {"mask_token"}}
         return {name: value for name, value in fields.items() if value is not None}
@@ -168,11 +162,7 @@ _loaded = False
 
 
 def register(family: Family) -> Family:
-    """Add a family to the registry.
-
-    Raises:
-        ValueError: another family has its name.
-    """
+    """Add a family to the registry; raise a ValueError if another family has its name."""
     other = _registry.get(family.name)
     if other is not None and type(other) is not type(family):
         raise ValueError(
@@ -194,11 +184,7 @@ def family_names() -> list[str]:
 
 
 def get_family(name: str) -> Family:
-    """Return the family of a name.
-
-    Raises:
-        UserError: no family of this name is registered.
-    """
+    """Return the family of a name; raise a `UserError` if none of this name is registered."""
     if name not in _registry:
         _load()
     if name not in _registry:

@@ -136,11 +136,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a head's file, by name; only its header is read.
-
-    Raises:
-        UserError: the file is missing or truncated.
-    """
+    """Return the shapes of the tensors in a head's file, by name; only its header is read."""
     with _reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, "pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
@@ -156,12 +152,9 @@ def load_head(
     """Load a head for inference, of the family that draftlab.json names.
 
     Args:
-        folder: the head folder.
         embeddings: the target's embeddings [V, H], for heads that store none.
         target_tensors: the tensors that a head may share with its target, by their names in the
             head (`TargetParts.shared_tensors`). A tensor of this dtype and device is not copied.
-        dtype: of floating tensors.
-        device: where it runs.
 
     Raises:
         UserError: tensors are missing, unknown, misshapen or not finite; each is named.

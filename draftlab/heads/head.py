@@ -76,12 +76,7 @@ class DraftHead(nn.Module):
     """A draft head: fc, decoder layers, norm and lm_head over the draft vocabulary.
 
     Embeddings are frozen. Buffers: `d2t` int64 [D], offsets (target id = draft id + d2t); `t2d`
-    bool [V], membership.
-
-    Args:
-        config: config of the subclass's family.
-        layers: the decoder layers; the first may be of another class than the others.
-        fc_width: input width of fc.
+    bool [V], membership. The first layer may be of another class than the others.
 
     Attributes:
         fc_in_every_pass: whether fc also reads the token's embedding, so that a chain runs it in
@@ -138,9 +133,7 @@ class DraftHead(nn.Module):
     def layer_inputs(self, embedding: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return the first layer's input of attention, and its residual [..., H].
 
-        Args:
-            embedding: [..., H].
-            hidden: [..., H], of `project_features`, or the output that is fed back.
+        Its hidden state [..., H] is of `project_features`, or the output that is fed back.
         """
         raise NotImplementedError
 
@@ -157,10 +150,8 @@ class DraftHead(nn.Module):
         return self.norm.weight
 
     def logits(self, output: Tensor, previous: Tensor | None = None) -> Tensor:
-        """Return draft-vocabulary logits [..., D] of the head's outputs [..., H].
-
-        Args:
-            previous: int64 [...], the token before each draft, which a Markov head reads.
+        """Return draft-vocabulary logits [..., D] of the head's outputs [..., H]; a Markov head
+        reads the token before each draft, int64 [...].
         """
         return F.linear(self.normed(output), self.lm_head.weight.to(output.dtype))
 
@@ -179,12 +170,10 @@ class DraftHead(nn.Module):
         return normed, self.lm_head.weight, None
 
     def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the outputs [..., M, H] of one pass.
+        """Return the outputs [..., M, H] of one pass at positions int64 [..., M].
 
         Args:
-            tokens: int64 [..., M].
             hidden: [..., M, H], projected features, or the head's own earlier output.
-            positions: int64 [..., M].
             attend: computes attention; it is called once a layer, in order.
         """
         angles = self.rope.angles(positions)
@@ -199,11 +188,7 @@ class DraftHead(nn.Module):
         return self.output_norm(hidden)
 
     def check_drafts(self, k: int) -> None:
-        """Check that the head can draft `k` tokens a step.
-
-        Raises:
-            UserError: it cannot.
-        """
+        """Raise a `UserError` if the head cannot draft `k` tokens a step."""
 
     def weights_of_each_draft(self) -> list[nn.Parameter]:
         """Return the weights that a parallel head reads once for each draft."""
@@ -226,12 +211,8 @@ class DraftHead(nn.Module):
         self.load_state_dict(tensors)
 
     def init_from_target(self, embeddings: Tensor, final_norm: Tensor, lm_head: Tensor) -> None:
-        """Copy initial values from the target, once the draft vocabulary is set.
-
-        Args:
-            embeddings: [V, H].
-            final_norm: [H], weights.
-            lm_head: [V, H].
+        """Copy embeddings [V, H], final norm [H] and lm_head [V, H], once the draft vocabulary is
+        set.
         """
         ids = self.target_ids(torch.arange(len(self.d2t), device=self.d2t.device))
         self.embed_tokens.weight.copy_(embeddings)
@@ -264,16 +245,12 @@ def initialise_head(
     target_ids: Tensor,
     seed: int,
 ) -> None:
-    """Set the initial values of training (methods §2).
+    """Set the initial values of training (methods §2), random ones by a generator of this call.
 
-    Embeddings [V, H], final norm [H] and the draft vocabulary's rows of lm_head come from the
-    target, so that the target's last state as output gives the target's logits. Projections are
-    normal with standard deviation 1/√fan_in, times √½ if they write into the residual stream.
-
-    Args:
-        lm_head: the target's projection, [V, H].
-        target_ids: ascending draft vocabulary, int64 [D].
-        seed: of a generator that is local to this call.
+    Embeddings [V, H], final norm [H] and the rows of the ascending draft vocabulary, int64 [D], of
+    lm_head [V, H] come from the target, so that the target's last state as output gives the
+    target's logits. Projections are normal with standard deviation 1/√fan_in, times √½ if they
+    write into the residual stream.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

@@ -22,13 +22,7 @@ _MAY_BE_ZERO = ("o_proj.", "down_proj.", "confidence_head.", "markov_head.", "ma
 
 @dataclass(frozen=True)
 class TensorFault:
-    """A fault of one tensor in a head's file.
-
-    Attributes:
-        kind: one of the doctor's kinds of findings.
-        tensor: name of the tensor.
-        message: what was expected and what was found.
-    """
+    """A fault of one tensor in a head's file: what was expected and what was found."""
 
     kind: Kind
     tensor: str
@@ -42,7 +36,6 @@ def tensor_faults(
 
     Args:
         head: a head of the family and shape that draftlab.json names, with any values.
-        stored: tensors by their names in the file.
         may_be_zero: parts of the names of tensors that may be zero; the doctor, which gets
             trained heads, allows none.
     """

@@ -78,7 +78,6 @@ class RecipeSizes:
         gpu: data sheet of the GPU that the recipe names.
         on_cpu: whether the plan is of a CPU: no GPU is named, and the target would be on none.
         conversations: None: their number is not known.
-        token_bytes: bytes of a token in the store.
         default_k: drafts a step of an evaluation that names none.
         trained: positions that training reads in all steps.
 
@@ -282,11 +281,9 @@ def as_count(number: float) -> str:
 def estimate_table(
     recipe: Recipe, runs: Path, stages: Collection[str], num_working: int = 1
 ) -> Iterator[str]:
-    """Yield the lines of a table of estimates, and warnings about the machine.
+    """Yield the lines of a table of estimates of stages, and warnings about the machine.
 
     Args:
-        runs: folder of all runs.
-        stages: names of the stages in the table.
         num_working: number of GPUs that work at the same time.
     """
     wrapper = textwrap.TextWrapper(

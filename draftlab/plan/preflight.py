@@ -107,13 +107,7 @@ class Planned:
 def check_before_run(
     recipe: Recipe, stages: Collection[str], *, plan: bool = False, here: bool = True
 ) -> list[str]:
-    """Check what would otherwise fail after hours of work, by the list `CHECKS`.
-
-    Args:
-        stages, plan, here: see `Planned`.
-
-    Returns:
-        Warnings, for the console.
+    """Check what would otherwise fail after hours of work, by the list `CHECKS`; return warnings.
 
     Raises:
         UserError: the first fault.
@@ -123,10 +117,8 @@ def check_before_run(
 
 
 def missing_input(recipe: Recipe, stage: str) -> UserError | None:
-    """Return the error of an input file that a stage reads and that does not exist.
-
-    Raises:
-        UserError: the file exists and has another fault.
+    """Return the error of an input file that a stage reads and that does not exist; raise that of
+    one with another fault.
     """
     read: dict[str, Callable[[], object]] = {
         "answers": lambda: find_prompts(recipe.prompts),
@@ -216,11 +208,7 @@ def _check_machine(planned: Planned) -> None:
 
 
 def check_target_of_ranks(recipe: Recipe, num_ranks: int) -> None:
-    """Check that each of several processes that train can hold a target, if training needs it.
-
-    Raises:
-        UserError: the target is on a named device or on several GPUs.
-    """
+    """Raise a `UserError` if training needs the target and not every process can hold it."""
     settings = recipe.target
     named = settings.device not in ("auto", "cuda", "cpu")
     if recipe.record.online and num_ranks > 1 and (settings.gpus > 1 or named):
@@ -308,10 +296,8 @@ def _check_quantisation(planned: Planned) -> Iterable[str]:
 
 
 def check_given_answers(planned: Planned, prompts: Sequence[Conversation]) -> Iterable[str]:
-    """Check on a part of the prompts that the target would write the given answers.
-
-    Raises:
-        UserError: the chat template refuses all of them.
+    """Check on a part of the prompts that the target would write the given answers; raise a
+    `UserError` if the chat template refuses all of them.
     """
     if planned.recipe.regenerate.enabled or planned.tokenizer is None:
         return
@@ -341,8 +327,7 @@ def check_head(recipe: Recipe, config: Any, tokenizer_hash: str = "") -> tuple[D
     """Return the head that the recipe would train, on the meta device, and its export.
 
     Args:
-        config: the target's config.
-        tokenizer_hash: the target's tokenizer_sha256, if it is available.
+        config: the target's. tokenizer_hash: its tokenizer_sha256, if it is available.
 
     Raises:
         UserError: such a head cannot be, cannot start from the recipe's head.init, or cannot be

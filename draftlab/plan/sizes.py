@@ -98,11 +98,8 @@ class TargetSize:
         return self.parameters * self.bytes_each
 
     def step_seconds(self, gpu: Gpu, rows: int, length: float) -> float:
-        """Return the least time of a decoding step, bound by memory reads or matrix products.
-
-        Args:
-            rows: sequences in the batch.
-            length: their positions, on average.
+        """Return the least time of a decoding step of `rows` sequences of `length` positions on
+        average, bound by memory reads or matrix products.
         """
         used_share = 1 - (1 - self.active_share) ** rows  # of the experts
         reads = self.bytes_each * (self.parameters - self.expert_parameters * (1 - used_share))
@@ -139,13 +136,8 @@ class Conversations:
 
     @classmethod
     def of(cls, recipe: Recipe, max_length: int) -> Conversations | None:
-        """Return a recipe's conversations, measured from its file of prompts if there is one.
-
-        Args:
-            max_length: positions that the target supports.
-
-        Returns:
-            None: there is no file, and the recipe does not limit the number of prompts.
+        """Return a recipe's conversations, measured from its file of prompts if there is one; None:
+        there is none, and the recipe does not limit the number of prompts.
         """
         number, regenerate = recipe.prompts.max_prompts, recipe.regenerate
         sizes = _prompt_sizes(recipe)

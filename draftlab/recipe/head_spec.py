@@ -44,8 +44,7 @@ from draftlab.train.validation import split_records
 def target_config(target: TargetSettings) -> Any:
     """Return the target's config.json as transformers reads it, without downloading weights.
 
-    Raises:
-        UserError: the config cannot be read.
+    Raises a `UserError` if it cannot be read.
     """
     if (folder := config_folder(target)) is not None:
         return load_config(folder, trust_remote_code=target.trust_remote_code)
@@ -88,9 +87,7 @@ def mask_token(
     recipe: Recipe, store: Store, tokenizer: Any, monitor: Monitor, trained: int | None = None
 ) -> int | None:
     """Return the token for masked slots, which the store must not contain; None: needs no token.
-
-    Args:
-        trained: that of the head that training starts from, which "auto" prefers.
+    "auto" prefers that of the trained head that training starts from.
     """
     if not get_family(recipe.head.family).has_mask_token:
         return None
@@ -151,9 +148,7 @@ def head_config(
 ) -> HeadConfig:
     """Return the head's draftlab.json, with the target's shapes unless the recipe names others.
 
-    Args:
-        mask: the token of `mask_token`.
-        target: the target's config; None: it is read.
+    The target's config is read if it is not given.
     """
     settings, family = recipe.head, get_family(recipe.head.family)
     if not identity.boundaries and not family.reads_last_state:
@@ -220,10 +215,8 @@ def _number(config: Any, *names: str) -> int:
 
 
 def planned_identity(recipe: Recipe, config: Any, tokenizer_sha256: str = "") -> StoreIdentity:
-    """Return the identity that a store of the target would have, from the target's config.
-
-    Args:
-        tokenizer_sha256: the target's, if its tokenizer is available.
+    """Return the identity that a store of the target would have, from the target's config, and its
+    tokenizer's hash if it is available.
     """
     text = config.get_text_config()
     return StoreIdentity(
@@ -269,9 +262,6 @@ def head_rope(config: Any, family: Family, monitor: Monitor) -> dict[str, Any]:
     """Return the `rope_parameters` of a head: the target's, as far as heads and servers know them.
 
     A head rotates all channels of a head of attention. What it leaves out of the target's is said.
-
-    Args:
-        config: of the target's text model.
     """
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if kinds := {name: one for name, one in rope.items() if isinstance(one, dict)}:

@@ -308,11 +308,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def parse_recipe(
     tree: dict[str, Any], *, where: Path | str = "recipe", overrides: Sequence[str] = ()
 ) -> Recipe:
-    """Validate a tree of settings.
-
-    Args:
-        where: the tree's file, for errors.
-        overrides: the `key=value` of the command line that the tree has, for errors.
+    """Validate a tree of settings, which errors locate by its file and its `key=value` overrides.
 
     Raises:
         UserError: a setting is of `REMOVED_SETTINGS`, is unknown, or does not fit.

@@ -55,8 +55,7 @@ def check_trained_for(
 
     Args:
         raw: prompts are plain text, so that the chat template is not checked.
-        base: fingerprint of the target with another adapter or none, which the head may also have
-            been trained for.
+        base: fingerprint of the target with another adapter or none, which may also be its own.
 
     Raises:
         UserError: the head was trained for another one.
@@ -216,10 +215,8 @@ def evaluate_head(
 
 
 def write_report(report: Report, out: Path) -> None:
-    """Write report.json, report.html and plots into `out`.
-
-    Raises:
-        UserError: vLLM failed, so the report has draftlab's rows alone; it is written.
+    """Write report.json, report.html and plots; raise a `UserError` if vLLM failed, so that the
+    report has draftlab's rows alone.
     """
     report.write(out / "report.json")
     write_html(report, out)

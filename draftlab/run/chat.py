@@ -25,14 +25,11 @@ Show = Callable[[str, bool], None]
 
 
 class Chat:
-    """The messages of a conversation, and the engine that answers them.
+    """The messages of a conversation, and the engine that answers them with a head's drafts.
 
     Args:
-        head: drafts for the target.
         k: drafts a step.
-        sampling: of all answers.
-        max_new_tokens: most tokens of an answer.
-        max_length: most tokens of the whole conversation.
+        max_new_tokens, max_length: most tokens of an answer, and of the whole conversation.
         system: content of a system message; None: no such message.
         arguments: values of the chat template's variables.
     """
@@ -76,10 +73,8 @@ class Chat:
         return generation
 
     def answer(self, text: str, show: Show) -> Generation:
-        """Answer a message, show the pieces of the answer as they come, and return its generation.
-
-        Raises:
-            UserError: the conversation has no room for an answer.
+        """Answer a message, show the pieces of the answer as they come, and return its generation;
+        raise a `UserError` if the conversation has no room for it.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         request = self._request(asked)
@@ -109,11 +104,7 @@ class Chat:
 
 
 class _Pieces:
-    """Decodes the tokens of an answer as they come.
-
-    Attributes:
-        text: of all tokens so far.
-    """
+    """Decodes the tokens of an answer as they come, to `text`."""
 
     def __init__(self, tokenizer: Any, request: Request, show: Show) -> None:
         self.text, self.show, self.request = "", show, request

@@ -39,12 +39,8 @@ _WRITTEN = (".jsonl", ".json", ".partial.jsonl")
 
 
 class Run:
-    """A run folder, and the inputs of its stages under a recipe.
-
-    Args:
-        folder: runs/<name>.
-        settings: every setting of the recipe by dotted name.
-        files: content hashes of input files, by stage.
+    """A run folder, and the inputs of its stages under a recipe: every setting by dotted name, and
+    content hashes of input files by stage.
     """
 
     def __init__(
@@ -225,10 +221,8 @@ class Run:
             raise
 
     def write_recipe(self, recipe: str) -> str | None:
-        """Write recipe.yaml and point runs/latest at this run, where they differ.
-
-        Returns:
-            A remark if runs/latest is no link, which stays as it is; else None.
+        """Write recipe.yaml and point runs/latest at this run, where they differ; return a remark
+        if runs/latest is no link, which stays as it is.
         """
         path, link = self.folder / "recipe.yaml", self.folder.parent / LATEST
         if not path.exists() or path.read_text(encoding="utf-8") != recipe:
@@ -244,12 +238,10 @@ class Run:
 
 
 def check_links(folder: Path) -> None:
-    """Check that a run folder has no links through which a stranger's run would write elsewhere.
+    """Raise a `UserError` if a run folder has links, through which a stranger's run would write
+    elsewhere.
 
     Only the store may be one, since it is often on another disk.
-
-    Raises:
-        UserError: there is one.
     """
     store = folder / STAGES["store"].artefact
     own_links = (store, folder / "train" / "wandb")  # wandb links to its latest run
@@ -266,10 +258,8 @@ def check_links(folder: Path) -> None:
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Lock a run folder against other processes.
-
-    Raises:
-        UserError: another process holds the lock, or the folder has links (see `check_links`).
+    """Lock a run folder against other processes; raise a `UserError` if one holds the lock, or the
+    folder has links (see `check_links`).
     """
     check_folder(folder)
     check_links(folder)
@@ -289,10 +279,8 @@ def lock(folder: Path) -> Iterator[None]:
 
 
 def find_run(name: str | None) -> Path:
-    """Return the folder of a run by name or path; None: of the latest run.
-
-    Raises:
-        UserError: there is no such run.
+    """Return the folder of a run by name or path (None: of the latest run); raise a `UserError`
+    without.
     """
     candidates = [RUNS / LATEST] if name is None else [Path(name), RUNS / name]
     for folder in candidates:

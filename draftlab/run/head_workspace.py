@@ -57,9 +57,7 @@ class HeadWorkspace:
     """What `eval`, `export` and `push` need of a head.
 
     Attributes:
-        head: the head folder.
         name: the head's name in reports.
-        target: its target.
         settings, exports: default settings; for a run, those of its recipe.
         folder: contains eval/ and export/.
         is_run: whether `folder` is a run folder.
@@ -143,9 +141,6 @@ def open_head(
 ) -> HeadWorkspace:
     """Return the workspace of a run's head (None: the latest run's), or of a head and its target.
 
-    Args:
-        trust_remote_code, monitor: see `find_target`.
-
     Raises:
         UserError: there is no such run or head, or the head's target is not known.
     """
@@ -187,10 +182,8 @@ def open_head(
 
 
 def _check_out(folder: Path) -> None:
-    """Check that a report may be written into a folder that the user names.
-
-    Raises:
-        UserError: it is a run, a head or a stage's folder, or another report would be replaced.
+    """Raise a `UserError` if a folder that the user names for a report is a run's, a head's or a
+    stage's, or another report would be replaced.
     """
     place, stages = folder.resolve(), {"stages", "train", *(s.artefact for s in STAGES.values())}
     is_stage = place.name in stages and (place.parent / RECIPE).is_file()

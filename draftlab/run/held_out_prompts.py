@@ -32,11 +32,7 @@ def default_suite(target: TargetSettings) -> tuple[str, ...]:
 
 
 def check_suite(recipe: Recipe) -> None:
-    """Check that there are prompts to evaluate.
-
-    Raises:
-        UserError: the recipe names no suite, and its training holds no prompts out.
-    """
+    """Raise a `UserError` if the recipe names no suite, and its training holds no prompts out."""
     if recipe.eval.suite or default_suite(recipe.target) or recipe.train.validation_share:
         return
     raise UserError(
@@ -74,12 +70,8 @@ def held_out_prompts(recipe: Recipe, run: Path) -> list[Conversation]:
 
 
 def trained_prompts(recipe: Recipe, run: Path) -> frozenset[bytes]:
-    """Return the `prompt_digest` of each prompt that a run's training reads.
-
-    Empty: the run has no store or no answers any more.
-
-    Raises:
-        UserError: one of them is damaged.
+    """Return the `prompt_digest` of each prompt that a run's training reads; empty without a store
+    or answers.
     """
     folder, answers = (run / STAGES[name].artefact for name in ("store", "answers"))
     if not (folder / MANIFEST).is_file() or not answers.is_file():

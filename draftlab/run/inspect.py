@@ -45,8 +45,7 @@ def inspect_path(name: str | None, sample: int, console: Console, *, verify: boo
     """Print a run, a store, a head folder or a report.
 
     Args:
-        name: path (the folder or a file in it), URL of a store, or run name;
-            None: the latest run.
+        name: path (the folder or a file in it), URL of a store, or run name; None: the latest run.
         sample: index of the conversation to print.
         verify: whether to hash a store's shards.
     """

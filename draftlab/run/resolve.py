@@ -31,8 +31,7 @@ def reference_head() -> Path:
 def find_head(name: str | Path, *, any_layout: bool = False) -> Path:
     """Return the folder of a head: "reference", the head of a run (by path or name), or a folder.
 
-    Args:
-        any_layout: also accept heads in other programs' layouts and folders with damaged files.
+    With `any_layout` also of heads in other programs' layouts and with damaged files.
 
     Raises:
         UserError: there is no head, the run has no head yet, or draftlab.json is not a head's.
@@ -107,11 +106,7 @@ def find_target(
     """Return the settings of the named target.
 
     By default it is that of the run to which the head belongs, or the embedded one, if the head is
-    for it.
-
-    Args:
-        trust_remote_code: whether code that comes with the named target may run.
-        monitor: receives a line that says which target was taken, and from where.
+    for it. Only code that comes with a named target may run.
 
     Raises:
         UserError: no target is named, the head belongs to no run, and it was trained for another
@@ -163,8 +158,7 @@ NORM_BEFORE_RESIDUAL = "head.norm_before_residual"
 def with_family_defaults(recipe: Recipe, folder: Path) -> tuple[Recipe, str]:
     """Return a recipe with `head.norm_before_residual`, and a sentence on why, or "".
 
-    Args:
-        folder: the run folder. A head whose training has begun keeps its value.
+    A head whose training has begun in the run folder keeps its value.
 
     Raises:
         UserError: the recipe leaves the setting out and `head.init` names no head.

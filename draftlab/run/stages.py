@@ -122,10 +122,8 @@ def head_sha256(folder: Path) -> str:
 
 @contextmanager
 def recorded(folder: Path, stage: Stage, inputs: dict[str, Any], **fields: Any) -> Iterator[None]:
-    """Record a stage as started with these inputs, and at the end of the block as complete.
-
-    Args:
-        fields: further ones of the record.
+    """Record a stage as started with these inputs, and at the end of the block as complete, both
+    with further fields.
     """
     record = record_path(folder, stage)
     if stage.after == "head":
@@ -177,11 +175,7 @@ class Status:
         return self.state not in ("done", "unneeded")
 
     def lines(self, folder: Path) -> list[str]:
-        """Return what the console says of the stage before it runs, or why it does not run.
-
-        Args:
-            folder: of the run.
-        """
+        """Return what the console says of the stage before it runs, or why it does not run."""
         name = self.stage.name
         if self.runs and self.damage:
             return [f"{name}: damaged, made again ({self.damage})"]

@@ -26,12 +26,10 @@ class BestHead:
     Args:
         folder: train/best/.
         key: the training's key; a folder of another training is not read.
-        settings: of the training.
         say: receives a line where training stops early.
 
     Attributes:
-        step: the step of the best validation; 0: there was none yet.
-        al: its predicted AL.
+        step, al: the step of the best validation (0: there was none yet), and its predicted AL.
         better: for the provenance, if the last step's head is clearly worse: step and predicted AL.
     """
 
@@ -63,11 +61,8 @@ class BestHead:
     def update(
         self, step: int, validation: Validation, head: Callable[[], DraftHead], *, write: bool
     ) -> None:
-        """Keep the head of a validation if it is the best so far.
-
-        Args:
-            head: returns the whole head; every rank calls it.
-            write: whether this process writes the folder.
+        """Keep the head of a validation if it is the best so far; every rank calls `head`, and one
+        of them is to `write` it.
         """
         self._last = step, validation
         al = validation.predicted_al()
@@ -118,10 +113,8 @@ class BestHead:
         )
 
     def restore(self, head: DraftHead) -> dict[str, Any]:
-        """Replace a head's trained weights by the best head's, which are rounded to bfloat16.
-
-        Returns:
-            The best head's provenance: the step and its validation.
+        """Replace a head's trained weights by the best head's, rounded to bfloat16; return its
+        provenance.
         """
         head.load_tensors(head.tensors() | load_file(self.folder / WEIGHTS))
         return load_config(self.folder).provenance

@@ -86,14 +86,8 @@ def trainable(head: nn.Module) -> dict[str, nn.Parameter]:
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = MAX_CHECKPOINTS) -> Path:
     """Write `folder`/step-NNNNNNN atomically: it is built under another name, then renamed.
 
-    Its files are on the disk before it has its name.
-
-    Args:
-        checkpoint: its tensors are on the CPU.
-        keep: how many of the newest checkpoints stay.
-
-    Returns:
-        Its folder.
+    Its tensors are on the CPU. Its files are on the disk before it has its name. `keep` of the
+    newest checkpoints stay. Returns its folder.
     """
     final = folder / f"step-{checkpoint.step:07d}"
     building = folder / f".{final.name}.tmp"
@@ -135,11 +129,8 @@ def step_of(path: Path) -> int:
 def read_checkpoint(path: Path, *, key: str) -> Checkpoint:
     """Read a checkpoint.
 
-    Args:
-        key: the training's.
-
     Raises:
-        UserError: it belongs to another recipe or store, or is damaged.
+        UserError: it belongs to another recipe or store than `key` says, or is damaged.
     """
     state = _read_state(path)
     if state["key"] != key:
@@ -181,12 +172,8 @@ def _read_tensors(path: Path, sha256: str | None) -> dict[str, Tensor]:
 
 
 def set_unverified_aside(folder: Path) -> list[Path]:
-    """Rename the checkpoints of a store with unverified shards to step-NNNNNNN.damaged.
-
-    No training resumes from them.
-
-    Returns:
-        Their new paths.
+    """Rename the checkpoints of a store with unverified shards to step-NNNNNNN.damaged; return
+    their new paths. No training resumes from them.
     """
     aside = []
     for path in checkpoints(folder):

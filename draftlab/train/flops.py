@@ -149,10 +149,7 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 def product_rate(precision: str, device: torch.device, dtype: torch.dtype) -> float:
     """Return the floating-point operations a second that MFU refers to, on one GPU.
 
-    Args:
-        precision: `train.precision`; GPUs that have products in 8 bits compute them at twice the
-            rate of 16 bits.
-        dtype: of the products that are not in 8 bits.
+    With `train.precision` fp8 they are twice those of 16 bits.
     """
     return matrix_rate(device, dtype) * (2 if precision == "fp8" else 1)
 

@@ -40,10 +40,6 @@ def untrained_head(
 ) -> DraftHead:
     """Return a float32 head on the CPU, with the values that `initialise_head` sets.
 
-    Args:
-        parts: of the target, in any dtype.
-        seed: of the values that are random.
-
     Raises:
         UserError: the target's final norm is of no known form.
     """
@@ -73,15 +69,10 @@ def untrained_head(
 
 
 def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None:
-    """Refuse a new head that cannot start from a trained one.
+    """Refuse a new head that cannot start from a trained one, at the path `where`.
 
     The trained one may have another target of the same shape and tokenizer, such as the model that
-    this target was tuned from.
-
-    Args:
-        new: the new head's config; if it is only planned, its target may have no hashes.
-        trained: the trained head's.
-        where: path of the trained head, for errors.
+    this target was tuned from. The target of a head that is only planned may have no hashes.
 
     Raises:
         UserError: the two differ in shape, options or tokenizer; each difference is named.
@@ -122,10 +113,6 @@ def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
     What belongs to the target, frozen weights, is left as it is. Rows of `DraftHead.draft_tables`
     are matched by target id; rows that `source` lacks keep their values. Layers that `source` lacks
     start as the identity: they write zeros into the residual stream.
-
-    Args:
-        head: its parameters require a gradient if and only if they are trained.
-        where: path of the trained head, for errors.
 
     Returns:
         A line that says what was copied, and which tensors were not.

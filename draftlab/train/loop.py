@@ -56,14 +56,9 @@ class Trainer:
     """Trains a head on the hidden states of a store.
 
     Args:
-        store: recorded hidden states.
-        parts: the target's embeddings, final norm and lm_head.
-        config: config of the head to train.
-        vocabulary: the draft vocabulary.
         settings: the recipe's `train:`.
         seed: of initial values, validation split and order of the data.
-        folder: folder of metrics.jsonl and checkpoints/.
-        monitor: for messages and progress.
+        folder: of metrics.jsonl and checkpoints/.
         initial: a trained head to start from.
         tracked_config: all settings of the run, for trackers.
         ranks: processes that train together; None: those of the launcher's environment.
@@ -172,11 +167,7 @@ class Trainer:
         return validation
 
     def _train(self) -> None:
-        """Run the remaining steps.
-
-        Raises:
-            SystemExit: a rank received SIGTERM or SIGHUP; a checkpoint is written.
-        """
+        """Run the remaining steps; end the process if a rank received SIGTERM or SIGHUP."""
         settings = self.settings
         every = (self.held_out and settings.validate_every) or settings.steps + 1
         self.window = Window.empty(settings.ttt_steps, self.device)

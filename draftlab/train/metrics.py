@@ -34,9 +34,6 @@ class PhaseTimer:
     On a GPU it measures the GPU's time: a mark is an event behind the queued work, so a phase lasts
     as long as its work and the GPU's idle time before it. Elsewhere it measures the host's time.
 
-    Args:
-        device: the device that trains.
-
     Attributes:
         totals: seconds of each phase since the timer was made, as far as they were read.
     """
@@ -173,11 +170,7 @@ def speed_line(row: dict[str, Any]) -> str:
 
 
 class MetricsLog:
-    """Writer of `folder`/metrics.jsonl and of trackers.
-
-    Args:
-        folder: the run's train/ folder.
-        muted: whether to write nothing, as on all ranks but one.
+    """Writer of `folder`/metrics.jsonl and of trackers; it writes nothing if `muted`.
 
     Attributes:
         trackers: functions that receive the numbers of all later rows.
@@ -210,13 +203,9 @@ class MetricsLog:
             log(_flat(row), row["step"])
 
     def truncate(self, step: int, steps: int) -> bool:
-        """Drop rows behind the checkpoint that training resumes from, and a torn last line.
-
-        Args:
-            steps: the last step, whose validation is done again.
-
-        Returns:
-            Whether the step's validation is there. A signal ends training before it.
+        """Drop rows behind the checkpoint of `step`, and a torn last line; return whether the
+        step's validation is there. A signal ends training before it. That of the last of `steps` is
+        done again.
         """
         if self.muted or not self.path.exists():
             return False
@@ -265,14 +254,12 @@ def open_trackers(
 ) -> Iterator[list[Log]]:
     """Yield functions that send numbers to the trackers which the settings name.
 
-    Trackers end with the block, with 0 or the exit code of what ended it. A resumed training
-    continues its run of Weights & Biases, and hides what TensorBoard has behind its step.
+    Trackers end with the block, with 0 or the exit code of what ended it. A training that resumes
+    after `step` continues its run of Weights & Biases, and hides what TensorBoard has behind the
+    step.
 
     Args:
-        folder: the run's train/ folder.
-        key: of the training.
-        config: all settings of the run.
-        step: the step that training continues after.
+        folder: the run's train/ folder. key: of the training. config: all settings of the run.
     """
     check_trackers(settings)
     logs: list[Log] = []

@@ -139,12 +139,10 @@ class Validation:
 
 
 def walk(hits: Tensor, spans: Tensor, k: int) -> tuple[Counters, list[tuple[int, int]]]:
-    """Count the accepted drafts of one conversation.
+    """Count the accepted drafts of one conversation with `k` drafts a step.
 
     Args:
-        hits: bool [T, K], whether step k at t drafted x_{t+2+k}.
-        spans: int64 [T].
-        k: draft tokens a step.
+        hits: bool [T, K], whether step k at t drafted x_{t+2+k}. spans: int64 [T].
 
     Returns:
         Counters and the list of (t, accepted), without the steps at an answer's end whose K drafts
@@ -228,13 +226,11 @@ class _ByPosition:
 def split_records(
     store: Store, settings: TrainSettings, seed: int, monitor: Monitor
 ) -> tuple[np.ndarray, list[int]]:
-    """Return the records to train on, and those of the held-out records that validations read.
-
-    Returns:
-        int64 [n] and a list, both ascending.
+    """Return the records to train on, int64 [n], and the held-out ones that validations read,
+    ascending.
 
     Raises:
-        UserError: the store has a window, and its plan holds out other records.
+        UserError: as `hold_out_records`.
     """
     ids = store.ids
     training, held_out = hold_out_records(ids, store.window, settings, seed)
@@ -256,9 +252,7 @@ def hold_out_records(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of a store's records to train on and of the others, ascending.
 
-    Args:
-        ids: of all records.
-        window: of the store, whose plan holds its first records out.
+    A window's plan holds the first of its records out.
 
     Raises:
         UserError: the window's plan holds out other records.
@@ -302,11 +296,7 @@ def validate(
     num_steps: int,
     ranks: Ranks | None = None,
 ) -> Validation:
-    """Validate a head on records `indices` of the store, one record a row.
-
-    Args:
-        ranks: processes that share the work; None: this process alone.
-    """
+    """Validate a head on records `indices` of the store, one record a row; ranks share the work."""
     device = head.fc.weight.device
     ranks = ranks or Ranks(0, 1, device)
     lengths = [store.lengths[i] for i in indices]

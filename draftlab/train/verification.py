@@ -118,8 +118,9 @@ class ShardVerification:
             How many of the pending shards have the right hash.
 
         Raises:
-            UserError: a shard has another hash than in the manifest; in every process. The
-                checkpoints that were trained with it are set aside.
+            UserError: in every process, if a shard has another hash than in the manifest. The
+                checkpoints
+                that were trained with it are set aside.
         """
         if self.complete:
             return len(self.pending)
@@ -151,10 +152,8 @@ class ShardVerification:
         )
 
     def finish(self, monitor: Monitor) -> bool:
-        """Wait until all ranks have hashed their shards; return whether any were left.
-
-        Raises:
-            UserError: as in `update`.
+        """Wait until all ranks have hashed their shards (see `update`); return whether any were
+        left.
         """
         were_left = not self.complete
         while not self.complete:

@@ -60,10 +60,6 @@ class MicroBatch:
 class BatchLoader:
     """Loads the micro-batches of optimizer steps ahead of the training that uses them.
 
-    Args:
-        packer: the data set.
-        ranks: its device is where batches go; its ranks on this machine share the CPU cores.
-
     Raises:
         UserError: `train.data_workers` asks for workers where none can work.
     """
@@ -79,11 +75,7 @@ class BatchLoader:
         return count_text(self.num_workers, "data worker") if self.num_workers else "threads"
 
     def steps(self, records: Sequence[int] | np.ndarray, *, first: int) -> Iterator[OptimizerStep]:
-        """Yield this process's share of the optimizer steps on some records, from a step on.
-
-        Args:
-            records: to train on; with a window all but the held-out ones.
-        """
+        """Yield this process's share of the optimizer steps on some records (no held-out ones)."""
         steps, processes = self._steps(records, first), self.ranks.local_gpus
         return fetch_ahead(steps, OptimizerStep.records, self.packer.store, processes=processes)
 
@@ -120,10 +112,8 @@ class BatchLoader:
     def micro_batches(self, steps: Iterable[OptimizerStep]) -> Generator[MicroBatch, None, None]:
         """Yield the micro-batches of the steps in order, on the device, loaded ahead.
 
-        Threads and data workers end with the generator: close it.
-
-        Raises:
-            UserError: a data worker ended. Also raises whatever packing raises.
+        Threads and data workers end with the generator: close it. Raises whatever packing raises,
+        and a `UserError` if a data worker ended.
         """
         loaded = _micro_batches(self._packed(steps))
         if not self.on_gpu:
@@ -255,8 +245,7 @@ def fetch_ahead(
     The shards in sight take at most half of the cache, so that none leaves it before it is used.
 
     Args:
-        items: optimizer steps, or other groups of records that are read in this order.
-        records_of: returns the records that an item reads.
+        records_of: returns the records that an item, such as an optimizer step, reads.
         processes: how many processes of this machine share the cache in this way.
     """
     if not isinstance(store.files, RemoteShardFiles):

@@ -17,12 +17,7 @@ _CHUNK = 1 << 18
 
 
 class EpochRows:
-    """The rows of an epoch, in two arrays.
-
-    Args:
-        records: int64 [n], record numbers, row by row.
-        ends: int64 [rows], where the rows end in `records`.
-    """
+    """The rows of an epoch: record numbers row by row, int64 [n], and their ends, int64 [rows]."""
 
     def __init__(self, records: np.ndarray, ends: np.ndarray) -> None:
         self.records, self.ends = records, ends
@@ -114,13 +109,10 @@ def batches(
     seed: int,
     first: int = 0,
 ) -> Iterator[list[list[int]]]:
-    """Yield the `batch_rows` rows of record indices of each optimizer step, without end.
+    """Yield the rows of record indices of each optimizer step, from `first` on, without end.
 
     Every epoch has each record once. A step that an epoch's last rows do not fill continues with
     the first rows of the next epoch, since few rows would move the weights as far as many.
-
-    Args:
-        first: number of the optimizer step that is yielded first.
     """
     rows = _rows(lengths, row_tokens, seed, first * batch_rows)
     while True:

@@ -344,14 +344,11 @@ class OptimizerStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs the micro-batches of an optimizer step.
+    """Packs the micro-batches of an optimizer step, which are a function of the step.
 
-    A batch is a function of the step, whichever process packs it. A packer can be pickled, and this
-    module imports little, since every data worker imports it.
+    A packer can be pickled, and this module imports little, since every data worker imports it.
 
     Attributes:
-        store: the records.
-        settings, seed: of the training.
         sampling: the objective's choice of steps; None: all.
         imitates_states: whether the objective adds noise to the features.
         one_row: see `pack`.

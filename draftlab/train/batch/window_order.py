@@ -41,10 +41,6 @@ class WindowStep(NamedTuple):
 class WindowOrder:
     """The order of a training on a store with a window.
 
-    Args:
-        manifest: of the store.
-        seed: of the training.
-
     Attributes:
         first: number of the first shard that comes and goes.
         sizes: bytes of each shard from `first` on.
@@ -67,11 +63,7 @@ class WindowOrder:
         self.num_groups = 1 if self._total <= half else math.ceil(self._total / (half - largest))
 
     def check_steps(self, batch_rows: int, row_tokens: int) -> None:
-        """Check that no optimizer step reads more groups than the window holds.
-
-        Raises:
-            UserError: a step may be larger than a group.
-        """
+        """Raise a `UserError` if an optimizer step may read more groups than the window holds."""
         if self._total <= self.window:
             return
         largest = max(self.sizes)
@@ -113,10 +105,8 @@ class WindowOrder:
             num_rows -= math.ceil(self.tokens[group].sum() / row_tokens)
 
     def steps(self, lengths: np.ndarray, row_tokens: int, batch_rows: int) -> Iterator[WindowStep]:
-        """Yield the optimizer steps, without end; steps continue over groups and epochs.
-
-        Args:
-            lengths: of all records of the store, int32 [n].
+        """Yield the optimizer steps, without end, from the lengths of all records; steps continue
+        over groups and epochs.
         """
         rows: list[list[int]] = []
         number = 0
@@ -157,12 +147,7 @@ Pack = Callable[[OptimizerStep], list[Batch]]
 
 
 class WindowReading:
-    """Reads a store with a window.
-
-    Args:
-        packer: the data set.
-        feed: what makes the shards; None: they are all there.
-    """
+    """Reads a store with a window, whose shards `feed` makes (None: they are all there)."""
 
     def __init__(self, packer: Packer, feed: WindowFeed | None) -> None:
         self.packer, self.feed = packer, feed

@@ -45,11 +45,7 @@ _SERVE = "from draftlab.train.batch.workers import serve; serve({}, {})"
 
 
 class SharedMemory:
-    """An anonymous file that two processes map; it needs no /dev/shm, which containers keep small.
-
-    Args:
-        descriptor: of the file.
-    """
+    """An anonymous file that two processes map; it needs no /dev/shm, which containers limit."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -171,13 +167,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """Data workers, called from threads; each starts when it is first needed.
-
-    Args:
-        packer: the data set.
-        num_workers: at least 1.
-        pinned: whether batches are for a GPU.
-    """
+    """Data workers, called from threads; each starts when it is first needed."""
 
     def __init__(self, packer: Packer, num_workers: int, *, pinned: bool) -> None:
         self._packer, self._pinned = pickle.dumps(packer), pinned
@@ -187,8 +177,7 @@ class WorkerPool:
     def pack(self, step: OptimizerStep) -> list[Batch]:
         """Return the micro-batches of an optimizer step, in pinned memory for a GPU.
 
-        Raises:
-            UserError: a worker ended. Also raises whatever packing raises.
+        Raises whatever packing raises, and a `UserError` if a worker ended.
         """
         with self._slots:
             worker = self._idle.pop() if self._idle else _Worker(self._packer)

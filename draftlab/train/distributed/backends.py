@@ -2,8 +2,7 @@
 ranks: passes, gradients, the optimizer's step and whole tensors.
 
 A pass is the forward of a module: the hooks of wrappers gather sharded parameters before it, and
-reduce gradients behind its backward. DDP is prepared by accelerate. On a CPU accelerate ignores
-FSDP2 and DeepSpeed without a message, so these are set up by their own API on every device: tests
+reduce gradients behind its backward. Each is set up by its own API on every device: tests
 run what GPUs run.
 
 All backends average gradients over ranks. The loss is a sum over all ranks divided by N_0 of the
@@ -17,19 +16,16 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from draftlab.errors import UserError
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
 from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
-from draftlab.train.distributed.ranks import LAUNCH_HINT, Ranks
+from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.fast.choose_forward import choose_forward
 from draftlab.train.objectives.loss import DraftTeacher, Sums, weighted_loss
 from draftlab.train.optimizer import new_optimizer
@@ -48,11 +44,7 @@ def product_dtype(precision: str, device: torch.device) -> torch.dtype:
 class DistillationModule(nn.Module):
     """The module that the training loop calls, and that DDP, FSDP2 or ZeRO wrap.
 
-    Args:
-        head: on its device.
-        target: the head's teacher.
-        settings: choose the terms of the loss and the forward pass.
-        dtype: dtype of products; weights, sums and gradients stay float32.
+    Products are in `dtype`; weights, sums and gradients stay float32.
     """
 
     def __init__(
@@ -65,11 +57,7 @@ class DistillationModule(nn.Module):
         self.head_forward, self.description = choose_forward(head, self.objective, settings, dtype)
 
     def forward(self, batch: Batch, weights: Sequence[float]) -> tuple[Tensor, Sums]:
-        """Return `weighted_loss` of a batch, with a gradient for every trained parameter.
-
-        Args:
-            weights: weight of each step's sum of losses.
-        """
+        """Return `weighted_loss` of a batch, with a gradient for every trained parameter."""
         with torch.autocast(
             batch.tokens.device.type, self.dtype, enabled=self.dtype != torch.float32
         ):
@@ -95,16 +83,6 @@ class TrainBackend:
         """Return the module to call, and the optimizer."""
         return distillation, self._new_optimizer()
 
-    def _check_wrapper(self, module: Any, kind: type) -> Any:
-        """Return the module if it has the type; a launcher can make accelerate use another one."""
-        if not isinstance(module, kind):
-            raise UserError(
-                f"expected the head inside a {kind.__name__} on {self.ranks.size} processes, found "
-                f"a {type(module).__name__}",
-                do=LAUNCH_HINT,
-            )
-        return module
-
     def _new_optimizer(self) -> torch.optim.Optimizer:
         return new_optimizer(self.head, self.settings, self.ranks.device)
 
@@ -116,10 +94,8 @@ class TrainBackend:
     def forward(
         self, batch: Batch, weights: Sequence[float], *, reduce: bool
     ) -> tuple[Tensor, Sums]:
-        """Run `DistillationModule.forward`.
-
-        Args:
-            reduce: whether ranks reduce their gradients behind this pass, their last of the step.
+        """Run `DistillationModule.forward`; `reduce`: it is the last pass of the step on this rank,
+        behind which ranks reduce their gradients.
         """
         self._set_reduce(reduce)
         return self.module(batch, weights)
@@ -223,17 +199,17 @@ class Ddp(TrainBackend):
 
     def _wrap(self, distillation: DistillationModule) -> tuple[Any, torch.optim.Optimizer]:
         # Buffers are functions of the recipe, so they are equal on all ranks.
-        options = DistributedDataParallelKwargs(
-            broadcast_buffers=False, gradient_as_bucket_view=True
-        )
-        accelerator = Accelerator(
-            cpu=self.ranks.device.type == "cpu", mixed_precision="no", kwargs_handlers=[options]
-        )
+        device = self.ranks.device
         with warnings.catch_warnings():
             # Newer versions of torch have another name for the option, which older ones lack.
             warnings.simplefilter("ignore", FutureWarning)
-            module = accelerator.prepare_model(distillation)
-        return self._check_wrapper(module, DistributedDataParallel), self._new_optimizer()
+            module = DistributedDataParallel(
+                distillation,
+                device_ids=[device] if device.type == "cuda" else None,
+                broadcast_buffers=False,
+                gradient_as_bucket_view=True,
+            )
+        return module, self._new_optimizer()
 
     def _set_reduce(self, reduce: bool) -> None:
         self.module.require_backward_grad_sync = reduce  # as its no_sync() does
@@ -261,7 +237,7 @@ class Fsdp2(ShardedBackend):
         # parameters stay whole on every rank: they need no reduction.
         frozen = {p for p in self.head.parameters() if not p.requires_grad}
         module = fully_shard(distillation, reshard_after_forward=False, ignored_params=frozen)
-        return self._check_wrapper(module, FSDPModule), self._new_optimizer()
+        return module, self._new_optimizer()
 
     def _set_reduce(self, reduce: bool) -> None:
         self.module.set_requires_gradient_sync(reduce)

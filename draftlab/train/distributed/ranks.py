@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate import PartialState
 from torch import Tensor
 
 from draftlab.errors import UserError
@@ -60,12 +59,9 @@ class Ranks:
     def join(cls, device: str) -> Ranks:
         """Join the processes that were launched with this one, if there are any.
 
-        Args:
-            device: `train.device`.
-
         Raises:
-            UserError: one device is named for all processes, there are fewer GPUs than processes,
-                or the processes do not find each other.
+            UserError: `train.device` names one device for all processes, there are fewer GPUs than
+                processes, or the processes do not find each other.
         """
         launched, resolved = num_launched(), resolve_device(device)
         if launched == 1:
@@ -90,14 +86,12 @@ class Ranks:
                     "(from 0)",
                     do=f"start {num_gpus} processes on this machine",
                 )
-        state = PartialState(cpu=resolved.type == "cpu")
-        if state.num_processes != launched:
-            raise UserError(
-                f"{launched} processes were started, and accelerate joined {state.num_processes}",
-                do=LAUNCH_HINT,
-            )
+            resolved = torch.device("cuda", local)
+            torch.cuda.set_device(resolved)
+        if not dist.is_initialized():  # Ray Train has done it
+            dist.init_process_group("nccl" if resolved.type == "cuda" else "gloo")
         cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
-        return cls(state.process_index, state.num_processes, state.device, cpu_group)
+        return cls(dist.get_rank(), launched, resolved, cpu_group)
 
     def leave(self) -> None:
         """Destroy the process groups, after the last collective.
@@ -174,10 +168,9 @@ def num_launched_here() -> int:
 
 
 def check_gpus(count: int, device: str) -> None:
-    """Raise a UserError if this process cannot launch `count` processes with a GPU each.
+    """Raise a `UserError` if this process cannot launch `count` processes with a GPU each.
 
-    Args:
-        device: `train.device`; a CPU can train any number of processes.
+    With `train.device` cpu it can launch any number.
     """
     num_gpus = torch.cuda.device_count()
     if num_launched() > 1:
@@ -198,13 +191,9 @@ def assign_micro_batches(
 ) -> list[tuple[list[T], bool]]:
     """Split an optimizer step's rows into micro-batches, and assign them to ranks in turn.
 
-    The ranks run as few micro-batches each as `micro_rows` allows, and the step has as many as give
-    work to all of them. All ranks get equally many, since they reduce gradients together: where
-    rows are too few, a rank runs the first micro-batch again, as an idle one.
-
-    Args:
-        rows: of the step, equal on every rank.
-        micro_rows: most rows of a micro-batch; None: no limit.
+    The ranks run as few micro-batches each as `micro_rows` (None: no limit) allows, and the step
+    has as many as give work to all of them. All ranks get equally many, since they reduce gradients
+    together: where rows are too few, a rank runs the first micro-batch again, as an idle one.
 
     Returns:
         This rank's micro-batches, and whether each is idle.

@@ -65,7 +65,6 @@ class Zero(ShardedBackend):
                 "steps_per_print": 2**60,
             },
         )
-        self._check_wrapper(module, deepspeed.DeepSpeedEngine)
         if (stage := module.zero_optimization_stage()) != self.stage:
             raise UserError(
                 f"expected DeepSpeed's ZeRO stage {self.stage}, found {stage}",

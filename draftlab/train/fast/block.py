@@ -58,10 +58,8 @@ class FastBlock(FastForward):
 
 
 class _BlockPass:
-    """The pass over one batch: T = B · S context rows, and the slots of n anchors, by slot.
-
-    Args:
-        anchors: rows of the first step.
+    """The pass over one batch: T = B · S context rows, and the slots of n anchors (the rows of the
+    first step), by slot.
 
     Attributes:
         padded: rows of all slots [slots, B, A], those of `anchors` for each.
@@ -105,7 +103,6 @@ class _BlockPass:
         Args:
             hidden: [slots · n, H], or [n + 1, H] while mask tokens share the last row.
             context: [T, H].
-            window: of attention.
         """
         weights = LayerWeights(layer, self.dtype, self.ops)
         projections = weights.projections(self.eps, layer.input_layernorm.weight)

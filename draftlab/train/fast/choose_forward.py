@@ -34,12 +34,7 @@ _USABLE_MEMORY = 0.8
 
 
 class _CompiledOp:
-    """An operation of `fast/fused_ops.py`, compiled for any number of rows.
-
-    Args:
-        op: one of `FUSED_OPS`.
-        backend: of torch.compile.
-    """
+    """An operation of `fast/fused_ops.py`, compiled for any number of rows."""
 
     def __init__(self, op: FunctionType, backend: str) -> None:
         self.compiled = torch.compile(_own_copy(op), backend=backend)
@@ -73,11 +68,6 @@ def choose_forward(
     head: DraftHead, objective: Objective, settings: TrainSettings, dtype: torch.dtype
 ) -> tuple[Forward, str]:
     """Return the forward pass of a head on its device, and a description of it.
-
-    Args:
-        head: on its device.
-        objective: of its family.
-        dtype: of products.
 
     Raises:
         UserError: with train.precision=fp8, if the GPU or a size of the layers does not allow it.
@@ -138,10 +128,8 @@ def _pass_tokens(settings: TrainSettings) -> int:
 
 
 def check_compiled(head: DraftHead, compiled: Any, eager: Any, num_tokens: int) -> None:
-    """Compare a random batch's outputs and gradients, compiled and eager.
-
-    Raises:
-        ValueError: they differ by more than rounding.
+    """Compare a random batch's outputs and gradients, compiled and eager; raise a ValueError if
+    they differ by more than rounding.
     """
     batch = random_batch(head, num_tokens).to(head.fc.weight.device)
     trained = [
@@ -184,10 +172,8 @@ _DO = "set train.precision=bfloat16"
 
 
 def check_fp8_sizes(head: DraftHead) -> None:
-    """Check the sizes of a head's layers; the head may be on the meta device.
-
-    Raises:
-        UserError: a size is no multiple of `SIZE_MULTIPLE`; the message names the weight.
+    """Raise a `UserError` that names the weight if a size of a head's layers is no multiple of
+    `SIZE_MULTIPLE`; the head may be on the meta device.
     """
     for name, weight in head.layers.named_parameters(prefix="layers"):
         if weight.ndim == 2 and any(size % SIZE_MULTIPLE for size in weight.shape):
@@ -200,10 +186,8 @@ def check_fp8_sizes(head: DraftHead) -> None:
 
 
 def check_fp8_device(device: torch.device) -> None:
-    """Check that a device multiplies in fp8, by a small product.
-
-    Raises:
-        UserError: it does not; the message has torch's reason.
+    """Raise a `UserError` with torch's reason if a device does not multiply in fp8, by a small
+    product.
     """
     x = torch.ones(SIZE_MULTIPLE, SIZE_MULTIPLE, dtype=torch.bfloat16, device=device)
     try:

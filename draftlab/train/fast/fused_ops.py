@@ -38,12 +38,7 @@ def normed_backward(
     eps: float,
     other_gradient: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of x and of the weight in `normed`.
-
-    Args:
-        gradient: of the norm.
-        other_gradient: of x, from its other uses.
-    """
+    """Return the gradients of x, with that of other uses, and of the weight in `normed`."""
     gradient, wide = at_least_float32(gradient), at_least_float32(x)
     scale = (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
     d_weight = None
@@ -196,11 +191,8 @@ def layer_inputs_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Ten
 
 
 def layer_output(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, ...]:
-    """Return the output of a layer [n, H], and what the backward pass reads.
-
-    Args:
-        rows: attended values and residual.
-        weights: of the output projection, of gate and up as one, of down, and of the norm.
+    """Return the output of a layer [n, H] of attended values and residual, and what the backward
+    pass reads; weights: of the output projection, of gate and up as one, of down, and of the norm.
     """
     attended, residual = rows
     output_weight, gate_up_weight, down_weight, norm = weights
@@ -213,13 +205,11 @@ def layer_output(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, ...]
 
 
 def layer_output_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor | None, ...]:
-    """Return the gradients of `attended`, of the residual, of gate and up, and of the norm.
-
-    The last result is the input of the down projection.
+    """Return the gradients of `attended`, of the residual, of gate and up, and of the norm, and the
+    input of the down projection.
 
     Args:
         rows: the gradient of the output; hidden, and gate and up, as `layer_output` returned them.
-        weights: those of `layer_output`.
     """
     gradient, hidden, gate_up = rows
     output_weight, gate_up_weight, down_weight, norm = weights

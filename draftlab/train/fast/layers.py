@@ -210,11 +210,8 @@ def layer_output(
     norm: Tensor,
     eps: float,
 ) -> Tensor:
-    """Return `DecoderLayer.output` [n, H] of attended values [n, Q] and residual [n, H].
-
-    Args:
-        weights: of the projection of attended values, of gate and up as one, and of down.
-        norm: weight of the norm before the feed-forward.
+    """Return `DecoderLayer.output` [n, H] of attended values [n, Q] and residual [n, H]; weights:
+    of the projection of attended values, of gate and up as one, and of down.
     """
     tensors = (shared.tensor for shared in weights)
     return _LayerOutput.apply(ops, weights, eps, attended, residual, *tensors, norm)
@@ -258,16 +255,8 @@ class LayerWeights:
 
     Each weight is cast when it is first used. Autograd runs later operations first, so a weight's
     gradient is complete, and can be reduced over ranks, while the backward pass still runs what
-    came before its first use.
-
-    Args:
-        layer: the layer.
-        dtype: of products.
-        ops: `FUSED_OPS`, `FP8_OPS`, or the same compiled.
-        qkv: in place of q's, k's and v's weights, such as some of their columns.
-
-    Attributes:
-        query, key_value, output, gate_up, down: weights of the products.
+    came before its first use. `qkv` stands in place of q's, k's and v's weights, such as some of
+    their columns.
     """
 
     def __init__(
@@ -317,8 +306,7 @@ class LayerWeights:
 def pad_rows(x: Tensor, rows: StepRows) -> Tensor:
     """Return x [n, …], of the valid rows alone, as [B, R, …] with zeros in padding rows.
 
-    Args:
-        rows: `index` may have further leading dimensions.
+    `rows.index` may have further leading dimensions.
     """
     size = rows.index.numel()
     if len(x) < size:

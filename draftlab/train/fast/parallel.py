@@ -131,11 +131,8 @@ class _ParallelPass:
         return weights.run_output(attended, expand_last(residual, len(attended)), self.eps)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, rows: PaddedRows) -> Tensor:
-        """Return attended values [n, Q] of queries [n, heads, head_dim].
-
-        Args:
-            key, value: [T + M, kv heads, head_dim].
-            rows: those of the queries.
+        """Return attended values [n, Q] of queries [n, heads, head_dim] of `rows`, and keys and
+        values of all rows, [T + M, kv heads, head_dim].
         """
         (key, slot_key), (value, slot_value) = (
             x.split([self.num_positions, self.num_masked]) for x in (key, value)
@@ -149,11 +146,8 @@ class _ParallelPass:
 
 
 class PaddedRows:
-    """The n rows that have queries, sorted by depth, and their padded layout [B, R].
-
-    Args:
-        layout: what attention takes.
-        places: int64 [n], where each row lies in the layout, b · R + r.
+    """The n rows that have queries, sorted by depth, and their padded layout [B, R], in which they
+    lie at `places`, b · R + r: int64 [n].
     """
 
     def __init__(self, layout: ParallelRows, places: Tensor) -> None:
@@ -176,8 +170,7 @@ class PaddedRows:
 def attention_rows(batch: Batch, steps: Sequence[StepRows]) -> tuple[PaddedRows, PaddedRows]:
     """Return the rows of all depths: with every position at depth 0, and with its loss rows alone.
 
-    Args:
-        steps: rows that carry loss at each depth; those of depth 1 and more are masked slots.
+    Rows of depth 1 and more are masked slots.
     """
     num_positions, device = batch.tokens.numel(), batch.tokens.device
     num_batch, width = batch.tokens.shape

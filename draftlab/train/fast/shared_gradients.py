@@ -57,18 +57,16 @@ class _Sum:
 
 
 class Shared:
-    """A matrix that operations of one graph use through `product` and `functions.py`.
+    """A matrix that operations of one graph use through `product` and `fast/layers.py`.
 
     Its gradient is complete when the last of these in the backward pass has added its share.
 
     Args:
-        tensors: [out_i, in], which become one matrix [Σ out_i, in].
-        dtype: of the matrix; None: that of the tensors.
-        quantise: quantises the matrix for `functions.py`; None: it is multiplied as it is.
+        tensors: [out_i, in], which become one matrix [Σ out_i, in] in `dtype` (None: theirs).
 
     Attributes:
         tensor: the matrix in `dtype`, which has a gradient and which `product` multiplies.
-        matrix: what `functions.py` multiplies rows by, `tensor` or its quantised form.
+        matrix: what `fast/layers.py` multiplies rows by, `tensor` or its quantised form.
     """
 
     def __init__(
@@ -127,13 +125,8 @@ class _Product(torch.autograd.Function):
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:
-    """Return x[index] [n, C] of x [N, C].
-
-    Autograd's own backward pass of a selection provides for rows that occur twice, which takes
-    longer.
-
-    Args:
-        index: int64 [n], no row twice.
+    """Return x[index] [n, C] of x [N, C]; no row occurs twice, for which autograd's own backward
+    pass provides, and takes longer.
     """
     return _SelectedRows.apply(x, index)
 
