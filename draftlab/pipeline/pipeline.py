@@ -24,7 +24,6 @@ from draftlab.evaluate.evaluator import environment
 from draftlab.files import check_folder, known_sha256, write_json
 from draftlab.heads.folder import WEIGHTS
 from draftlab.kernels.cpu_memory import reuse_freed_memory
-from draftlab.pipeline.evaluate_and_export import evaluate_run, export_run
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.training import train_and_save
 from draftlab.plan.estimate import estimate_table, estimate_warnings
@@ -36,18 +35,19 @@ from draftlab.plan.preflight import (
 )
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe, flatten, to_yaml
+from draftlab.run.api import evaluate_head, export_layouts
 from draftlab.run.folder import RUNS, Run, lock
 from draftlab.run.head_workspace import export_files, input_files
+from draftlab.run.held_out_prompts import held_out_prompts
 from draftlab.run.resolve import find_head, with_family_defaults
-from draftlab.run.stages import STAGES, Stage, Status
+from draftlab.run.stages import REPORT, STAGES, Stage, Status
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
 from draftlab.text.prompts import data_set_commit, fetch_prompts, find_prompts
 from draftlab.text.settings import SELF
 from draftlab.train.distributed.ranks import Ranks, num_launched
 from draftlab.version import git_commit
-from draftlab.workers.local_pool import LocalPool, worker_devices
-from draftlab.workers.pool import WorkerPool
+from draftlab.workers.pool import LocalPool, WorkerPool, worker_devices
 from draftlab.workers.window.training import local_window_pool, num_recorders
 
 if TYPE_CHECKING:
@@ -235,10 +235,8 @@ class Pipeline:
             "answers": lambda path: self.recording.answer(path, pool),
             "store": lambda path: self.recording.record(path, pool),
             "head": self._head,
-            "eval": lambda path: evaluate_run(
-                self.recipe, self.folder, path, self.recording, self.monitor, self.cluster
-            ),
-            "export": lambda path: export_run(self.recipe, self.folder, path, self.monitor),
+            "eval": self._evaluate,
+            "export": self._export,
         }
         write_provenance(self.recipe, self.run)
         start = time.perf_counter()
@@ -286,6 +284,37 @@ class Pipeline:
             monitor=self.monitor,
             ranks=self.ranks,
             new_pool=partial(local_window_pool, self.recipe, self.folder, self.monitor),
+        )
+
+    def _evaluate(self, folder: Path) -> None:
+        if self.cluster is not None:
+            from draftlab.pipeline.ray_training import evaluate
+
+            evaluate(self.cluster, self.recipe, self.folder, folder, self.monitor)
+            return
+        evaluate_head(
+            self.recipe.target,
+            self.folder / STAGES["head"].artefact,
+            self.recipe.eval,
+            folder,
+            monitor=self.monitor,
+            target=self.recording.target,
+            head_name=self.recipe.name,
+            held_out=partial(held_out_prompts, self.recipe, self.folder),
+        )
+
+    def _export(self, folder: Path) -> None:
+        if not self.recipe.export.formats:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.monitor.say("export: nothing is written, since export.formats is empty")
+            return
+        export_layouts(
+            self.folder / STAGES["head"].artefact,
+            self.recipe.target,
+            {layout: folder / layout for layout in self.recipe.export.formats},
+            settings=self.recipe.export,
+            report=self.folder / STAGES["eval"].artefact / REPORT,
+            monitor=self.monitor,
         )
 
 

@@ -12,7 +12,10 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,8 @@ import ray
 from ray.exceptions import RayActorError
 from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
 from ray.train.torch import TorchConfig, TorchTrainer
-from ray.util.queue import Queue
+from ray.util.queue import Empty, Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
@@ -35,21 +39,24 @@ from draftlab.run.stages import STAGES
 from draftlab.signals import deliver_ending_signal, on_ending_signal
 from draftlab.train.checkpoint import checkpoints
 from draftlab.train.distributed.ranks import TIMEOUT, LostRankError, Ranks
-from draftlab.workers.ray_cluster import RayCluster
-from draftlab.workers.ray_nodes import (
+from draftlab.workers.ray_cluster import (
+    POLL_S,
+    RayCluster,
+    RayPool,
     alive_nodes,
     cpus_per_gpu,
     enter_node,
     node_log,
+    print_to_log,
     target_resources,
     wait_for_files,
 )
-from draftlab.workers.ray_pool import RayPool
-from draftlab.workers.ray_relay import POLL_S, QueueMonitor, StageTask, new_queue, relay
 from draftlab.workers.window.training import split_gpus
 
 FAILURES = 3
 """Times that training may fail without a new checkpoint before the run ends."""
+PROGRESS_S = 0.5
+"""Least time between two reports of progress."""
 
 
 def train(
@@ -240,3 +247,92 @@ def _first_line(error: Exception) -> str:
     """Return the first line of Ray Train's message that says something."""
     lines = [line.strip() for line in str(error).splitlines()]
     return next((line for line in lines[1:] if line), lines[0] if lines else "")
+
+
+@dataclass(frozen=True)
+class StageTask:
+    """The arguments of a stage for a process on a node.
+
+    Attributes:
+        recipe: with the devices on the cluster.
+        run: the run folder, absolute.
+        folder: the driver's working directory.
+        queue: takes what the driver's console shows.
+        signals: gives the number of a signal at which the training ends.
+    """
+
+    recipe: Recipe
+    run: Path
+    folder: str
+    queue: Queue
+    signals: Queue | None = None
+
+
+class QueueMonitor(Monitor):
+    """Passes lines and progress to the driver, and lines to the node's log.
+
+    Args:
+        queue: None: nothing is passed on, as of all ranks but the first.
+    """
+
+    def __init__(self, queue: Queue | None) -> None:
+        self._queue, self._last = queue, 0.0
+
+    def say(self, line: str) -> None:
+        print_to_log(line)
+        if self._queue is not None:
+            self._queue.put(("say", line))
+
+    def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
+        now = time.monotonic()
+        if self._queue is not None and (done >= total or now - self._last > PROGRESS_S):
+            self._last = now
+            self._queue.put(("progress", stage, done, total, detail))
+
+
+def new_queue() -> Queue:
+    """Return a queue on the node of this process, which no other node takes away."""
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
+
+
+def relay(
+    queue: Queue,
+    monitor: Monitor,
+    work: Callable[[], Any],
+    on_poll: Callable[[], None] = lambda: None,
+) -> None:
+    """Show what comes through a queue while some work runs in another thread.
+
+    Args:
+        on_poll: called again and again meanwhile.
+
+    Raises:
+        UserError: the first error that came through the queue.
+        Exception: what the work raised, if no error came.
+    """
+    errors: list[UserError] = []
+    future: Future[Any] = Future()
+    # Unlike a pool's, this thread does not keep an interrupted process waiting.
+    threading.Thread(target=_run_into, args=(future, work), daemon=True).start()
+    ended = False
+    while not ended:
+        on_poll()
+        ended = future.done()  # what was sent before is shown below
+        with suppress(Empty):
+            while True:
+                kind, *arguments = queue.get(timeout=POLL_S)
+                if kind == "error":
+                    errors += arguments
+                else:
+                    getattr(monitor, kind)(*arguments)
+    if errors:
+        raise errors[0]
+    future.result()
+
+
+def _run_into(future: Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)

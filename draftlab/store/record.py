@@ -36,7 +36,7 @@ from draftlab.store.shard_files import (
     open_shard_files,
     read_copy,
 )
-from draftlab.store.shard_writer import ShardWriters
+from draftlab.store.shard_writer import ShardRecorder
 from draftlab.store.store import Store
 from draftlab.store.window import HeldOut, StoreWindow, num_kept_shards, planned_sizes
 from draftlab.target_model.metadata import TargetMetadata
@@ -161,54 +161,8 @@ def _record_here(
     with ShardRecorder(source, samples, receipts, policy) as recorder:
         for number in missing:
             yield from recorder.record(number)
-    waited = recorder.writers.seconds_waited / (time.monotonic() - started)
+    waited = recorder.seconds_waited / (time.monotonic() - started)
     monitor.say(f"the target waited for the disk {waited:.0%} of the time")
-
-
-class ShardRecorder:
-    """Records shards of a plan: threads write a shard while the next ones are computed.
-
-    A context manager. Leaving it waits until all shards are committed; an exception abandons the
-    unfinished ones.
-
-    Args:
-        source: computes the states.
-        samples: of the whole plan, in stored order.
-        receipts: of the published plan.
-        policy: what to do about states that are not finite.
-    """
-
-    def __init__(
-        self,
-        source: StateSource,
-        samples: Sequence[Sample],
-        receipts: Receipts,
-        policy: NotFinitePolicy,
-    ) -> None:
-        self.source, self.samples, self.receipts = source, samples, receipts
-        self.writers = ShardWriters(receipts, policy)
-
-    def __enter__(self) -> ShardRecorder:
-        self.writers.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self.writers.__exit__(kind, *error)
-
-    def record(self, number: int) -> Iterator[int]:
-        """Compute a shard and hand it to the writers; yield the number of tokens of each batch.
-
-        Raises:
-            UserError: states are not finite, or this or an earlier shard could not be written.
-        """
-        shard = self.receipts.plan.shards[number]
-        samples = self.samples[shard.rows]
-        with self.writers.shard(shard, samples) as put:
-            futures = self.source.batches(shard, samples)
-            lengths = shard.lengths
-            for batch, future in zip(shard.batches, futures, strict=True):
-                put(future)
-                yield sum(lengths[i] for i in batch)
 
 
 def open_recorder(

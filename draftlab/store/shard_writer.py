@@ -6,9 +6,9 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.store.extraction import StatesFuture, find_not_finite
+from draftlab.store.extraction import StatesFuture, StateSource, find_not_finite
 from draftlab.store.fp8 import relative_errors
 from draftlab.store.manifest import Shard, StoreIdentity
 from draftlab.store.receipts import Receipts
@@ -31,29 +31,39 @@ QUEUED_BATCHES = 2  # computed and not yet copied into their shard
 _POLL_S = 0.1
 
 
-class ShardWriters:
-    """A pool of threads that write and commit up to `SHARDS_AT_ONCE` shards at a time.
+class ShardRecorder:
+    """Records shards of a plan: threads write a shard while the next ones are computed.
 
-    Leaving the context waits for all shards; an exception abandons the unfinished ones.
+    A context manager. Leaving it waits until all shards are committed; an exception abandons the
+    unfinished ones.
+
+    Args:
+        source: computes the states.
+        samples: of the whole plan, in stored order.
+        receipts: of the published plan.
+        policy: what to do about states that are not finite.
 
     Attributes:
-        bytes_written: size of the committed shards.
         seconds_waited: time for which the target waited for the writers.
-        committed: numbers of the shards that are committed, until somebody takes them.
     """
 
-    def __init__(self, receipts: Receipts, policy: NotFinitePolicy) -> None:
-        self.receipts, self.policy = receipts, policy
+    def __init__(
+        self,
+        source: StateSource,
+        samples: Sequence[Sample],
+        receipts: Receipts,
+        policy: NotFinitePolicy,
+    ) -> None:
+        self.source, self.samples, self.receipts, self.policy = source, samples, receipts, policy
         # Another writer of the same shard, on any machine, has another temporary file.
-        self._writer = uuid4().hex
-        self.bytes_written, self.seconds_waited = 0, 0.0
-        self.committed = deque[int]()
+        self._writer, self.seconds_waited = uuid4().hex, 0.0
+        self._committed = deque[int]()
         self._free = threading.Semaphore(SHARDS_AT_ONCE)
         self._stopped = threading.Event()
         self._pool = ThreadPoolExecutor(SHARDS_AT_ONCE, thread_name_prefix="shard")
-        self._futures: list[Future[int]] = []
+        self._futures: list[Future[None]] = []
 
-    def __enter__(self) -> ShardWriters:
+    def __enter__(self) -> ShardRecorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -63,31 +73,34 @@ class ShardWriters:
         with self._waiting():
             self._pool.shutdown(wait=True)
         if kind is None:
-            self._collect_results()
+            self._raise_errors()
 
-    @contextmanager
-    def shard(
-        self, shard: Shard, samples: Sequence[Sample]
-    ) -> Iterator[Callable[[StatesFuture], None]]:
-        """Yield a function that accepts the batches of a shard in the order of its plan."""
+    def record(self, number: int) -> Iterator[int]:
+        """Compute a shard and hand it to the writers; yield the number of tokens of each batch.
+
+        Raises:
+            UserError: states are not finite, or this or an earlier shard could not be written.
+        """
+        shard = self.receipts.plan.shards[number]
+        samples, lengths = self.samples[shard.rows], shard.lengths
         with self._waiting():
             while not self._free.acquire(timeout=_POLL_S):
-                self._collect_results()
+                self._raise_errors()
         batches: queue.Queue[StatesFuture] = queue.Queue(QUEUED_BATCHES)
         future = self._pool.submit(self._write, shard, samples, batches)
         future.add_done_callback(lambda _: self._free.release())
         self._futures.append(future)
-
-        def put(states: StatesFuture) -> None:
+        states = self.source.batches(shard, samples)
+        for batch, computed in zip(shard.batches, states, strict=True):
             with self._waiting():
-                while True:
-                    self._collect_results()
-                    try:
-                        return batches.put(states, timeout=_POLL_S)
-                    except queue.Full:
-                        continue
+                self._put(batches, computed)
+            yield sum(lengths[i] for i in batch)
 
-        yield put
+    def _put(self, batches: queue.Queue[StatesFuture], states: StatesFuture) -> None:
+        while True:
+            self._raise_errors()
+            with suppress(queue.Full):
+                return batches.put(states, timeout=_POLL_S)
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -95,30 +108,30 @@ class ShardWriters:
         yield
         self.seconds_waited += time.monotonic() - started
 
-    def _collect_results(self) -> None:
+    def _raise_errors(self) -> None:
         """Raise the exception of a thread that failed."""
         for future in [future for future in self._futures if future.done()]:
-            self.bytes_written += future.result()
+            future.result()
             self._futures.remove(future)
 
     def wait(self) -> None:
         """Wait until all shards are committed; raise the exception of a thread that failed."""
         with self._waiting():
             wait(self._futures)
-        self._collect_results()
+        self._raise_errors()
 
     def take_committed(self) -> list[int]:
         """Return the numbers of the shards that were committed since the last call."""
-        return [self.committed.popleft() for _ in range(len(self.committed))]
+        return [self._committed.popleft() for _ in range(len(self._committed))]
 
     def _write(
         self, shard: Shard, samples: Sequence[Sample], batches: queue.Queue[StatesFuture]
-    ) -> int:
-        """Fill, write and commit one shard, and return its size in bytes."""
+    ) -> None:
+        """Fill, write and commit one shard."""
         buffer = ShardBuffer(shard, samples, self.receipts.plan.identity, self.policy)
         for batch in shard.batches:
             buffer.add(batch, self._next(batches))
-        return self._commit(buffer)
+        self._commit(buffer)
 
     def _next(self, batches: queue.Queue[StatesFuture]) -> StatesFuture:
         while not self._stopped.is_set():
@@ -128,7 +141,7 @@ class ShardWriters:
                 continue
         raise InterruptedError("the recording was abandoned")
 
-    def _commit(self, buffer: ShardBuffer) -> int:
+    def _commit(self, buffer: ShardBuffer) -> None:
         shard = buffer.shard
         size, digest, files = 0, "", self.receipts.files
 
@@ -149,8 +162,7 @@ class ShardWriters:
             ) from None
         fields = {"bytes": size, "sha256": digest, **buffer.receipt_fields()}
         self.receipts.commit(shard, fields, self._writer)
-        self.committed.append(shard.number)
-        return size
+        self._committed.append(shard.number)
 
 
 class ShardBuffer:

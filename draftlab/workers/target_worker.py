@@ -17,8 +17,9 @@ from draftlab.run.stages import STAGES
 from draftlab.servers.vllm_answers import VllmAnswers
 from draftlab.servers.vllm_hidden_states import VllmStateSource
 from draftlab.store.manifest import StoreIdentity
-from draftlab.store.record import OpenStateSource, ShardRecorder, open_recorder
+from draftlab.store.record import OpenStateSource, open_recorder
 from draftlab.store.samples import SampleTable
+from draftlab.store.shard_writer import ShardRecorder
 from draftlab.store.window import HeldOut
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.metadata import TargetMetadata
@@ -157,11 +158,11 @@ class TargetWorker:
         """
         recorder = self._opened_recorder()
         if number is None:
-            recorder.writers.wait()
+            recorder.wait()
         else:
             for _ in recorder.record(number):
                 pass
-        return recorder.writers.take_committed()
+        return recorder.take_committed()
 
     def _opened_recorder(self) -> ShardRecorder:
         """Return what records shards of the published plan."""

@@ -360,7 +360,7 @@ def test_the_number_of_shards_in_memory_is_limited(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     active, most = 0, 0
-    lock, original = threading.Lock(), shard_writer.ShardWriters._commit
+    lock, original = threading.Lock(), shard_writer.ShardRecorder._commit
 
     def slow_commit(self, *arguments: object) -> int:
         nonlocal active, most
@@ -374,7 +374,7 @@ def test_the_number_of_shards_in_memory_is_limited(
             with lock:
                 active -= 1
 
-    monkeypatch.setattr(shard_writer.ShardWriters, "_commit", slow_commit)
+    monkeypatch.setattr(shard_writer.ShardRecorder, "_commit", slow_commit)
     record_store(target, tmp_path, make_samples(30))
     assert 1 < most <= shard_writer.SHARDS_AT_ONCE
     Store.open(tmp_path).verify()

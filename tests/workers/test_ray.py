@@ -21,9 +21,13 @@ from ray.exceptions import RayActorError
 
 from draftlab.errors import UserError
 from draftlab.recipe.recipe import load_recipe
-from draftlab.workers.ray_cluster import RayCluster
-from draftlab.workers.ray_nodes import num_places, target_resources, wait_for_files
-from draftlab.workers.ray_pool import RayPool
+from draftlab.workers.ray_cluster import (
+    RayCluster,
+    RayPool,
+    num_places,
+    target_resources,
+    wait_for_files,
+)
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.ray_nodes import NODE, processes, ray_cluster, start_driver
 from tests.helpers.small_run import (
@@ -318,7 +322,7 @@ def test_files_of_other_nodes_may_appear_late(
     writer.start()
     wait_for_files(tmp_path, ["report.json"])
     writer.join()
-    monkeypatch.setattr("draftlab.workers.ray_nodes.VISIBLE_S", 0.1)
+    monkeypatch.setattr("draftlab.workers.ray_cluster.VISIBLE_S", 0.1)
     with pytest.raises(UserError, match=r"expected the file head\.json"):
         wait_for_files(tmp_path, ["report.json", "head.json"])
 

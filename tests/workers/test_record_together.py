@@ -18,7 +18,7 @@ from draftlab.servers.vllm_process import PYTHON_VARIABLE
 from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
-from draftlab.workers.local_pool import LocalPool, worker_devices
+from draftlab.workers.pool import LocalPool, worker_devices
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import contents, copy_of_finished, draftlab
 from tests.helpers.vllm_stand_in import StandIn

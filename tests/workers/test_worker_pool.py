@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.workers.local_pool import WorkerLostError
-from draftlab.workers.pool import Outcome, Worker, WorkerPool
+from draftlab.workers.pool import Outcome, Worker, WorkerLostError, WorkerPool
 from tests.helpers.monitors import RecordingMonitor
 
 

@@ -17,8 +17,7 @@ from draftlab.recipe.recipe import Recipe
 from draftlab.store.store import Store
 from draftlab.target_model.locate import resolve_device
 from draftlab.train.distributed.ranks import Ranks, num_launched_here
-from draftlab.workers.local_pool import LocalPool
-from draftlab.workers.pool import WorkerPool
+from draftlab.workers.pool import LocalPool, WorkerPool
 from draftlab.workers.window.recorder import STATE, WindowFollower, WindowRecorder, WindowState
 
 RESTARTS = 10
