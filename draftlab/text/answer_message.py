@@ -6,29 +6,20 @@ it stays: most templates drop the reasoning of earlier turns.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from draftlab.errors import UserError
 from draftlab.text.chat_template import RenderError, special_ids
 
 _HARMONY = frozenset({"<|start|>", "<|channel|>", "<|message|>", "<|end|>"})
 _OPEN, _CLOSE = "<think>", "</think>"
 _THOUGHT = ("<|channel>", "<channel|>")
-_MAX_SECONDS = 10.0
-"""Seconds that the regular expressions of a response template may take for one answer."""
 
 
 class AnswerParser:
-    """Parses the answers of a target.
-
-    The tokenizer's own response template is used if it has one; else the channels of Harmony
-    (gpt-oss), Gemma 4's channel of thoughts or <think> tags are read.
-    """
+    """Parses the channels of Harmony (gpt-oss), Gemma 4's channel of thoughts, or <think> tags."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
@@ -51,35 +42,14 @@ class AnswerParser:
             stopped: whether its last token is a stop token.
 
         Raises:
-            RenderError: the answer calls a tool, has other control tokens than the family's, or
-                cannot be parsed.
-            UserError: the regular expressions of the response template do not end.
+            RenderError: the answer calls a tool, or has other control tokens than the family's.
         """
-        tokenizer = self.tokenizer
-        if getattr(tokenizer, "response_template", None) is not None:
-            try:
-                parsed = self._template.parse(tokenizer, prompt_ids, token_ids)
-            except TimeoutError:
-                raise UserError(
-                    "expected a response template that parses an answer within "
-                    f"{_MAX_SECONDS:.0f} seconds, found one that takes longer",
-                    where=f"response_template of {tokenizer.name_or_path}",
-                    do="fetch the target again from a source that you trust, or remove "
-                    "response_template from its tokenizer_config.json",
-                ) from None
-            except Exception as error:  # whatever a stranger's template makes the parser raise
-                raise _refusal(f"what its response template cannot parse ({error})") from None
-            return _message(**parsed)
         if self._is_harmony:
             return _parse_harmony(self._split_at_controls(token_ids))
         # A stop token need not be special: it may be any token of the vocabulary.
         parts = self._split_at_controls(token_ids[:-1] if stopped else token_ids)
-        prompt_end = tokenizer.decode(list(prompt_ids[-8:]))
+        prompt_end = self.tokenizer.decode(list(prompt_ids[-8:]))
         return _parse_think(parts, prompt_end.rstrip().endswith(_OPEN))
-
-    @cached_property
-    def _template(self) -> _ResponseTemplate:
-        return _ResponseTemplate(self.tokenizer.response_template)
 
     def raw_message(self, token_ids: Sequence[int]) -> dict[str, Any]:
         """Return an answer that cannot be parsed as a message of its whole text."""
@@ -100,65 +70,10 @@ class AnswerParser:
         return text
 
 
-class _ResponseTemplate:
-    """A tokenizer's response template, a stranger's, with an end of its regular expressions.
-
-    Parts are parsed as text: no tool call is carried out, and other kinds have expressions that
-    transformers compiles out of reach.
-    """
-
-    def __init__(self, source: Any) -> None:
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
-        self._deadline = 0.0
-        self._template = template = load_response_template(source)
-        template.start_anchor_re = _BoundedPattern(template.start_anchor_re, self.seconds_left)
-        for part in template.fields.values():
-            part.content, part.content_args = "text", {}
-            for name in ("open_re", "close_re"):
-                if (pattern := getattr(part, name)) is not None:
-                    setattr(part, name, _BoundedPattern(pattern, self.seconds_left))
-
-    def parse(
-        self, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], answer: Sequence[int]
-    ) -> dict[str, Any]:
-        """Return the parts of an answer by name; raise a TimeoutError after `_MAX_SECONDS`."""
-        self._deadline = time.monotonic() + _MAX_SECONDS
-        parts: dict[str, Any] = tokenizer.parse_response(
-            list(answer), self._template, prefix=list(prompt)
-        )
-        return parts
-
-    def seconds_left(self) -> float:
-        if (left := self._deadline - time.monotonic()) <= 0:
-            raise TimeoutError
-        return left
-
-
-class _BoundedPattern:
-    """The methods of a pattern (of the package regex) that the parser calls, with a time limit."""
-
-    def __init__(self, pattern: Any, seconds_left: Callable[[], float]) -> None:
-        self._pattern, self._seconds_left = pattern, seconds_left
-
-    def search(self, *args: Any, **options: Any) -> Any:
-        return self._pattern.search(*args, timeout=self._seconds_left(), **options)
-
-    def finditer(self, text: str) -> Any:
-        return self._pattern.finditer(text, timeout=self._seconds_left())
-
-
-def _message(
-    content: str | None = None,
-    reasoning_content: str | None = None,
-    thinking: str | None = None,
-    **others: Any,
-) -> dict[str, Any]:
+def _message(content: str, reasoning: str = "") -> dict[str, Any]:
     """Return the message of an answer's parts, without the line ends beside its tags."""
-    if unknown := [name for name, value in others.items() if value and name != "role"]:
-        raise _refusal(f"the part {unknown[0]!r}")
-    message = {"role": "assistant", "content": (content or "").lstrip("\n")}
-    reasoning = (reasoning_content or thinking or "").strip("\n")
+    message = {"role": "assistant", "content": content.lstrip("\n")}
+    reasoning = reasoning.strip("\n")
     return {**message, "reasoning_content": reasoning} if reasoning else message
 
 

@@ -94,6 +94,26 @@ class Message(StrictModel):
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
+@dataclass(frozen=True)
+class Answer:
+    """One answer, as the token ids that the target generated; they are never re-tokenized.
+
+    Attributes:
+        prompt_ids: the token ids that the target answered.
+        token_ids: the answer, including a final stop token.
+        finish: "stop", or "length" (the answer then has no stop token).
+    """
+
+    __pydantic_config__ = StrictModel.model_config
+
+    prompt_ids: tuple[TokenId, ...]
+    token_ids: tuple[TokenId, ...]
+    finish: Literal["stop", "length"]
+
+
+Id = Annotated[int, Field(ge=0, lt=2**31)]
+
+
 class AnswerLine(StrictModel):
     """The tokens of one answer that the target generated."""
 
@@ -117,7 +137,7 @@ class ConversationLine(StrictModel):
     source: str | None = None
     category: str | None = None
     temperature: Annotated[float, Field(ge=0)] | None = None
-    answers: list[AnswerLine] = []
+    answers: tuple[Answer, ...] = ()
     tools: list[dict[str, Any]] = []
     template_arguments: TemplateArguments = {}
 
@@ -128,21 +148,6 @@ LINE_HELP = (
     "id and source may be left out of all lines, the last two of any. Rows of ShareGPT, of the "
     "chat APIs, pairs such as instruction and response, and prompts alone are read, too"
 )
-
-
-@dataclass(frozen=True)
-class Answer:
-    """One answer, as the token ids that the target generated; they are never re-tokenized.
-
-    Attributes:
-        prompt_ids: the token ids that the target answered.
-        token_ids: the answer, including a final stop token.
-        finish: "stop", or "length" (the answer then has no stop token).
-    """
-
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    finish: Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
@@ -235,7 +240,7 @@ def parse_conversation(
         [message.for_template() for message in parsed.messages],
         parsed.source or path.name,
         parsed.temperature,
-        tuple(Answer(a.prompt_ids, a.token_ids, a.finish) for a in parsed.answers),
+        parsed.answers,
         tuple(sorted(set().union(*(message.media for message in parsed.messages)))),
         tuple(parsed.tools),
         parsed.category,

@@ -9,8 +9,6 @@ import pytest
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request
-from draftlab.errors import UserError
-from draftlab.text import answer_message
 from draftlab.text.answer_message import AnswerParser
 from draftlab.text.chat_template import RenderError, prompt_ids
 from draftlab.text.conversations import Conversation
@@ -88,53 +86,6 @@ def test_reasoning_and_cut_answers(family, answer, stopped, message) -> None:
     ids = tokenizer(answer, add_special_tokens=False)["input_ids"]
     prompt = prompt_ids(tokenizer, [ASK])
     assert AnswerParser(tokenizer).parse(prompt, ids, stopped=stopped) == message
-
-
-def test_a_tokenizers_own_response_template_is_used() -> None:
-    tokenizer = tokenizer_for("qwen3")
-    tokenizer.response_template = {
-        "defaults": {"role": "assistant"},
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "thinking": {"open": "easy", "close": "sum", "content": "text"},
-            "tool_calls": {"open": "add", "close": "sir", "repeats": True, "content": "json"},
-            "content": {"close": "<|im_end|>", "content": "text"},
-        },
-    }
-    prompt = prompt_ids(tokenizer, [ASK])
-
-    def parse(text: str) -> dict:
-        return AnswerParser(tokenizer).parse(prompt, tokenizer(text)["input_ids"], stopped=True)
-
-    message = parse("easy four sum yes<|im_end|>")
-    assert {k: v.strip() for k, v in message.items()} == assistant("yes", reasoning_content="four")
-    with pytest.raises(RenderError, match="the part 'tool_calls'"):
-        parse("yes add 4 sir<|im_end|>")
-    tokenizer.response_template["fields"]["content"]["optional"] = False
-    with pytest.raises(RenderError, match="response template cannot parse"):
-        parse("easy four")
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize(
-    "field",
-    [
-        {"open_pattern": r"(a?y?s? ?){30}z\1", "close": "<|im_end|>"},
-        {"open_pattern": "(?=f)", "close_pattern": "(?=f)"},
-    ],
-)
-def test_a_response_template_that_does_not_end_is_refused(
-    field, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(answer_message, "_MAX_SECONDS", 0.5)
-    tokenizer = tokenizer_for("qwen3")
-    tokenizer.response_template = {
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {"thinking": field, "content": {}},
-    }
-    ids = tokenizer("easy four " + "easy sum " * 40, add_special_tokens=False)["input_ids"]
-    with pytest.raises(UserError, match="parses an answer within"):
-        AnswerParser(tokenizer).parse(prompt_ids(tokenizer, [ASK]), ids, stopped=True)
 
 
 def test_a_stop_token_need_not_be_special() -> None:
