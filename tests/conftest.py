@@ -7,7 +7,7 @@ not use its parent's thread pool) would end with other bits than its parent.
 import torch
 from hypothesis import settings
 
-pytest_plugins = ["tests.helpers.decoding", "tests.helpers.gpu", "tests.helpers.runs"]
+pytest_plugins = ["tests.helpers.decoding", "tests.helpers.gpu", "tests.helpers.estimates"]
 
 torch.set_num_threads(1)
 settings.register_profile("shared machine", deadline=None)  # examples wait for other processes

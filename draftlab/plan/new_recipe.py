@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import shutil
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import BaseModel
 
 from draftlab.export.layout import Layout
@@ -19,6 +17,7 @@ from draftlab.plan.sizes import PROMPT_TOKENS
 from draftlab.recipe.hardware import GPUS
 from draftlab.recipe.head_spec import target_config
 from draftlab.recipe.recipe import Recipe, parse_recipe
+from draftlab.recipe.schema import comment_lines, setting_text
 from draftlab.run.stages import STAGES
 from draftlab.text.settings import SELF
 
@@ -83,13 +82,15 @@ def new_recipe(tree: dict[str, Any]) -> Recipe:
 
 def recipe_lines(recipe: Recipe, runs: Path) -> Iterator[str]:
     """Yield a recipe as YAML: each setting under its meaning, and its estimate at the end."""
-    yield from _wrapped(
+    text = (
         "A recipe of `draftlab new`. Settings that are not here have their defaults, which "
         "`draftlab recipe show` prints; `draftlab recipe schema` explains all of them. Training "
         f"reads each token about {EPOCHS} times if answers are as long as they may be."
     )
+    yield from comment_lines(text.split())
     if recipe.record.window:
-        yield from _wrapped("record.window is two fifths of the disk that was free here.")
+        text = "record.window is two fifths of the disk that was free here."
+        yield from comment_lines(text.split())
     yield from _settings_lines(recipe, "")
     yield ""
     yield from (f"# {line}".rstrip() for line in estimate_table(recipe, runs, STAGES))
@@ -97,7 +98,6 @@ def recipe_lines(recipe: Recipe, runs: Path) -> Iterator[str]:
 
 def _settings_lines(settings: BaseModel, pad: str) -> Iterator[str]:
     """Yield the settings that are not at their defaults, each under its description."""
-    values = settings.model_dump(mode="json")
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
         if (value == field.default and name not in ("target", "path", "prompts", "source")) or (
@@ -105,17 +105,9 @@ def _settings_lines(settings: BaseModel, pad: str) -> Iterator[str]:
         ):
             continue
         yield from [""] * (not pad)
-        yield from _wrapped(field.description or "", pad)
+        yield from comment_lines((field.description or "").split(), pad)
         if isinstance(value, BaseModel):
             yield f"{pad}{name}:"
             yield from _settings_lines(value, pad + "  ")
         else:
-            flow = {name: values[name]}
-            text = yaml.safe_dump(flow, default_flow_style=True, width=math.inf, allow_unicode=True)
-            yield f"{pad}{text.strip()[1:-1]}"
-
-
-def _wrapped(text: str, pad: str = "") -> Iterator[str]:
-    """Yield a text as lines of a comment."""
-    for line in textwrap.wrap(" ".join(text.split()), 98 - len(pad)):
-        yield f"{pad}# {line}"
+            yield pad + setting_text(settings, name)

@@ -38,28 +38,32 @@ def schema_lines(model: type[BaseModel], indent: int = 0) -> Iterator[str]:
 
 def shown_lines(settings: BaseModel, pad: str = "") -> Iterator[str]:
     """Yield settings as YAML; those that are at their defaults are comments."""
-    values, at_default = settings.model_dump(mode="json"), []
+    at_default = []
     for name, field in type(settings).model_fields.items():
         value = getattr(settings, name)
-        flow = yaml.safe_dump(
-            {name: values[name]}, default_flow_style=True, sort_keys=False, width=math.inf
-        )
-        text = flow.strip()[1:-1]
+        text = setting_text(settings, name)
         if value != field.default and isinstance(value, BaseModel):
             yield f"{pad}{name}:"
             yield from shown_lines(value, pad + "  ")
         elif value != field.default:
             yield pad + text
         elif isinstance(value, BaseModel):
-            yield from _comment(text.split(", "), pad)
+            yield from comment_lines(text.split(", "), pad, ", ")
         else:
             at_default.append(text)
-    yield from _comment(at_default, pad)
+    yield from comment_lines(at_default, pad, ", ")
 
 
-def _comment(texts: list[str], pad: str) -> Iterator[str]:
+def setting_text(settings: BaseModel, name: str) -> str:
+    """Return a setting and its value as a line of YAML."""
+    tree = {name: settings.model_dump(mode="json")[name]}
+    options = {"default_flow_style": True, "sort_keys": False, "width": math.inf}
+    return yaml.safe_dump(tree, allow_unicode=True, **options).strip()[1:-1]
+
+
+def comment_lines(texts: list[str], pad: str = "", separator: str = " ") -> Iterator[str]:
     """Yield texts as lines of a comment, none of them broken."""
-    words = " ".join(f"{text},".replace(" ", "\0") for text in texts).removesuffix(",")
+    words = separator.join(text.replace(" ", "\0") for text in texts)
     for line in textwrap.wrap(words, 98 - len(pad), break_long_words=False):
         yield f"{pad}# {line}".replace("\0", " ")
 

@@ -197,12 +197,23 @@ def _fields(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
+def _contents(manifest: Manifest, *predicted: str) -> dict[str, str]:
+    """Return rows about what a store is of; `predicted`: further shares of its tokens."""
+    identity, counts = manifest.identity, manifest.counts
+    in_answers = f"{counts.loss_tokens / counts.tokens:.1%} in answers"
+    return {
+        "target": f"{identity.target_name} ({identity.target_fingerprint[:12]})",
+        "boundaries": f"{list(identity.boundaries)}, inputs of layers",
+        "records": f"{counts.records:,} in {count_text(len(manifest.shards), 'shard')}",
+        "tokens": ", ".join([f"{counts.tokens:,}", in_answers, *predicted]),
+    }
+
+
 def _store(store: Store, console: Console, verify: bool) -> None:
     if verify:
         store.verify()
     manifest, counts = store.manifest, store.manifest.counts
     num_bytes = int(manifest.written.bytes.sum())
-    in_answers = f"{counts.loss_tokens / counts.tokens:.1%} in answers"
     if store.files.is_local:
         num_predicted, covered = count_predicted(store)
         predicted = f"{num_predicted / counts.tokens:.1%} predicted"
@@ -221,10 +232,7 @@ def _store(store: Store, console: Console, verify: bool) -> None:
     _table(
         f"store {store.address}",
         {
-            "target": f"{store.identity.target_name} ({store.identity.target_fingerprint[:12]})",
-            "boundaries": f"{list(store.identity.boundaries)}, inputs of layers",
-            "records": f"{counts.records:,} in {count_text(len(manifest.shards), 'shard')}",
-            "tokens": f"{counts.tokens:,}, {in_answers}, {predicted}",
+            **_contents(manifest, predicted),
             "draft vocabulary": coverage,
             "lengths": lengths,
             "size": f"{size_text(num_bytes)}, {num_bytes / counts.tokens:,.0f} bytes per token, "
@@ -280,18 +288,13 @@ def _conversation(
 
 def _window(folder: Path, manifest: Manifest, window: StoreWindow, console: Console) -> None:
     """Print a store whose shards come and go, and what is there at the moment."""
-    counts = manifest.counts
     num_kept, files = window.validation_shards, ShardSizes.of(folder)
     there = files.sizes[files.numbers >= num_kept]
     size = size_text(float(planned_sizes(manifest)[num_kept:].sum()))
     _table(
         f"store {folder}",
         {
-            "target": f"{manifest.identity.target_name} "
-            f"({manifest.identity.target_fingerprint[:12]})",
-            "boundaries": f"{list(manifest.identity.boundaries)}, inputs of layers",
-            "records": f"{counts.records:,} in {count_text(len(manifest.shards), 'shard')}",
-            "tokens": f"{counts.tokens:,}, {counts.loss_tokens / counts.tokens:.1%} in answers",
+            **_contents(manifest),
             "held out": f"{window.validation_records:,} records in "
             f"{count_text(num_kept, 'shard')}, which stay",
             "window": f"{size_text(window.size)} of {size}: the other shards are recorded while a "

@@ -38,8 +38,7 @@ from draftlab.store.store import Record
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.objectives.block import block_outputs
 from draftlab.train.settings import TrainSettings
-from tests.helpers.fast_forward import random_norms_head
-from tests.helpers.synthetic import VOCAB, family_loss, parts, record, spans_of
+from tests.helpers.synthetic import VOCAB, family_loss, parts, random_norms_head, record, spans_of
 
 DECAY, BOUND = 4.0, 1e-12
 TURNS = ([(3, 6)], [(2, 4), (2, 3)], [(4, 9)], [(1, 2), (3, 17)])

@@ -1,22 +1,28 @@
-"""Shapes, RoPE and initial values of heads; `test_options.py` has their mathematics."""
+"""The mathematics, shapes, RoPE and initial values of heads."""
 
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.folder import load_head, native_config, save_head
 from draftlab.heads.head import initialise_head
+from draftlab.heads.peagle import PeagleHead
 from draftlab.heads.rope import attention_factor, rope_frequencies
-from tests.helpers.head_toys import LLAMA3, make_config, make_head
+from tests.helpers.dense_attention import dense_pass
+from tests.helpers.head_toys import EAGLE, LLAMA3, PEAGLE, make_config, make_head
+from tests.helpers.plain_chain import PlainChain
 
 
 def test_leading_dimensions_are_free() -> None:
@@ -179,3 +185,80 @@ def test_initial_values_come_from_the_target_and_the_seed_alone() -> None:
     output = torch.randn(3, 24, generator=generator)
     scaled = output * (output.square().mean(-1, keepdim=True) + 1e-2).rsqrt() * norm
     torch.testing.assert_close(first.logits(output), (scaled @ lm_head.T)[:, chosen])
+
+
+KINDS: dict[str, dict] = {
+    "plain": {},
+    "norm_before_residual": {"norm_before_residual": True},
+    "norm_before_fc": {"norm_before_fc": True},
+    "fc_norm": {"fc_norm": True},
+    "norm_output": {"norm_output": True},
+    "qk_norm": {"qk_norm": True},
+    "one boundary": {"boundaries": (2,)},
+    "all": {"fc_norm": True, "norm_output": True, "norm_before_residual": True, "qk_norm": True},
+    "eagle": EAGLE,
+    "eagle of 2 layers": EAGLE | {"num_layers": 2},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_forward_and_fed_back_steps_equal_a_plain_chain(kind: str) -> None:
+    head, size, drafts = make_head(**KINDS[kind]), 6, 3
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(50, (size + drafts,), generator=generator)
+    features = torch.randn(size, head.config.feature_size, generator=generator, dtype=torch.float64)
+    plain = PlainChain({n: t.double() for n, t in head.state_dict().items()}, head.config)
+    caches, expected, logits = plain.empty, [], []
+    for t in range(size + drafts):
+        hidden = plain.project_features(features[t]) if t < size else expected[-1]
+        out, row, caches = plain.step(int(tokens[t]), hidden, t, caches)
+        expected.append(out)
+        logits.append(row)
+    hidden = head.project_features(features)
+    for t in range(size, size + drafts + 1):
+        out = dense_pass(head, tokens[:t], hidden)
+        # float32 angles are the only rounding: everything else runs in float64 here.
+        torch.testing.assert_close(out, torch.stack(expected[:t]), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(head.logits(out), torch.stack(logits[:t]), rtol=1e-4, atol=2e-4)
+        hidden = torch.cat([hidden, out[-1:]])
+    assert torch.stack(logits).std() > 1
+
+
+MASK, FEATURES = 7, 80
+
+
+def test_the_mask_tokens_embedding_is_a_row_of_the_stored_table(tmp_path: Path) -> None:
+    head = make_head(**PEAGLE, qk_norm=True).float()
+    assert isinstance(head, PeagleHead)
+    save_head(tmp_path, head, torch.float32)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["mask_hidden"].shape == (1, FEATURES)
+    assert "mask_embedding" not in tensors
+    table = tensors["embed_tokens.weight"]
+    assert torch.equal(table[MASK], head.mask_embedding)
+    rest = torch.arange(50) != MASK
+    assert torch.equal(table[rest], head.embed_tokens.weight[rest])
+    # The first layer reads two vectors, the second one; only the first norms a hidden state apart.
+    assert tensors["layers.0.self_attn.q_proj.weight"].shape == (48, 48)
+    assert tensors["layers.1.self_attn.q_proj.weight"].shape == (48, 24)
+    assert tensors["layers.1.self_attn.k_norm.weight"].shape == (8,)
+    assert "layers.0.hidden_norm.weight" in tensors
+    assert "layers.1.hidden_norm.weight" not in tensors
+
+    loaded = load_head(tmp_path, embeddings=None, dtype=torch.float32, device="cpu")
+    tokens = torch.arange(50).view(5, 10)
+    assert torch.equal(loaded.embed(tokens), head.embed(tokens))
+    assert not torch.equal(head.embed(tokens)[0, MASK], head.embed_tokens.weight[MASK])
+    assert torch.equal(loaded.mask_state(), head.mask_state())
+
+
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_config_json_has_the_mask_token_under_three_names(qk_norm: bool) -> None:
+    config = native_config(make_config(**PEAGLE, qk_norm=qk_norm), "bfloat16")
+    names = ("mask_token_id", "ptd_token_id", "pard_token")
+    assert [config[name] for name in names] == [MASK] * 3
+    assert config["num_hidden_layers"] == 2
+    architecture = "Eagle3Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLMEagle3"
+    assert config["architectures"] == [architecture]
+    assert config["model_type"] == ("qwen3" if qk_norm else "llama")
+    assert not set(names) & native_config(make_config(), "bfloat16").keys()

@@ -1,14 +1,20 @@
-"""Recipes for targets of which only the config.json is there."""
+"""Recipes for targets of which only the config.json is there, and a finished run to work in."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import pytest
+from transformers import LlamaConfig
 
 from draftlab.plan.sizes import HeadSize
 from draftlab.recipe.head_spec import planned_head, target_config
 from draftlab.recipe.recipe import Recipe, parse_recipe
 from draftlab.store.manifest import StoreIdentity
+from tests.helpers.small_run import copy_of_finished, half_written
 
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -35,3 +41,20 @@ def head_size(settings: Recipe) -> HeadSize:
     """Return the size of a new head that reads three boundaries of Llama-3.1-8B."""
     identity = StoreIdentity("t", "", "", "", (2, 16, 29), 32, 4096, 128256, settings.record.dtype)
     return HeadSize(planned_head(settings, target_config(settings.target), identity), settings)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Change into a copy of the finished run; check that no half-written files are left."""
+    copy = copy_of_finished(tmp_path / "copy")
+    with contextlib.chdir(copy):
+        yield copy
+    assert half_written(copy) == []
+
+
+@pytest.fixture(scope="session")
+def llama_8b(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with only the config.json of Llama-3.1-8B."""
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaConfig(**LLAMA_8B).save_pretrained(folder)
+    return folder

@@ -13,8 +13,15 @@ from draftlab.heads.head import DraftHead, initialise_head
 from draftlab.heads.layers import RMSNorm
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
-from draftlab.train.batch.packing import Batch
-from draftlab.train.objectives.loss import SOFT_CE, DraftTeacher, LossTerms, Sums, weighted_loss
+from draftlab.train.batch.packing import Batch, pack
+from draftlab.train.objectives.loss import (
+    SOFT_CE,
+    DraftTeacher,
+    LossTerms,
+    StepOutput,
+    Sums,
+    weighted_loss,
+)
 from tests.helpers.head_toys import make_config
 
 VOCAB, HIDDEN, BOUNDARIES = 40, 32, (1, 2)
@@ -133,3 +140,65 @@ def spans_of(turns: list[tuple[int, int]]) -> Tensor:
     for number, (prompt, answer) in enumerate(turns, 1):
         spans += [0] * prompt + [number] * answer
     return torch.tensor([*spans, 0])
+
+
+def server_rows(spans: Tensor, k: int) -> set[tuple[int, int]]:
+    """Return every (t, step) that a server may draft, by trying all acceptances.
+
+    The target writes the first answer token x_a, so the first chain starts at t = a − 1; it drafts
+    x_{t+2} … x_{t+1+k}, of which those up to the span's end are real predictions of answer tokens;
+    after accepting n of them the next chain starts at t + n + 1.
+    """
+    values, rows = spans.tolist(), set()
+    starts = [a for a in range(1, len(values)) if values[a] and values[a] != values[a - 1]]
+    for a in starts:
+        end = a
+        while end + 1 < len(values) and values[end + 1] == values[a]:
+            end += 1
+        seen, todo = set(), [a - 1]
+        while todo:
+            t = todo.pop()
+            if t in seen or t + 1 > end:
+                continue
+            seen.add(t)
+            steps = [step for step in range(k) if t + 2 + step <= end]
+            rows |= {(t, step) for step in steps}
+            todo += [t + accepted + 1 for accepted in range(len(steps) + 1)]
+    return rows
+
+
+EAGLE = {"family": "eagle", "boundaries": (4,), "draft_vocab_size": VOCAB}
+
+
+def ragged_batch(num_steps: int = 4) -> Batch:
+    """Make rows of different lengths: adjacent answers, a conversation without predictions."""
+    target = parts()
+    turns = [[(3, 6)], [(2, 4), (0, 3)], [(1, 1)], [(4, 9)], [(5, 2)]]
+    records = [record(spans_of(each), target, seed) for seed, each in enumerate(turns)]
+    return pack([records[:3], records[3:]], 64, num_steps)
+
+
+def random_norms_head(**changes: object) -> DraftHead:
+    """Return a head whose norms are not all one and whose masked slots are not initial ones."""
+    model = head(parts(), **changes)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if name.startswith("mask_"):
+                parameter.copy_(noise)
+            elif parameter.ndim == 1:
+                parameter.copy_(1 + 0.3 * noise)
+    return model
+
+
+def train_step(model: DraftHead, outputs: list[StepOutput], batch: Batch) -> dict[str, Tensor]:
+    """Return the outputs of the steps, and the gradients of a loss on all of them (0 if None)."""
+    weights = [0.8**k for k in range(len(batch.steps))]
+    loss, _ = weighted_loss(outputs, model, DraftTeacher.of(parts(), model), batch, weights)
+    model.zero_grad()
+    loss.backward()
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    zero = {n: torch.zeros_like(p) for n, p in trained.items()}
+    gradients = {n: zero[n] if p.grad is None else p.grad.clone() for n, p in trained.items()}
+    return {**gradients, **{f"step {k}": o.output.detach() for k, o in enumerate(outputs)}}

@@ -31,10 +31,16 @@ from draftlab.train.batch.packing import Batch, OptimizerStep, Packer, map_tenso
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.loop import Trainer
 from draftlab.train.settings import TrainSettings
-from tests.helpers.batches import assert_same_batches, packer, step, toy_store
 from tests.helpers.list_store import ListStore
 from tests.helpers.recordings import make_samples, online_store, record_store, small_target
-from tests.helpers.toy_training import orthogonal_parts, trained
+from tests.helpers.toy_training import (
+    assert_same_batches,
+    orthogonal_parts,
+    packer,
+    step,
+    toy_store,
+    trained,
+)
 
 CPU = Ranks(0, 1, torch.device("cpu"))
 GPU = Ranks(0, 1, torch.device("cuda"))
@@ -265,7 +271,7 @@ def test_workers_end_with_the_process_that_trains() -> None:
     program = """
         import os, sys, time
         from draftlab.train.batch.loader import BatchLoader
-        from tests.helpers.batches import packer, step
+        from tests.helpers.toy_training import packer, step
         from tests.train.batch.test_loader import CPU, workers
         micro_batches = BatchLoader(packer(data_workers=2), CPU).micro_batches([step()] * 99)
         next(micro_batches)

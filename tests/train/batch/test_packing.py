@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from draftlab.store.store import Record
 from draftlab.train.batch.loss_rows import DEPTH_SAMPLING, joint_reach, loss_reach
 from draftlab.train.batch.packing import Batch, pack
-from tests.helpers.batches import all_tensors, assert_same_batches, packer, step
 from tests.helpers.synthetic import family_loss, head, parts, record, spans_of
+from tests.helpers.toy_training import all_tensors, assert_same_batches, packer, step
 
 SPANS = st.lists(st.sampled_from([0, 1, 2, 2**31 - 1]), min_size=1, max_size=6)
 

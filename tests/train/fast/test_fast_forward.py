@@ -7,19 +7,21 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.fp8_linear import Fp8Weight
+from draftlab.store.store import Record
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distributed.backends import DistillationModule
 from draftlab.train.fast import choose_forward
 from draftlab.train.fast.block import FastBlock
 from draftlab.train.fast.choose_forward import compiled_ops
-from draftlab.train.fast.fused_ops import FP8_OPS, FUSED_OPS, FusedOps
-from draftlab.train.fast.parallel import FastParallel
+from draftlab.train.fast.fused_ops import FP8_OPS, FUSED_OPS, FusedOps, normed, normed_backward
+from draftlab.train.fast.parallel import FastParallel, attention_rows
 from draftlab.train.fast.shared_gradients import Shared
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.objectives.block import block_outputs
@@ -27,8 +29,17 @@ from draftlab.train.objectives.loss import DraftTeacher, weighted_loss
 from draftlab.train.objectives.parallel import parallel_outputs
 from draftlab.train.objectives.ttt import unroll
 from draftlab.train.settings import TrainSettings
-from tests.helpers.fast_forward import EAGLE, ragged_batch, random_norms_head, train_step
-from tests.helpers.synthetic import VOCAB, assert_same, parts, record, spans_of
+from tests.helpers.synthetic import (
+    EAGLE,
+    VOCAB,
+    assert_same,
+    parts,
+    ragged_batch,
+    random_norms_head,
+    record,
+    spans_of,
+    train_step,
+)
 
 PEAGLE = {"family": "peagle"}
 DSPARK, DFLASH = ({"family": f, "k_trained": 4} for f in ("dspark", "dflash"))
@@ -284,3 +295,67 @@ def test_failing_or_wrong_compiled_code_is_not_used(
     assert module.head_forward.ops == (FP8_OPS if precision == "fp8" else FUSED_OPS)
     assert "not compiled" in module.description
     assert reason in module.description
+
+
+EPS = 1e-5
+
+
+def test_a_norms_gradients_are_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, gradient = (torch.randn(512, 16, generator=generator).bfloat16() for _ in range(2))
+    weight = torch.rand(16, generator=generator) + 0.5
+    wide, wide_weight = x.double().requires_grad_(), weight.bfloat16().double().requires_grad_()
+    own, exact_d_weight = torch.autograd.grad(
+        normed(wide, wide_weight, EPS), (wide, wide_weight), gradient.double()
+    )
+    # It is nearly the opposite, so that a gradient that is rounded before the sum shows.
+    other = (-1.05 * own).bfloat16()
+    d_x, d_weight = normed_backward(gradient, x, weight, EPS, other)
+    assert (d_x.dtype, d_weight.dtype) == (torch.bfloat16, torch.float32)
+    exact = own + other.double()
+    assert float((d_x.double() - exact).norm() / exact.norm()) < 2**-8
+    torch.testing.assert_close(d_weight.double(), exact_d_weight, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("one_row", [False, True])
+def test_anchors_may_keep_any_depths(one_row: bool, num_layers: int) -> None:
+    batch = batch_of_any_depths(one_row)
+    model = random_norms_head(family="peagle", num_layers=num_layers)
+    actual = train_step(model, FastParallel(torch.float64)(model, batch), batch)
+    assert_same(actual, train_step(model, list(parallel_outputs(model, batch)), batch))
+
+
+def batch_of_any_depths(one_row: bool) -> Batch:
+    """Neighbouring anchors have different numbers of masked slots, some none."""
+    records = [record(spans_of([(2, 9)]), parts(), seed) for seed in range(4)]
+
+    def depths(each: Record) -> Tensor:
+        generator = np.random.default_rng(int(each.id.removeprefix("r")))
+        return torch.from_numpy(generator.integers(1, 5, len(each.tokens)))
+
+    batch = pack([records[:3], records[3:]], 40, 4, max_steps=depths, one_row=one_row)
+    assert len({*batch.counts}) == 4
+    return batch
+
+
+@pytest.mark.parametrize("one_row", [False, True])
+def test_what_kernels_alone_read(one_row: bool) -> None:
+    """The readers of masked slots, padding and segments, which no CPU needs."""
+    batch = batch_of_any_depths(one_row)
+    num_masked = sum(batch.counts[1:])
+    first = batch.tokens.numel(), batch.counts[0]
+    for rows, num_first in zip(attention_rows(batch, batch.steps), first, strict=True):
+        layout = rows.layout
+        seeing = layout.starts <= layout.index
+        is_row = rows.pad(torch.ones(num_first + num_masked)) == 1
+        assert torch.equal(seeing, is_row & (batch.documents.gather(1, layout.index) >= 0))
+        assert layout.segments[0] == 0
+        assert layout.segments.diff().tolist() == list(layout.sizes)
+        depth = torch.arange(4).repeat_interleave(torch.tensor(layout.sizes))
+        readers = torch.full((3, num_masked), -1)
+        for b, r in (seeing & (depth > 0)).nonzero().tolist():
+            of_anchor = layout.slots[: depth[r], b, r]
+            readers[depth[r] - 1, of_anchor] = b * len(depth) + r
+        assert torch.equal(layout.readers, readers)

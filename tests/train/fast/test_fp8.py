@@ -19,9 +19,8 @@ from draftlab.train.fast.fused_ops import FP8_OPS
 from draftlab.train.fast.layers import LayerWeights
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
-from tests.helpers.fast_forward import EAGLE, ragged_batch, random_norms_head, train_step
 from tests.helpers.gpu import on_devices
-from tests.helpers.synthetic import parts
+from tests.helpers.synthetic import EAGLE, parts, ragged_batch, random_norms_head, train_step
 
 HEADS: list[dict[str, object]] = [
     {},

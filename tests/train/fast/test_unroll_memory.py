@@ -12,8 +12,15 @@ from draftlab.train.fast.block import FastBlock
 from draftlab.train.fast.parallel import FastParallel
 from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.flops import kept_bytes
-from tests.helpers.fast_forward import ragged_batch, random_norms_head, train_step
-from tests.helpers.synthetic import head, parts, record, spans_of
+from tests.helpers.synthetic import (
+    head,
+    parts,
+    ragged_batch,
+    random_norms_head,
+    record,
+    spans_of,
+    train_step,
+)
 
 
 def test_recomputed_steps_keep_little() -> None:

@@ -18,13 +18,13 @@ from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.block import block_outputs, block_weights
 from draftlab.train.objectives.loss import DraftTeacher, LossTerms, weighted_loss
 from draftlab.train.settings import TrainSettings
-from tests.helpers.fast_forward import random_norms_head
 from tests.helpers.plain_block import PlainBlock
 from tests.helpers.synthetic import (
     VOCAB,
     assert_same,
     family_loss,
     parts,
+    random_norms_head,
     record,
     spans_of,
     teacher_logits,

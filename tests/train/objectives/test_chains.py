@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftlab.heads.family import family_names, get_family
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.packing import StepNoise, pack
-from draftlab.train.objectives.loss import SOFT_CE, LossTerms
-from tests.helpers.fast_forward import EAGLE
-from tests.helpers.loss_rows import server_rows
+from draftlab.train.objectives.loss import SOFT_CE, DraftTeacher, LossTerms, weighted_loss
+from draftlab.train.settings import TrainSettings
 from tests.helpers.plain_chain import PlainChain
 from tests.helpers.synthetic import (
+    EAGLE,
     HIDDEN,
     VOCAB,
     assert_same,
@@ -24,6 +26,7 @@ from tests.helpers.synthetic import (
     head,
     parts,
     record,
+    server_rows,
     spans_of,
     teacher_logits,
 )
@@ -169,3 +172,30 @@ def test_noise_lies_on_the_normed_features_and_nowhere_else() -> None:
     rows = plain_losses(PlainChain(dict(model.named_parameters()), model.config), target, r, noise)
     expected = torch.stack([0.1 * ce + missed for k, ce, missed, _ in rows if k == 0]).sum()
     assert loss.item() == pytest.approx(float(expected.detach()), rel=1e-12)
+
+
+@pytest.mark.parametrize("family", family_names())
+def test_the_setting_comes_to_the_loss_of_every_family(family: str) -> None:
+    loss_terms = get_family(family).objective().loss_terms
+    assert loss_terms(TrainSettings(acceptance_weighting=0.3)).acceptance_weighting == 0.3
+    assert loss_terms(TrainSettings()).acceptance_weighting == 0
+
+
+@pytest.mark.parametrize(
+    "terms",
+    [LossTerms(), LossTerms(acceptance_weighting=0.5), LossTerms("lk", acceptance_weighting=1.0)],
+    ids=str,
+)
+def test_rows_that_weigh_nothing_add_nothing_though_they_are_not_finite(terms: LossTerms) -> None:
+    target = parts()
+    model = head(target)
+    batch = pack([[record(spans_of([(2, 6)]), target)]], 64, 3)
+    broken = batch.logsumexp.clone()
+    broken[:, batch.steps[0].index[0, 2] + 1] = float("nan")
+    batch = replace(batch, logsumexp=broken)
+    outputs = list(get_family("eagle3").objective().forward(model, batch))
+    teacher = DraftTeacher.of(target, model)
+    nothing, _ = weighted_loss(outputs, model, teacher, batch, [0.0] * 3, terms)
+    assert nothing == 0
+    loss, _ = weighted_loss(outputs, model, teacher, batch, [1.0] * 3, terms)
+    assert torch.isnan(loss)

@@ -18,14 +18,14 @@ from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.loss import DraftTeacher, LossTerms, weighted_loss
 from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
 from draftlab.train.settings import TrainSettings
-from tests.helpers.fast_forward import random_norms_head
-from tests.helpers.loss_rows import server_rows
 from tests.helpers.plain_chain import PlainChain
 from tests.helpers.synthetic import (
     assert_same,
     family_loss,
     parts,
+    random_norms_head,
     record,
+    server_rows,
     spans_of,
     teacher_logits,
 )
