@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +16,6 @@ from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe
 from draftlab.run.stages import STAGES
 from draftlab.servers.openai_answers import ServerAnswers
-from draftlab.servers.vllm_answers import VllmAnswers
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.online import OnlineStore
 from draftlab.store.record import record
@@ -31,7 +29,7 @@ from draftlab.target_model.model import Target
 from draftlab.text.answers import regenerate
 from draftlab.text.chat_template import unread_arguments
 from draftlab.text.conversations import Conversation
-from draftlab.text.decode import Decode, engine_decode, in_order
+from draftlab.text.decode import Decode, in_order
 from draftlab.text.prompts import load_prompts
 from draftlab.text.samples import open_samples
 from draftlab.text.self_prompts import SELF_PROMPTS, write_self_prompts
@@ -121,23 +119,19 @@ class Recording:
         settings = self.recipe.regenerate
         target: Target | TargetMetadata | None = None
         decode = answer_chunks = None
-        with ExitStack() as stack:
-            if settings.enabled and settings.backend == "openai":
-                target = self.here.metadata
-                decode = ServerAnswers(settings, self.tokenizer, self.monitor, target.vocab_size)
-            elif settings.enabled and pool is not None:
-                target = self._metadata(pool, "answers")
+        if settings.enabled and settings.backend == "openai":
+            target = self.here.metadata
+            decode = ServerAnswers(settings, self.tokenizer, self.monitor, target.vocab_size)
+        elif settings.enabled and pool is not None:
+            target = self._metadata(pool, "answers")
 
-                def answer_chunks(chunks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-                    yield from pool.run("answer", chunks)
-                    pool.finish()  # ends vLLM
+            def answer_chunks(chunks: Sequence[Any]) -> Iterator[tuple[int, Any]]:
+                yield from pool.run("answer", chunks)
+                pool.finish()  # ends vLLM
 
-            elif settings.enabled:
-                target = self.here.answering_target
-                if isinstance(target, TargetMetadata):
-                    decode = stack.enter_context(VllmAnswers(target, settings, self.monitor))
-                else:
-                    decode = engine_decode(target, settings.batch, self.monitor)
+        elif settings.enabled:
+            target, decode = self.here.answering_target, self.here.decode
+        try:
             if target is not None and self.recipe.prompts.source == SELF:
                 self._write_prompts(target, decode, pool)
             regenerate(
@@ -151,6 +145,8 @@ class Recording:
                 decode=decode,
                 answer_chunks=answer_chunks,
             )
+        finally:
+            self.here.finish()  # ends vLLM
 
     def _write_prompts(
         self, target: Target | TargetMetadata, decode: Decode | None, pool: WorkerPool | None
@@ -159,7 +155,7 @@ class Recording:
 
         def decode_pieces(pieces: Sequence[list[Request]]) -> Iterator[list[Generation]]:
             if decode is None and pool is not None:
-                yield from in_order(pool.run("decode", pieces))
+                yield from in_order(pool.run("decode_piece", pieces))
             for piece in pieces if decode else ():
                 length = max(len(one.prompt_ids) + one.max_new_tokens for one in piece)
                 yield list(decode(piece, length))
@@ -256,28 +252,25 @@ class Recording:
             UserError: record.online with several ranks, and the target is on a named
                 device or on several GPUs.
         """
-        online = self.recipe.record.online
-        if not online:
-            self.here.free("target", "metadata")
-            self.__dict__.pop("prompts", None)
-        elif ranks:
-            check_target_of_ranks(self.recipe, ranks.size)
-        folder = self.run / STAGES["store"].artefact
-        if self.recipe.record.window is not None:
+        record, folder = self.recipe.record, self.run / STAGES["store"].artefact
+        if record.online:
+            if ranks:
+                check_target_of_ranks(self.recipe, ranks.size)
+            # Its lines were printed with the manifest.
+            plan, samples = self._plan(self.target, Monitor())
+            recorded = Manifest.read(folder / MANIFEST)
+            plan = plan.model_copy(update={"identity": recorded.identity})
+            return OnlineStore(self.target, samples, plan)
+        self.here.free("target", "metadata")
+        self.__dict__.pop("prompts", None)
+        if record.window is not None:
             answers = self.run / STAGES["answers"].artefact
-            samples = open_samples(answers, self.tokenizer, Monitor())
-            store = Store.open_window(folder, samples, self.recipe.record.url)
-            if not store.files.is_local:
-                self.monitor.say(cache_line(store))
-            return store
-        if not online:
-            store = Store.open(folder, url=self.recipe.record.url)
+            table = open_samples(answers, self.tokenizer, Monitor())
+            store = Store.open_window(folder, table, record.url)
+        else:
+            store = Store.open(folder, url=record.url)
             if not store.files.is_local:  # counting tokens would download all shards
                 _, store.samples = self._plan(self.here.metadata, Monitor())
-                self.monitor.say(cache_line(store))
-            return store
-        # Its lines were printed with the manifest.
-        plan, samples = self._plan(self.target, Monitor())
-        recorded = Manifest.read(folder / MANIFEST)
-        plan = plan.model_copy(update={"identity": recorded.identity})
-        return OnlineStore(self.target, samples, plan)
+        if not store.files.is_local:
+            self.monitor.say(cache_line(store))
+        return store

@@ -61,16 +61,25 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
                 _copy_shard(store, shard, new / shard_file(number))
                 number += 1
                 monitor.progress("merge", number, total)
-        tables = [manifest.written for manifest in manifests]
-        _write_manifest(
-            new,
-            stores,
-            RecordIndex.join(indices),
-            ShardTable.join(tables, [len(store) for store in stores]),
-            Counts(**_sums([manifest.counts for manifest in manifests])),
-            Dropped(**_sums([manifest.dropped for manifest in manifests])),
-            sum(manifest.truncated for manifest in manifests),
+        index = RecordIndex.join(indices)
+        table = ShardTable.join([one.written for one in manifests], [len(one) for one in stores])
+        made_by = {"made_by": "merge"}
+        shard_ids = [shard.ids for shard in Shards(index, table)]
+        sources = [manifest.samples_sha256 for manifest in manifests]
+        manifest = Manifest.plan(
+            index,
+            identity=stores[0].identity,
+            samples_sha256=sha256_text(canonical_json([sources, made_by, shard_ids])),
+            settings={
+                **made_by,
+                "sources": [manifest.settings for manifest in manifests],
+                **template_arguments_setting(_all_modes(stores)),
+            },
+            counts=Counts(**_sums([manifest.counts for manifest in manifests])),
+            dropped=Dropped(**_sums([manifest.dropped for manifest in manifests])),
+            truncated=sum(manifest.truncated for manifest in manifests),
         )
+        manifest.completed(table).write(new)
     return Store.open(folder)
 
 
@@ -142,8 +151,9 @@ def _further(id_: str, first: int, ids: set[str]) -> str:
     return f"{id_}~{first}"
 
 
-def _check_new_folder(folder: Path) -> None:
-    """Check that a folder is empty or can be made, and that it is not inside a store."""
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `folder`, which must be new, on success."""
     check_folder(folder)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(
@@ -158,12 +168,6 @@ def _check_new_folder(folder: Path) -> None:
                 where=folder,
                 do="name a folder beside it: --out FOLDER",
             )
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `folder` on success."""
-    _check_new_folder(folder)
     new = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)
@@ -190,31 +194,3 @@ def _link(source: Path, to: Path) -> None:
         os.link(source.resolve(), to)  # of a symbolic link, the file that it leads to
     except OSError:  # another disk, or a file system without links
         shutil.copyfile(source, to)
-
-
-def _write_manifest(
-    folder: Path,
-    stores: Sequence[Store],
-    index: RecordIndex,
-    table: ShardTable,
-    counts: Counts,
-    dropped: Dropped,
-    truncated: int,
-) -> None:
-    sources = [store.manifest.samples_sha256 for store in stores]
-    made_by = {"made_by": "merge"}
-    shard_ids = [shard.ids for shard in Shards(index, table)]
-    manifest = Manifest.plan(
-        index,
-        identity=stores[0].identity,
-        samples_sha256=sha256_text(canonical_json([sources, made_by, shard_ids])),
-        settings={
-            **made_by,
-            "sources": [store.manifest.settings for store in stores],
-            **template_arguments_setting(_all_modes(stores)),
-        },
-        counts=counts,
-        dropped=dropped,
-        truncated=truncated,
-    )
-    manifest.completed(table).write(folder)

@@ -12,7 +12,6 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -113,18 +112,17 @@ class Receipts:
         shards = self.plan.shards[: num_kept_shards(self.plan)]
         sizes = self.files.list().first(len(shards)).tolist()
         pairs = zip(shards, sizes, strict=True)
-        return [shard.number for shard, size in pairs if not self._has_receipt(shard, size)]
+        return [shard.number for shard, size in pairs if not self.is_committed(shard, size)]
 
-    def is_committed(self, shard: Shard) -> bool:
-        """Return whether a shard has a receipt of this plan, and the file the receipt's size."""
-        receipt = self.read(shard)
-        return receipt is not None and receipt.bytes == self.files.size(shard)
+    def is_committed(self, shard: Shard, size: int | None = None) -> bool:
+        """Return whether a shard has a receipt of this plan, and the file the receipt's size.
 
-    def _has_receipt(self, shard: Shard, size: int) -> bool:
-        if size < 0:
+        Args:
+            size: of the file; None: it is asked for.
+        """
+        if size == -1 or (receipt := self.read(shard)) is None:
             return False
-        receipt = self.read(shard)
-        return receipt is not None and receipt.bytes == size
+        return receipt.bytes == (self.files.size(shard) if size is None else size)
 
     def read(self, shard: Shard) -> WrittenShard | None:
         """Return a shard's receipt of this plan; None if there is none."""
@@ -175,23 +173,20 @@ class Receipts:
         Raises:
             UserError: a shard has no receipt of this plan.
         """
-        boundaries, num_kept = self.plan.identity.fp8_boundaries, num_kept_shards(self.plan)
-        written = chain(map(self._receipt, self.plan.shards[:num_kept]), repeat(NOT_WRITTEN))
-        shards = islice(written, len(self.plan.shards))
-        table = ShardTable.of(self.plan.index, boundaries, shards)
-        self.plan.completed(table).write(self.folder)
-
-    def _receipt(self, shard: Shard) -> WrittenShard:
-        receipt = self.read(shard)
-        if receipt is None:  # a process that works on a former plan has replaced it
-            raise UserError(
-                "expected a shard of this recording, found one that another process has "
-                "written or removed since",
-                where=self.folder / shard.file,
-                do="end all other processes that record into this folder, and run the same "
-                "command again: whole shards are kept",
-            )
-        return receipt
+        num_kept = num_kept_shards(self.plan)
+        written = [self.read(shard) for shard in self.plan.shards[:num_kept]]
+        for shard, receipt in zip(self.plan.shards, written, strict=False):
+            if receipt is None:  # a process that works on a former plan has replaced it
+                raise UserError(
+                    "expected a shard of this recording, found one that another process has "
+                    "written or removed since",
+                    where=self.folder / shard.file,
+                    do="end all other processes that record into this folder, and run the same "
+                    "command again: whole shards are kept",
+                )
+        written += [NOT_WRITTEN] * (len(self.plan.shards) - num_kept)
+        boundaries = self.plan.identity.fp8_boundaries
+        self.plan.completed(ShardTable.of(self.plan.index, boundaries, written)).write(self.folder)
 
     def clear(self) -> None:
         """Remove receipts after the store is complete."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,6 @@ import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.store.columns import Numbers
 from draftlab.store.manifest import (
     Counts,
     Dropped,
@@ -63,7 +61,8 @@ def plan_recording(
         UserError: there are no samples, or none with an answer; two have the same id; or the tokens
             of one do not match its spans or the vocabulary.
     """
-    _check_identity(target, settings, identity)
+    if identity.boundaries:  # none: the last state alone, which every store holds
+        check_boundaries(identity.boundaries, target.num_layers)
     padding_reason = target.padding_reason
     if padding_reason is not None:
         monitor.say(f"forward passes are of right-padded rows: the target {padding_reason}")
@@ -76,16 +75,16 @@ def plan_recording(
     overlong = too_long & (settings.overlong == "skip")
     unanswered = ~overlong & (table.first_label >= np.minimum(table.lengths, max_length))
     rows, num_held_out = np.flatnonzero(~overlong & ~unanswered), 0
-    if settings.window is not None and len(rows):
-        training, validation = hold_out([table.ids[row] for row in rows], *_required(held_out))
+    if settings.window is None:
+        held_out = None
+    elif held_out is None:
+        raise ValueError("a plan with a window needs to know which records are held out")
+    if held_out is not None and len(rows):
+        training, validation = hold_out([table.ids[row] for row in rows], *held_out)
         rows, num_held_out = rows[np.concatenate([validation, training])], len(validation)
     recorded = Selection(table, rows, max_length)
     truncated = rows[too_long[rows]]
-    num_overlong, num_unanswered, num_truncated = (
-        int(overlong.sum()),
-        int(unanswered.sum()),
-        len(truncated),
-    )
+    num_overlong, num_unanswered = int(overlong.sum()), int(unanswered.sum())
     num_unanswered_by_cut = int((unanswered & too_long).sum())
     loss_tokens = int(table.loss_tokens[rows[~too_long[rows]]].sum())
     loss_tokens += sum(np.count_nonzero(table[row].spans[:max_length]) for row in truncated)
@@ -94,7 +93,7 @@ def plan_recording(
     if num_unanswered_by_cut:
         no_answer += f"; {num_unanswered_by_cut:,} of them after truncation"
     for count, text in (
-        (num_truncated, f"truncated to {max_length:,} tokens"),
+        (len(truncated), f"truncated to {max_length:,} tokens"),
         (num_overlong, f"skipped: they have more than {max_length:,} tokens"),
         (num_unanswered, no_answer),
     ):
@@ -124,10 +123,14 @@ def plan_recording(
         },
         counts=Counts(records=len(recorded), tokens=int(lengths.sum()), loss_tokens=loss_tokens),
         dropped=Dropped(overlong=num_overlong, nothing_to_predict=num_unanswered),
-        truncated=num_truncated,
+        truncated=len(truncated),
     )
-    if settings.window is not None:
-        manifest = _with_window(manifest, settings, _required(held_out), num_held_out)
+    if settings.window is not None and held_out is not None:
+        ends = manifest.index.shard_ends
+        first = int(np.searchsorted(ends, num_held_out)) + 1 if num_held_out else 0
+        window = StoreWindow(settings.window, settings.keep, *held_out, num_held_out, first)
+        check_window(window, planned_sizes(manifest)[first:])
+        manifest.settings |= window.settings()
     return manifest, recorded
 
 
@@ -151,19 +154,14 @@ def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
         raise UserError(
             f"this store was recorded with other settings:\n  {lines}", where=where, do=do
         )
-    same_records = actual.index.same_records(plan.index)
-    if same_records and actual.samples_sha256 == plan.samples_sha256:
+    one, other = actual.index, plan.index
+    if one.same_records(other) and actual.samples_sha256 == plan.samples_sha256:
         return
     what = "the same ids and lengths, but other tokens, spans, temperatures or dropped samples"
-    counts = len(actual.index.lengths), len(plan.index.lengths)
-    if counts[0] != counts[1]:
-        what = f"expected {counts[1]} records, found {counts[0]}"
-    records = (
-        zip(manifest.index.ids, Numbers(manifest.index.lengths), strict=True)
-        for manifest in (actual, plan)
-    )
-    pairs = zip(*records, strict=False)
-    for number, ((id_, length), (planned_id, planned_length)) in enumerate(pairs):
+    if len(one.lengths) != len(other.lengths):
+        what = f"expected {len(other.lengths)} records, found {len(one.lengths)}"
+    columns = (one.ids, one.lengths, other.ids, other.lengths)
+    for number, (id_, length, planned_id, planned_length) in enumerate(zip(*columns, strict=False)):
         if (id_, length) != (planned_id, planned_length):
             what = (
                 f"record {number}: expected {planned_id!r} of {planned_length} tokens, "
@@ -171,22 +169,6 @@ def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
             )
             break
     raise UserError(f"this store was recorded from other samples: {what}", where=where, do=do)
-
-
-def _check_identity(
-    target: Target | TargetMetadata, settings: RecordSettings, identity: StoreIdentity
-) -> None:
-    if identity.boundaries:  # none: the last state alone, which every store holds
-        check_boundaries(identity.boundaries, target.num_layers)
-    expected = StoreIdentity.of(
-        target,
-        tokenizer_sha256=identity.tokenizer_sha256,
-        template_sha256=identity.template_sha256,
-        boundaries=settings.boundaries or identity.boundaries,
-        dtype=settings.dtype,
-    )
-    if replace(identity, target_name=expected.target_name) != expected:
-        raise ValueError(f"expected the identity of target and settings {expected}, got {identity}")
 
 
 def _max_length(target: Target | TargetMetadata, settings: RecordSettings, monitor: Monitor) -> int:
@@ -218,27 +200,6 @@ def _check_samples(table: SampleTable, vocab_size: int) -> None:
         )
 
 
-def _required(held_out: HeldOut | None) -> HeldOut:
-    if held_out is None:
-        raise ValueError("a plan with a window needs to know which records are held out")
-    return held_out
-
-
-def _with_window(
-    plan: Manifest, settings: RecordSettings, held_out: HeldOut, num_held_out: int
-) -> Manifest:
-    """Return a plan with the setting of its window.
-
-    Raises:
-        UserError: the window is too small.
-    """
-    index = plan.index
-    first = int(np.searchsorted(index.shard_ends, num_held_out)) + 1 if num_held_out else 0
-    window = StoreWindow.plan(settings, held_out, num_held_out, first)
-    check_window(window, planned_sizes(plan)[first:])
-    return plan.model_copy(update={"settings": plan.settings | window.settings()})
-
-
 def _index(
     selection: Selection,
     lengths: np.ndarray,
@@ -247,13 +208,10 @@ def _index(
     num_held_out: int,
 ) -> RecordIndex:
     """Return the index; no shard has both held-out records, which are the first, and others."""
-    ids, rows = selection.table.ids, selection.rows
-    all_lengths = lengths.tolist()
-    groups = group_consecutive(all_lengths[:num_held_out], settings.shard_tokens)
-    groups += [
-        [num_held_out + i for i in group]
-        for group in group_consecutive(all_lengths[num_held_out:], settings.shard_tokens)
-    ]
+    ids, rows, groups = selection.table.ids, selection.rows, list[list[int]]()
+    for first, stop in ((0, num_held_out), (num_held_out, len(rows))):
+        for group in group_consecutive(lengths[first:stop].tolist(), settings.shard_tokens):
+            groups.append([first + i for i in group])
     batches = (
         cut_batches(lengths[group].tolist(), settings.batch_tokens, padded=padded)
         for group in groups

@@ -231,27 +231,8 @@ def read_index(folder: Path, made_of: dict[str, Any]) -> SampleTable | None:
 
 def _make_parts(samples: Iterable[Sample], digest: Any) -> Iterator[Columns]:
     """Yield the columns of consecutive samples; add the samples to a hash."""
-    part = _Part()
+    part, num_tokens = list[Sample](), 0
     for sample in samples:
-        part.add(sample, digest)
-        if part.num_tokens >= PART_TOKENS:
-            yield part.columns()
-            part = _Part()
-    if part.rows:
-        yield part.columns()
-
-
-class _Part:
-    """Samples that become the columns of one part; their tokens are kept as arrays."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.ids: list[str] = []
-        self.rows: list[tuple[float, ...]] = []
-        self.tokens: list[np.ndarray] = []
-        self.spans: list[np.ndarray] = []
-
-    def add(self, sample: Sample, digest: Any) -> None:
         length = len(sample.token_ids)
         if length != len(sample.spans):
             raise UserError(
@@ -259,35 +240,41 @@ class _Part:
                 where=f"sample {sample.id!r}",
                 do="make the answers again: `draftlab prepare --force`",
             )
-        tokens = np.asarray(sample.token_ids, "<i4")
-        spans = np.asarray(sample.spans, "<i4")
+        tokens, spans = (np.asarray(one, "<i4") for one in (sample.token_ids, sample.spans))
         digest.update(f"{sample.id!r} {sample.temperature!r} {length}\n".encode())
         digest.update(tokens.tobytes())
         digest.update(spans.tobytes())
-        temperature = np.nan if sample.temperature is None else sample.temperature
-        bounds = (tokens.min(initial=0), tokens.max(initial=0))
-        self.rows.append((length, temperature, np.count_nonzero(spans), *bounds))
-        self.ids.append(sample.id)
-        self.tokens.append(tokens)
-        self.spans.append(spans.astype(np.int16))
-        self.num_tokens += length
+        part.append(Sample(sample.id, tokens, spans.astype(np.int16), sample.temperature))
+        num_tokens += length
+        if num_tokens >= PART_TOKENS:
+            yield _columns(part)
+            part, num_tokens = [], 0
+    if part:
+        yield _columns(part)
 
-    def columns(self) -> Columns:
-        spans = np.concatenate(self.spans)
-        lengths, temperatures, loss_tokens, *bounds = zip(*self.rows, strict=True)
-        ends = np.cumsum(lengths)
-        starts = ends - lengths
-        # A sample's mask is that of all tokens from its third on; the last entry is beyond any end.
-        labels = np.append(prediction_mask(torch.from_numpy(spans)).numpy().nonzero(), len(spans))
-        labels = labels[np.searchsorted(labels, np.minimum(starts + 2, len(spans)))]
-        first_label = np.where(labels < ends, labels - starts, NEVER)
-        columns = (lengths, temperatures, loss_tokens, first_label, *bounds)
-        return {
-            "ids": np.frombuffer(json.dumps(self.ids).encode(), np.uint8).copy(),
-            "tokens": np.concatenate(self.tokens),
-            "spans": spans,
-            **{
-                name: np.array(values, dtype)
-                for (name, dtype), values in zip(_COLUMNS.items(), columns, strict=True)
-            },
-        }
+
+def _columns(part: Sequence[Sample]) -> Columns:
+    """Return the columns of samples whose tokens are int32 and spans int16."""
+    tokens, spans = (
+        np.concatenate([getattr(sample, name) for sample in part])
+        for name in ("token_ids", "spans")
+    )
+    ends = np.cumsum([len(sample.token_ids) for sample in part])
+    starts = np.concatenate([[0], ends[:-1]])
+    # A sample's mask is that of all tokens from its third on; the last entry is beyond any end.
+    labels = np.append(prediction_mask(torch.from_numpy(spans)).numpy().nonzero(), len(spans))
+    labels = labels[np.searchsorted(labels, np.minimum(starts + 2, len(spans)))]
+    values = {
+        "lengths": ends - starts,
+        "temperatures": [sample.temperature for sample in part],  # None becomes NaN
+        "loss_tokens": [np.count_nonzero(sample.spans) for sample in part],
+        "first_label": np.where(labels < ends, labels - starts, NEVER),
+        "lowest": [np.min(sample.token_ids, initial=0) for sample in part],
+        "highest": [np.max(sample.token_ids, initial=0) for sample in part],
+    }
+    return {
+        "ids": np.frombuffer(json.dumps([sample.id for sample in part]).encode(), np.uint8).copy(),
+        "tokens": tokens,
+        "spans": spans,
+        **{name: np.array(values[name], dtype) for name, dtype in _COLUMNS.items()},
+    }

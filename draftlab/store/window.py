@@ -14,7 +14,6 @@ import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.store.manifest import Manifest
-from draftlab.store.settings import RecordSettings
 
 KEY = "window"
 """Of the settings in a manifest."""
@@ -45,15 +44,6 @@ class StoreWindow:
     seed: int
     validation_records: int
     validation_shards: int
-
-    @classmethod
-    def plan(
-        cls, settings: RecordSettings, held_out: HeldOut, num_records: int, num_shards: int
-    ) -> StoreWindow:
-        """Return the window of a recording whose first records and shards are held out."""
-        if settings.window is None:
-            raise ValueError("expected settings with a window")
-        return cls(settings.window, settings.keep, *held_out, num_records, num_shards)
 
     @classmethod
     def of(cls, manifest: Manifest) -> StoreWindow | None:

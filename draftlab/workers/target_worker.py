@@ -110,33 +110,28 @@ class TargetWorker:
         return TargetDescription(str(target.dtype).removeprefix("torch."), target.padding_reason)
 
     @cached_property
-    def _answering(self) -> tuple[AnswerGenerator, Decode]:
-        """Return what answers a chunk of prompts."""
+    def decode(self) -> Decode:
+        """What decodes the answers: vLLM, which is started, or the target."""
         settings, target = self.recipe.regenerate, self.answering_target
-        decode: Decode
         if isinstance(target, TargetMetadata):
-            decode = self._open.enter_context(VllmAnswers(target, settings, self.monitor))
-        else:
-            decode = engine_decode(target, settings.batch, self.monitor)
-        generator = AnswerGenerator(
-            self.tokenizer,
-            settings,
-            self.recipe.seed,
-            stop_ids(self.tokenizer, target.folder),
-            target.max_length,
-        )
-        return generator, decode
+            return self._open.enter_context(VllmAnswers(target, settings, self.monitor))
+        return engine_decode(target, settings.batch, self.monitor)
+
+    @cached_property
+    def _generator(self) -> AnswerGenerator:
+        settings, target = self.recipe.regenerate, self.answering_target
+        stops = stop_ids(self.tokenizer, target.folder)
+        return AnswerGenerator(self.tokenizer, settings, self.recipe.seed, stops, target.max_length)
 
     def answer(self, chunk: list[Draft]) -> list[Draft]:
         """Return a chunk of prompts with the target's answers."""
-        generator, decode = self._answering
-        generator.answer(chunk, decode, lambda _: None)
+        self._generator.answer(chunk, self.decode, lambda _: None)
         return chunk
 
-    def decode(self, requests: list[Request]) -> list[Generation]:
+    def decode_piece(self, requests: list[Request]) -> list[Generation]:
         """Return the generations of requests that are decoded together, in any order."""
         max_length = max(len(one.prompt_ids) + one.max_new_tokens for one in requests)
-        return list(self._answering[1](requests, max_length))
+        return list(self.decode(requests, max_length))
 
     def record(self, number: int) -> int:
         """Record a shard of the published plan, and return its number of tokens.
@@ -205,5 +200,5 @@ class TargetWorker:
     def finish(self) -> None:
         """Wait until all shards are committed, and end vLLM."""
         self._recorder = None
-        self.__dict__.pop("_answering", None)
+        self.__dict__.pop("decode", None)
         self._open.close()
