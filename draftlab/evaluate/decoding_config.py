@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from draftlab.evaluate.settings import MAX_K, EvalSettings
 from draftlab.heads.head import DraftHead
@@ -31,12 +31,6 @@ class NamedHead:
     def k_trained(self) -> int:
         """Number of drafts that the head was trained for."""
         return self.head.config.k_trained
-
-    @property
-    def alpha_by_position(self) -> list[dict[str, Any]]:
-        """α in ranges of positions, from the head's last validation; empty if unknown."""
-        validation = self.head.config.provenance.get("validation") or {}
-        return validation.get("by_position", [])
 
     @property
     def drafter(self) -> Literal["chain", "parallel"]:

@@ -135,11 +135,6 @@ class Evaluator:
             "products": self._products(),
             "vllm_failure": self.vllm_failure,
             "certificates": certificates,
-            "alpha_by_position": {
-                head.name: head.alpha_by_position
-                for head in workload.heads
-                if head.alpha_by_position
-            },
         }
         return Report(
             target=self._target(),

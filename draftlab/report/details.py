@@ -9,11 +9,10 @@ from draftlab.evaluate.headline import headlines
 from draftlab.evaluate.results import CategoryResult, Report, Row
 from draftlab.formatting import p_text
 from draftlab.report import formatting as fmt
-from draftlab.report.calibration import calibration_tables
 from draftlab.report.conditions import row_labels
 from draftlab.report.section import NONE, Column, Line, Section, Table, facts, filled, grouped
 
-BY_HEAD = ("certificates", "heads", "alpha_by_position")
+BY_HEAD = ("certificates", "heads")
 """Parts of the environment that have a value for each head."""
 
 
@@ -27,8 +26,6 @@ def details(report: Report) -> Iterator[Section]:
         yield categories("By category, other rows", rows, others, kind="folded")
     if adviser.get("advice"):
         yield _advice(rows, adviser)
-    yield from calibration_tables(report)
-    yield from _alpha(report.environment.get("alpha_by_position", {}))
     labels = row_labels(rows)
     if any(row.tpot_ms is not None for row in rows):
         timed = [(label, row.timings or [row]) for label, row in zip(labels, rows, strict=True)]
@@ -216,26 +213,3 @@ def pair_name(rows: Sequence[Row], pair: Mapping[str, Any]) -> str:
     if len({row.suite for row in rows}) > 1:
         names.append(pair["suite"].rpartition("/")[2])
     return fmt.conditions_text(pair["temperature"], pair["draft_probs"], pair["batch"], *names)
-
-
-def _alpha(by_head: Mapping[str, Sequence[Mapping[str, Any]]]) -> Iterator[Section]:
-    text = (
-        "From the validation of the head on held-out records in training: Σ min(p, q) of the "
-        "first, second … draft, by the position of the draft. If it falls with the position, the "
-        "head was trained on shorter conversations."
-    )
-    for head, ranges in by_head.items():
-        drafts = [f"draft {i + 1}" for i in range(max(len(one["alpha"]) for one in ranges))]
-        lines = [
-            Line(
-                [
-                    f"{one['start']:,} – {one['stop'] - 1:,}",
-                    *(fmt.number(alpha, 3) for alpha in one["alpha"]),
-                    f"{one['rows'][0]:,}",
-                ]
-            )
-            for one in ranges
-            if one["rows"][0]
-        ]
-        table = Table([Column("positions", True), *map(Column, [*drafts, "first drafts"])], lines)
-        yield Section(f"α by position in the conversation, {head}", [text], table, kind="folded")

@@ -51,7 +51,7 @@ def render_html(shown: Sequence[Section], images: Mapping[str, bytes] | None = N
 
 def write_plots(shown: Sequence[Section], folder: Path, description: str) -> dict[str, bytes]:
     """Write a PNG file per figure into `folder`; return the PNG of each by its name."""
-    from draftlab.report.canvas import png  # matplotlib: half a second the console does not need
+    from draftlab.report.plots import png  # matplotlib: half a second the console does not need
 
     images = {}
     for plot in (one.figure for one in shown if one.figure):

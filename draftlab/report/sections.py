@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from draftlab.errors import UserError
+from draftlab.evaluate.calibration.result import Calibration
 from draftlab.evaluate.headline import headlines, speed
 from draftlab.evaluate.results import Report, Row
 from draftlab.report import details
 from draftlab.report import formatting as fmt
-from draftlab.report.calibration import calibration_facts
 from draftlab.report.conditions import report_conditions, row_labels, split_conditions
 from draftlab.report.formatting import LEGEND
 from draftlab.report.section import NONE, Column, Line, Section, Table, facts, filled
@@ -22,6 +22,10 @@ SHOWN = {
     "tested (LS)",
 }
 """What a passed test at T > 0 shows, by its level; other levels show no equality."""
+
+
+SHOWN_THRESHOLD = 0.2
+"""Threshold of the survival that the sentence on a calibration has."""
 
 
 def sections(report: Report, *, figures: bool = False, said: Sequence[str] = ()) -> list[Section]:
@@ -55,8 +59,8 @@ def sections(report: Report, *, figures: bool = False, said: Sequence[str] = ())
         compared = [(details.pair_name(rows, one), one["text"]) for one in pairs]
         found.append(Section("Chain and parallel at the same K", table=facts(compared)))
     if report.calibrations:
-        confidence = facts(calibration_facts(report))
-        found.append(Section("Confidence of the drafts", table=confidence))
+        ones = [(calibration_name(report, c), _calibration_text(c)) for c in report.calibrations]
+        found.append(Section("Confidence of the drafts", table=facts(ones)))
     for head, one in report.environment.get("certificates", {}).items():
         result = f"{one['level']}, {'passed' if one['passed'] else 'FAILED'}"
         found.append(Section(f"Losslessness certificate of {head}: {result}", one["lines"]))
@@ -205,6 +209,32 @@ def _results(rows: Sequence[Row]) -> Section:
     notes = {row.head: note for row in rows if (note := fmt.HEAD_NOTES.get(row.head or ""))}
     text = [f"{head}: {note}" for head, note in notes.items()]
     return Section("Measurements", text, filled(Table(columns, lines)))
+
+
+def calibration_name(report: Report, one: Calibration) -> str:
+    """Return "reference, T = 0.8, sampled drafts, K = 4"; heads and K only where they differ."""
+    heads = {c.head for c in report.calibrations}
+    names = [one.head] * (len(heads) > 1)
+    text = fmt.conditions_text(one.temperature, one.draft_probs, None, *names)
+    several_k = len({c.k for c in report.calibrations}) > 1
+    return text + f", K = {one.k}" * several_k
+
+
+def _calibration_text(one: Calibration) -> str:
+    """Return the errors before and after, and what a threshold of the survival saves."""
+    worst = max(one.positions, key=lambda p: p.error_after)
+    before = max(p.error_before for p in one.positions)
+    (saving,) = (s for s in one.survival_savings if s.threshold == SHOWN_THRESHOLD)
+    at = one.confidence_temperature
+    source = one.source if at is None else f"{one.source} at T = {at:g}"
+    return (
+        f"the {source} errs by at most {before:.3f} before and "
+        f"{worst.error_after:.3f} after calibration (a perfect predictor shows "
+        f"{worst.error_perfect:.3f} there), over {one.blocks:,} steps of "
+        f"{one.prompts:,} other prompts; verifying only drafts that survive "
+        f"with probability {saving.threshold:g} leaves out {100 * saving.not_verified:.1f} % of "
+        f"the drafts and {100 * saving.lost:.1f} % of the accepted"
+    )
 
 
 def advice_names(entries: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -107,7 +107,7 @@ def test_the_folder_contains_no_path_of_this_machine(workshop: Path) -> None:
     for row in fields["rows"]:
         row |= {"suite": f"spec-bench:{workshop}/questions.jsonl", "warnings": [f"see {run}/x"]}
     fields["target"]["name"] = str(workshop / "toy")
-    fields["environment"]["alpha_by_position"] = {name: [] for name in [*compared, str(workshop)]}
+    fields["environment"]["by_head"] = {name: [] for name in [*compared, str(workshop)]}
     report.write_text(json.dumps(fields))
 
     result = dry_run(workshop, "--to", "vllm", "--out", "out")
@@ -124,7 +124,7 @@ def test_the_folder_contains_no_path_of_this_machine(workshop: Path) -> None:
     published = Report.read(workshop / "out" / "report.json")
     assert {row.head for row in published.rows} == {None, "small", "head", "head (2)"}
     assert {row.suite for row in published.rows} == {"spec-bench:questions.jsonl"}
-    keys = [*published.environment["alpha_by_position"]]
+    keys = [*published.environment["by_head"]]
     assert keys == ["head", "head (2)", workshop.name]
     assert [*(workshop / "out").glob("acceptance_by_position*.png")]
 

@@ -14,7 +14,6 @@ from draftlab.evaluate.calibration.result import Calibration
 from draftlab.evaluate.results import Report
 from draftlab.report import print_report
 from draftlab.report.plots import FEWEST, plots
-from draftlab.report.sections import sections
 from tests.helpers import sample_report as sample
 from tests.helpers.draft_blocks import simulate
 
@@ -64,29 +63,6 @@ def test_the_console_has_a_line_for_each(report: Report) -> None:
     assert "T = 0.8, sampled drafts, K = 7  " in text
     saving = next(s for s in second.survival_savings if s.threshold == 0.2)
     assert f"leaves out {100 * saving.not_verified:.1f} % of the drafts" in text
-
-
-def test_the_details_have_errors_and_savings(report: Report) -> None:
-    first, second = report.calibrations
-    details = {one.title: one for one in sections(report)}
-    title = "Confidence of the drafts, T = 0.8, sampled drafts, K = 7"
-    table = details[title].table
-    columns = zip(*(line.cells for line in table.lines), strict=True)
-    rows = {one.name: list(cells) for one, cells in zip(table.columns, columns, strict=True)}
-    for name, field in (
-        ("error, raw", "error_before"),
-        ("error, a temperature a position", "error_temperature"),
-        ("error, one temperature", "error_common_temperature"),
-        ("error of a perfect predictor", "error_perfect"),
-    ):
-        assert rows[name] == [f"{getattr(p, field):.3f}" for p in second.positions]
-    low, high = second.positions[0].error_after_ci
-    calibrated = f"{second.positions[0].error_after:.3f} [{low:.3f}, {high:.3f}]"
-    assert rows["error, calibrated"][0] == calibrated
-    assert rows["steps"] == [f"{p.blocks:,}" for p in second.positions]
-    savings = details["Confidence of the drafts, T = 0, K = 4: cut-offs"].table.lines
-    assert len(savings) == len(first.survival_savings) + len(first.cutoff_savings)
-    assert "toy <b>" in details[title].text[-1]
 
 
 def test_a_diagram_for_each_position(report: Report) -> None:

@@ -12,10 +12,10 @@ from PIL import Image
 
 from draftlab.evaluate.results import Report
 from draftlab.report import write_html
-from draftlab.report.canvas import png
 from draftlab.report.plots import (
     acceptance_by_position,
     plots,
+    png,
     speedup_by_batch,
     tpot_by_k,
 )

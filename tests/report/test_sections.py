@@ -131,20 +131,14 @@ def test_the_self_check_is_shown_with_the_expected_acceptance() -> None:
     assert tables[1][2][1] == "expected\nbookkeeping passed, accepted = expected"
 
 
-def test_certificates_and_alpha_by_position_have_their_own_sections() -> None:
+def test_certificates_have_their_own_sections() -> None:
     """They are not repeated in the environment."""
     report = sample.report()
-    filled = {"start": 256, "stop": 512, "alpha": [0.6171, None], "rows": [1200, 0]}
-    empty = {"start": 0, "stop": 256, "alpha": [None, None], "rows": [0, 0]}
     lines = ["G = 63.1", "p = 1e-9 <b>"]
-    report.environment["alpha_by_position"] = {"a head": [empty, filled]}
     report.environment["certificates"] = {
         "reference": {"level": "L1", "passed": False, "faults": [], "lines": lines}
     }
     assert section(report, "Losslessness certificate of reference: L1, FAILED").text == lines
-    assert cells(report, "α by position in the conversation, a head") == [
-        ["256 – 511", "0.617", "–", "1,200"]
-    ]
     names = [name for name, _ in cells(report, "Environment")]
     assert names == ["python", "torch", "transformers", "cpu.model", "cpu.threads"]
 
