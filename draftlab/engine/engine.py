@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -23,15 +24,13 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.base_drafter import Drafter
-from draftlab.engine.generation_state import Sequence, check_prompts
-from draftlab.engine.in_flight import InFlight, copy_to_host
-from draftlab.engine.input_batch import InputBatch
+from draftlab.engine.generation_state import InFlight, Sequence, check_prompts, copy_to_host
 from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
 from draftlab.engine.prefill import launch_prefill
 from draftlab.engine.sampling import Generation, Request
 from draftlab.engine.scheduler import BlockPool, Scheduler
 from draftlab.engine.small_prefill import SmallPrefill
-from draftlab.engine.step import GraphedStep, Step, Verifier
+from draftlab.engine.step import GraphedStep, InputBatch, Step, Verifier
 from draftlab.kernels.cuda_device import out_of_memory_error, use_device
 from draftlab.kernels.step_layout import unpack_results
 from draftlab.kernels.verify import verify
@@ -235,3 +234,32 @@ class Engine:
                 if sequence.finish:
                     scheduler.remove(sequence)
                     yield sequence.result()
+
+
+SMALL_TARGET_BYTES = 128 * 2**20
+"""Weights of a target that one thread decodes. A step of such a target has operations of
+microseconds, and handing them to a second thread took 1.6 times as long in wall time and 1.75 times
+the CPU seconds (docs/benchmarks.md)."""
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[None]:
+    """Limit torch to one CPU thread inside the block."""
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
+def decoding_threads(target: Target) -> Iterator[None]:
+    """Limit torch to one CPU thread inside the block if the target is small."""
+    size = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    if size > SMALL_TARGET_BYTES:
+        yield
+        return
+    with one_thread(target.device):
+        yield

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.base_drafter import VerifiedFeatures
-from draftlab.engine.generation_state import Sequence
-from draftlab.engine.in_flight import InFlight, copy_to_host
+from draftlab.engine.generation_state import InFlight, Sequence, copy_to_host
 from draftlab.engine.step import Step
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.kernels.sampling import sample_token

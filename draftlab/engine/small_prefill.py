@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.base_drafter import VerifiedFeatures
-from draftlab.engine.generation_state import Sequence
-from draftlab.engine.in_flight import InFlight, copy_to_host
+from draftlab.engine.generation_state import InFlight, Sequence, copy_to_host
 from draftlab.engine.prefill import emit_first_tokens
 from draftlab.engine.scheduler import MANY_SLOTS
 from draftlab.engine.step import GraphedStep, Step

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from draftlab.engine.counters import Counters
+from draftlab.engine.engine import decoding_threads, one_thread
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.engine.threads import decoding_threads, one_thread
 from draftlab.evaluate.adviser import Probe
 from draftlab.evaluate.bandwidth import floor_ms
 from draftlab.evaluate.decoding_config import (

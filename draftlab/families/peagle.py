@@ -18,7 +18,7 @@ class Peagle(Eagle3):
     name = "peagle"
     config_type = "draftlab.heads.peagle:PeagleConfig"
     head_type = "draftlab.heads.peagle:PeagleHead"
-    drafter_type = "draftlab.engine.parallel_drafter:ParallelDrafter"
+    drafter_type = "draftlab.engine.drafter:ParallelDrafter"
     layouts_type = "draftlab.export.layout:peagle_layouts"
     title = "parallel (P-EAGLE)"
     description = "parallel draft head (P-EAGLE: all draft tokens in one pass)"

@@ -81,8 +81,8 @@ class DraftHead(nn.Module):
     Attributes:
         fc_in_every_pass: whether fc also reads the token's embedding, so that a chain runs it in
             every pass and not only for the target's features.
-        has_fused_passes: whether `engine/fused_head.py` and `engine/prepacked_head.py` can compute
-            `layer_inputs` and the layers; otherwise the engine runs the modules.
+        has_fused_passes: whether `FusedHead` and `PrepackedHead` (`engine/head_pass.py`) can
+            compute `layer_inputs` and the layers; otherwise the engine runs the modules.
     """
 
     fc_in_every_pass: ClassVar[bool] = False

@@ -10,10 +10,9 @@ from tokenizers.decoders import DecodeStream
 
 from draftlab.engine.base_drafter import Drafter
 from draftlab.engine.drafter import new_drafter
-from draftlab.engine.engine import Engine
+from draftlab.engine.engine import Engine, decoding_threads
 from draftlab.engine.generation_state import Sequence
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.engine.threads import decoding_threads
 from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
 from draftlab.target_model.model import Target

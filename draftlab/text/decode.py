@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
-from draftlab.engine.engine import Engine
+from draftlab.engine.engine import Engine, decoding_threads
 from draftlab.engine.sampling import Generation, Request
-from draftlab.engine.threads import decoding_threads
 from draftlab.progress import Monitor
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target

@@ -16,8 +16,8 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
+from draftlab.engine.engine import decoding_threads
 from draftlab.engine.sampling import Request, Sampling
-from draftlab.engine.threads import decoding_threads
 from draftlab.recipe.recipe import Recipe, load_recipe
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.text.chat_template import Chat, Encoded, encode_prompts, stop_ids

@@ -10,17 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.engine.block_pass import FusedBlock
+from draftlab.engine.block_drafter import FusedBlock
 from draftlab.engine.drafter import (
     ChainDrafter,
     HeadDrafter,
+    ParallelDrafter,
     Proposal,
     new_drafter,
 )
-from draftlab.engine.eager_head import EagerHead
-from draftlab.engine.fused_head import FusedHead
-from draftlab.engine.parallel_drafter import ParallelDrafter
-from draftlab.engine.prepacked_head import PrepackedHead
+from draftlab.engine.head_pass import EagerHead, FusedHead, PrepackedHead
 from draftlab.errors import UserError
 from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head

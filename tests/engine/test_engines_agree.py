@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from draftlab.engine.block_pass import FusedBlock
+from draftlab.engine.block_drafter import FusedBlock
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
-from draftlab.engine.fused_head import FusedHead
-from draftlab.engine.prepacked_head import PrepackedHead
+from draftlab.engine.head_pass import FusedHead, PrepackedHead
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Sampling
 from draftlab.engine.scheduler import Scheduler

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from draftlab.engine.drafter import new_drafter
-from draftlab.engine.input_batch import InputBatch
 from draftlab.engine.sampling import Request, Sampling
-from draftlab.engine.step import Step
+from draftlab.engine.step import InputBatch, Step
 from draftlab.kernels import linear
 from draftlab.target_model.fused_decoder import FusedDecoder
 from draftlab.target_model.model import Target

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from draftlab.engine.threads import SMALL_TARGET_BYTES, decoding_threads, one_thread
+from draftlab.engine.engine import SMALL_TARGET_BYTES, decoding_threads, one_thread
 
 CPU = torch.device("cpu")
 

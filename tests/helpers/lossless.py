@@ -20,7 +20,7 @@ from torch import Tensor
 from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.draft_sampler import Proposal
 from draftlab.engine.drafter import ChainDrafter
-from draftlab.engine.eager_head import PassLayout
+from draftlab.engine.head_pass import PassLayout
 from draftlab.evaluate.certificate.gtest import g_test
 from draftlab.kernels import sampling as sampling_module
 from draftlab.kernels import verify as verify_module

@@ -140,9 +140,8 @@ def test_a_whole_step(
     Nothing but these kernels and the few torch operations between them may be in a step.
     """
     from draftlab.engine.drafter import new_drafter
-    from draftlab.engine.fused_head import FusedHead
-    from draftlab.engine.input_batch import InputBatch
-    from draftlab.engine.step import Step
+    from draftlab.engine.head_pass import FusedHead
+    from draftlab.engine.step import InputBatch, Step
     from draftlab.target_model.fused_decoder import FusedDecoder
 
     folder = toy_target_folder(tmp_path, layers=4)
