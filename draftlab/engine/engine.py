@@ -31,7 +31,7 @@ from draftlab.engine.sampling import Generation, Request
 from draftlab.engine.scheduler import BlockPool, Scheduler
 from draftlab.engine.small_prefill import SmallPrefill
 from draftlab.engine.step import GraphedStep, InputBatch, Step, Verifier
-from draftlab.kernels.cuda_device import out_of_memory_error, use_device
+from draftlab.kernels.devices import out_of_memory_error, use_device
 from draftlab.kernels.step_layout import unpack_results
 from draftlab.kernels.verify import verify
 from draftlab.progress import Monitor

@@ -14,7 +14,7 @@ import torch
 from draftlab.errors import UserError
 from draftlab.formatting import count_text, size_text
 from draftlab.heads.head import DraftHead
-from draftlab.kernels.cuda_device import free_memory
+from draftlab.kernels.devices import free_memory
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftlab.engine.base_drafter import Drafter, VerifiedFeatures
 from draftlab.engine.sampling import Request, sampling_metadata
-from draftlab.kernels.launch_sizes import cdiv, next_power_of_2
+from draftlab.kernels.launching import cdiv, next_power_of_2
 from draftlab.kernels.sampling.types import DraftDistribution, SamplingMetadata, VerifyResult
 from draftlab.kernels.step_layout import commit, gather_batch, store_drafts
 from draftlab.kernels.step_layout.types import SlotBuffers, StepLayout

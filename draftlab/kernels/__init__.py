@@ -1,1 +1,1 @@
-"""Operators with Triton kernels: `X.py` states an operator and holds its eager reference."""
+"""Operators with Triton kernels: `X/` states an operator and holds its eager reference."""

@@ -23,7 +23,7 @@ import torch
 from draftlab.evaluate.evaluator import environment
 from draftlab.files import check_folder, known_sha256, write_json
 from draftlab.heads.folder import WEIGHTS
-from draftlab.kernels.cpu_memory import reuse_freed_memory
+from draftlab.kernels.devices import reuse_freed_memory
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.training import train_and_save
 from draftlab.plan.estimate import estimate_table, estimate_warnings

@@ -10,7 +10,7 @@ import torch
 
 from draftlab.heads.folder import load_config, load_head, save_head
 from draftlab.heads.head import DraftHead
-from draftlab.kernels.cuda_device import free_memory, use_device
+from draftlab.kernels.devices import free_memory, use_device
 from draftlab.pipeline.recording import Recording
 from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import draft_vocabulary, head_config, mask_token

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftlab.kernels.cuda_device import use_device
+from draftlab.kernels.devices import use_device
 from draftlab.store.extraction import HiddenStateExtractor
 from draftlab.store.manifest import Manifest
 from draftlab.store.record_index import RecordIndex

@@ -18,7 +18,7 @@ from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.cpu_float32_products import onednn_products
-from draftlab.kernels.cuda_device import out_of_memory_error
+from draftlab.kernels.devices import out_of_memory_error
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
 from draftlab.target_model.parts import TargetParts

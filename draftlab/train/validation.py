@@ -27,8 +27,7 @@ from draftlab.errors import UserError
 from draftlab.formatting import count_text
 from draftlab.heads.head import DraftHead
 from draftlab.intervals import MIN_INTERVAL_PROMPTS, ratio_interval, sums_by_prompt
-from draftlab.kernels.distill import distill
-from draftlab.kernels.distill.types import at_least_float32
+from draftlab.kernels.distill import at_least_float32, distill
 from draftlab.progress import Monitor
 from draftlab.store.columns import Texts
 from draftlab.store.prompt_split import group_by_prompt, hold_out

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.engine.sampling import Generation, Request
-from draftlab.kernels.cuda_device import free_memory
+from draftlab.kernels.devices import free_memory
 from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import choose_boundaries
 from draftlab.recipe.recipe import Recipe

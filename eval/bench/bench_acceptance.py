@@ -43,7 +43,7 @@ from draftlab.files import write_text
 from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
 from draftlab.intervals import bootstrap_interval
-from draftlab.kernels.cuda_device import free_memory
+from draftlab.kernels.devices import free_memory
 from draftlab.pipeline.pipeline import Pipeline
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe

@@ -8,10 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.kernels.distill import distill
+from draftlab.kernels.distill import Labels, Loss, Teacher, distill
 from draftlab.kernels.distill.linear import distill_linear
 from draftlab.kernels.distill.plan import plan_rows
-from draftlab.kernels.distill.types import Labels, Loss, Teacher
 
 LOSSES: tuple[Loss, ...] = ("soft_ce", "lk", "ce_l1")
 

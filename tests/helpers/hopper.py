@@ -57,7 +57,7 @@ def compiled() -> Iterator[dict[str, list[Any]]]:
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from draftlab.kernels import dependent_launch
+    from draftlab.kernels import launching
     from draftlab.kernels.paged_attention import launch as paged_attention_launch
 
     kernels: dict[str, list[Any]] = {}
@@ -70,7 +70,7 @@ def compiled() -> Iterator[dict[str, list[Any]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "run", only_compile)
-        patch.setattr(dependent_launch, "supported", lambda device: True)
+        patch.setattr(launching, "supported", lambda device: True)
         patch.setattr(paged_attention_launch, "_multiprocessors", lambda device: 132)
         patch.setattr(driver, "_active", _NoDevice())
         patch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # Triton 3.10's: kernels have to ask for it

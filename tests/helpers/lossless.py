@@ -204,7 +204,7 @@ def assert_rejected(tokens: Tensor, joint: np.ndarray) -> None:
 
 
 def broken(old: str, new: str) -> ModuleType:
-    """Return verify/ or sampling.py, whichever contains `old`, with `new` in its place."""
+    """Return verify/ or sampling/, whichever contains `old`, with `new` in its place."""
     modules = (verify_module, sampling_module)
     sources = {module.__name__: inspect.getsource(module) for module in modules}
     (name,) = [name for name, source in sources.items() if source.count(old) == 1]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from draftlab.errors import UserError
-from draftlab.kernels.cuda_device import free_memory
+from draftlab.kernels.devices import free_memory
 from draftlab.train.loop import Trainer
 from tests.helpers import synthetic
 from tests.helpers.list_store import ListStore

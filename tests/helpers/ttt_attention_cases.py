@@ -10,8 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.kernels.ttt_attention import document_starts
-from draftlab.kernels.ttt_attention.types import StepKeyValues
+from draftlab.kernels.ttt_attention import StepKeyValues, document_starts
 from tests.helpers.gpu import to_device
 
 Attend = Callable[..., Tensor]

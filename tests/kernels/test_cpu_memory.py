@@ -10,13 +10,13 @@ import sys
 import pytest
 import torch
 
-from draftlab.kernels.cpu_memory import reuse_freed_memory
+from draftlab.kernels.devices import reuse_freed_memory
 
 PROGRAM = """
 import re, resource, sys, torch
 from contextlib import nullcontext
 from pathlib import Path
-from draftlab.kernels.cpu_memory import reuse_freed_memory
+from draftlab.kernels.devices import reuse_freed_memory
 
 def megabytes():
     return int(re.search(r"VmRSS:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) >> 10

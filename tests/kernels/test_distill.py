@@ -13,10 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.kernels.distill import distill, lk_weight
+from draftlab.kernels.distill import Labels, Loss, Teacher, distill, lk_weight
 from draftlab.kernels.distill.linear import distill_linear
 from draftlab.kernels.distill.plan import plan_rows
-from draftlab.kernels.distill.types import Labels, Loss, Teacher
 from tests.helpers.distill_cases import (
     LOSSES,
     arguments_of,

@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.kernels.distill import distill_rows
+from draftlab.kernels.distill import Distilled, Labels, Loss, Teacher, distill_rows
 from draftlab.kernels.distill import linear as distill_linear
 from draftlab.kernels.distill.plan import plan_rows
-from draftlab.kernels.distill.types import Distilled, Labels, Loss, Teacher
 from tests.helpers.distill_cases import LOSSES, in_chunks, make_case
 from tests.helpers.interpreter import compiles, inside, interpreter_test
 

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftlab.kernels.noise import prompt_key
-from draftlab.kernels.sampling import sample_token, target_probabilities
-from draftlab.kernels.sampling.top_k_top_p import apply_top_k_top_p
+from draftlab.kernels.sampling import apply_top_k_top_p, sample_token, target_probabilities
 from draftlab.kernels.sampling.types import DraftDistribution, SamplingMetadata
 from draftlab.kernels.verify import verify
 from tests.helpers.lossless import by_definition

@@ -211,7 +211,7 @@ def test_products_at_real_sizes(
 @on_gpu
 def test_overlapped_launches_change_no_bit(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """64 dependent products in a CUDA graph equal the same ones launched one by one."""
-    from draftlab.kernels import dependent_launch
+    from draftlab.kernels import launching
     from draftlab.kernels.linear.launch import Config
 
     weights = [
@@ -228,7 +228,7 @@ def test_overlapped_launches_change_no_bit(device: str, monkeypatch: pytest.Monk
         return y
 
     with monkeypatch.context() as patch:
-        patch.setattr(dependent_launch, "ENABLED", False)
+        patch.setattr(launching, "ENABLED", False)
         expected = chain()
         torch.cuda.synchronize()
     graph, output = capture(chain)

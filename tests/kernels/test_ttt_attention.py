@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.kernels.ttt_attention import document_starts, ttt_attention
-from draftlab.kernels.ttt_attention.types import StepKeyValues
+from draftlab.kernels.ttt_attention import StepKeyValues, document_starts, ttt_attention
 from draftlab.train.objectives import block
 from tests.helpers.gpu import on_gpu, relative_error
 from tests.helpers.interpreter import inside, interpreter_test, outside

@@ -12,8 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 from draftlab.kernels.parallel_attention import ParallelRows, parallel_attention
-from draftlab.kernels.ttt_attention import ttt_attention
-from draftlab.kernels.ttt_attention.types import StepKeyValues
+from draftlab.kernels.ttt_attention import StepKeyValues, ttt_attention
 from draftlab.train.objectives.block import MOST_QUERIES
 from tests.helpers.hopper import compiled, most_shared, on_gpu
 from tests.helpers.interpreter import compiles

@@ -23,7 +23,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-from draftlab.kernels import dependent_launch
+from draftlab.kernels import launching
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.attention import ATTENTION
 from draftlab.target_model.check_capabilities import can_capture
@@ -136,10 +136,10 @@ def test_fused_layers_at_the_sizes_of_llama_8b(
         states(slice(0, 100))
         results[name] = states(slice(100, None))
         if name == "fused":
-            monkeypatch.setattr(dependent_launch, "ENABLED", False)
+            monkeypatch.setattr(launching, "ENABLED", False)
             expected = states(slice(100, None))
             torch.cuda.synchronize()
-            monkeypatch.setattr(dependent_launch, "ENABLED", True)
+            monkeypatch.setattr(launching, "ENABLED", True)
             graph, output = capture(lambda: states(slice(100, None)))
             for _ in range(20):
                 output.zero_()

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftlab.kernels.dependent_launch import launch_options
+from draftlab.kernels.launching import launch_options
 from draftlab.kernels.step_layout.triton import slot_of
 from draftlab.kernels.step_layout.types import ChainLayout
 

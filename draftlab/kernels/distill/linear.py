@@ -21,16 +21,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftlab.kernels.distill import distill_rows, weighted
-from draftlab.kernels.distill.plan import RowPlan
-from draftlab.kernels.distill.types import (
+from draftlab.kernels.distill import (
     Distilled,
     Labels,
     Loss,
     Teacher,
     check_loss_arguments,
+    distill_rows,
     sum_dtype,
+    weighted,
 )
+from draftlab.kernels.distill.plan import RowPlan
 
 _CPU_BUFFER = 8 << 20  # bytes that stay in a cache
 _MIN_GPU_BUFFER = 256 << 20  # below, launches would cost more than they save

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from draftlab.kernels.dependent_launch import FP_FUSION
+from draftlab.kernels.launching import FP_FUSION
 
 TILE = 2048
 WARPS = 8

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftlab.kernels.dependent_launch import launch_options
+from draftlab.kernels.launching import launch_options
 
 
 @triton.jit(do_not_specialize=["eps"])

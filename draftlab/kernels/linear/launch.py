@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from draftlab.kernels.dependent_launch import launch_options
+from draftlab.kernels.launching import launch_options
 
 _PARTIAL_FLOATS = 1 << 23
 _MAX_TILES = 1 << 14

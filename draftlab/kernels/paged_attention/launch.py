@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from draftlab.kernels import dependent_launch
-from draftlab.kernels.dependent_launch import launch_options
+from draftlab.kernels import launching
+from draftlab.kernels.launching import launch_options
 from draftlab.kernels.paged_attention.plan import check_heads
 from draftlab.kernels.paged_attention.triton import attend_kernel, combine_kernel, write_kernel
 
@@ -134,7 +134,7 @@ def attend_paged(
     programs = num_kv_heads * num_tiles * plan.splits * num_rows
     chunks = 0
     few = num_rows * num_tokens <= MAX_PREFETCH_TOKENS
-    if prefetch_weight is not None and few and dependent_launch.supported(query.device):
+    if prefetch_weight is not None and few and launching.supported(query.device):
         num_bytes = prefetch_weight.numel() * prefetch_weight.element_size()
         chunks = min(num_bytes, MAX_PREFETCH) // 512
     with torch.cuda.device_of(query):

@@ -9,7 +9,7 @@ With few rows the GPU would be idle, so the keys of a row are split among progra
 The number of splits is fixed at launch, from the shapes; the keys of a split follow from the row's
 length on the device, and splits without keys exit at once. A second kernel combines the splits in
 fixed order, so that the same inputs give the same bits. The kernels follow one another by
-programmatic dependent launch (`dependent_launch.py`).
+programmatic dependent launch (`launching.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftlab.kernels.prefetch_triton import prefetch_share
+from draftlab.kernels.linear.triton import prefetch_share
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 

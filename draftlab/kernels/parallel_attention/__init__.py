@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.dispatch import on_cuda_below_float64, triton_operator
-from draftlab.kernels.ttt_attention import attend_eagerly
-from draftlab.kernels.ttt_attention.types import check_inputs
+from draftlab.kernels.ttt_attention import attend_eagerly, check_inputs
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from draftlab.kernels.dependent_launch import FP_FUSION
+from draftlab.kernels.launching import FP_FUSION
 from draftlab.kernels.step_layout.types import ParallelLayout
 
 _TILE = 256

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from draftlab.kernels.dependent_launch import launch_options
+from draftlab.kernels.launching import launch_options
 
 _HEADS = 8  # of one program
 

@@ -1,4 +1,4 @@
-"""Triton kernels of `sampling.py`: one token a row, in two launches.
+"""Triton kernels of `sampling/`: one token a row, in two launches.
 
 `sample_blocks` reduces each block of the vocabulary to its maximum, argmax and Σ exp, and runs the
 exponential race over it with weights relative to that maximum. `reduce_blocks` brings the blocks to
@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftlab.kernels.dependent_launch import launch_options
+from draftlab.kernels.launching import launch_options
 from draftlab.kernels.noise.triton import DRAFT, EMIT, exponential, keyed_bits
-from draftlab.kernels.sampling import SMALLEST_DOUBT
-from draftlab.kernels.sampling.top_k_top_p import apply_top_k_top_p, uses_top_k_top_p
+from draftlab.kernels.sampling import SMALLEST_DOUBT, apply_top_k_top_p, uses_top_k_top_p
 from draftlab.kernels.sampling.types import SamplingMetadata
 
 BLOCK = 1024  # tokens of one program

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from draftlab.kernels.dependent_launch import launch_options
+from draftlab.kernels.launching import launch_options
 from draftlab.kernels.sampling.types import SamplingMetadata
 from draftlab.kernels.step_layout.types import StepLayout, StepOutput
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.kernels.dispatch import on_cuda_below_float64, triton_operator
-from draftlab.kernels.distill.types import at_least_float32
+from draftlab.kernels.distill import at_least_float32
 
 
 @triton_operator("swiglu.triton", when=on_cuda_below_float64)

@@ -7,8 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftlab.kernels.dependent_launch import FP_FUSION
-from draftlab.kernels.launch_sizes import cdiv, next_power_of_2
+from draftlab.kernels.launching import FP_FUSION, cdiv, next_power_of_2
 
 _COLUMNS = 2048  # of one program, at most
 

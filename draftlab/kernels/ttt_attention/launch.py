@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from draftlab.kernels.dependent_launch import FP_FUSION
-from draftlab.kernels.launch_sizes import cdiv, next_power_of_2
+from draftlab.kernels.launching import FP_FUSION, cdiv, next_power_of_2
 from draftlab.kernels.parallel_attention import ParallelRows
+from draftlab.kernels.ttt_attention import check_inputs
 from draftlab.kernels.ttt_attention.backward_triton import (
     d_keys_kernel,
     d_query_kernel,
@@ -21,7 +21,6 @@ from draftlab.kernels.ttt_attention.backward_triton import (
     delta_kernel,
 )
 from draftlab.kernels.ttt_attention.triton import LOG2_E, forward_kernel
-from draftlab.kernels.ttt_attention.types import check_inputs
 
 STEPS_AT_ONCE = 8  # a kernel is compiled for up to 8 steps, up to 16, 24, …
 SCAN = 1024  # rows scanned together

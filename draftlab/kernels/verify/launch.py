@@ -6,8 +6,8 @@ import torch
 import triton
 from torch import Tensor
 
-from draftlab.kernels.dependent_launch import launch_options
-from draftlab.kernels.sampling.top_k_top_p import apply_top_k_top_p, uses_top_k_top_p
+from draftlab.kernels.launching import launch_options
+from draftlab.kernels.sampling import apply_top_k_top_p, uses_top_k_top_p
 from draftlab.kernels.sampling.types import VerifyResult, draft_index
 from draftlab.kernels.verify.triton import (
     BLOCK,

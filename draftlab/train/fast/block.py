@@ -17,8 +17,7 @@ from torch import Tensor
 from draftlab.heads.block import BlockHead
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import Attention
-from draftlab.kernels.ttt_attention import document_starts
-from draftlab.kernels.ttt_attention.types import StepKeyValues
+from draftlab.kernels.ttt_attention import StepKeyValues, document_starts
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.fast.fused_ops import FusedOps, expand_last

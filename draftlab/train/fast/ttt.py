@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from draftlab.heads.eagle3 import Eagle3Head, Eagle3Layer
 from draftlab.heads.head import DraftHead
 from draftlab.heads.layers import Attention
-from draftlab.kernels.ttt_attention import document_starts, ttt_attention
-from draftlab.kernels.ttt_attention.types import StepKeyValues
+from draftlab.kernels.ttt_attention import StepKeyValues, document_starts, ttt_attention
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.fast.fused_ops import FusedOps, normed

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from draftlab.heads.block import BlockHead
-from draftlab.kernels.ttt_attention import document_starts, ttt_attention
-from draftlab.kernels.ttt_attention.types import StepKeyValues
+from draftlab.kernels.ttt_attention import StepKeyValues, document_starts, ttt_attention
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import StepOutput, row_starts

@@ -15,9 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftlab.heads.head import DraftHead
-from draftlab.kernels.distill import lk_weight, weighted
+from draftlab.kernels.distill import (
+    Labels,
+    Loss,
+    Teacher,
+    at_least_float32,
+    lk_weight,
+    sum_dtype,
+    weighted,
+)
 from draftlab.kernels.distill.linear import distill_linear
-from draftlab.kernels.distill.types import Labels, Loss, Teacher, at_least_float32, sum_dtype
 from draftlab.kernels.sampling.types import draft_index
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loss_rows import StepRows

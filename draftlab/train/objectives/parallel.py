@@ -19,8 +19,7 @@ from torch import Tensor
 
 from draftlab.heads.layers import Attention
 from draftlab.heads.peagle import PeagleHead
-from draftlab.kernels.ttt_attention import document_starts, ttt_attention
-from draftlab.kernels.ttt_attention.types import StepKeyValues
+from draftlab.kernels.ttt_attention import StepKeyValues, document_starts, ttt_attention
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.objectives.loss import StepOutput, row_starts, take_rows

@@ -1,4 +1,6 @@
-"""Programmatic dependent launch: a kernel starts while its predecessor still runs.
+"""What launches of kernels share: sizes of grids, options, and programmatic dependent launch.
+
+With it a kernel starts while its predecessor still runs.
 
 A chain of short kernels leaves the memory bus idle between kernels: the last programs drain, the
 next grid is launched, its first loads travel. With the launch attribute set, the grid of kernel
@@ -52,3 +54,14 @@ def launch_options(device: torch.device) -> dict[str, Any]:
     if not supported(device):
         return {"GDC": False} | FP_FUSION
     return {"GDC": True, "launch_pdl": ENABLED} | FP_FUSION
+
+
+# triton.cdiv and triton.next_power_of_2 take the host 3 µs a call, 200 times in a training step.
+def cdiv(a: int, b: int) -> int:
+    """Return a / b rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the least power of 2 that is at least n, for n ≥ 1."""
+    return 1 << (n - 1).bit_length()

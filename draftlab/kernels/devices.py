@@ -1,0 +1,77 @@
+"""The current GPU, and memory: returned to the device or to the system, reused, or running out."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from draftlab.errors import UserError
+
+
+def use_device(device: torch.device) -> torch.cuda.device:
+    """Return a context in which a GPU is the current device; for a CPU it does nothing.
+
+    Triton launches on the current GPU; CUDA graphs and events belong to its streams.
+    """
+    return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def free_memory() -> None:
+    """Collect garbage and return unused GPU memory to the driver, for other processes too.
+
+    Models and optimizers are full of reference cycles, which Python would collect much later.
+    """
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def out_of_memory_error(work: str, do: str) -> Iterator[None]:
+    """Raise a `UserError` in place of torch's error when a GPU's memory runs out in the block.
+
+    Args:
+        work: what runs in the block, such as "decoding".
+        do: the settings to lower.
+    """
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        first_line = str(error).partition("\n")[0]
+        raise UserError(f"{work} ran out of GPU memory: {first_line}", do=do) from error
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # parameters of glibc's mallopt, from malloc.h
+_MAPPED_FROM = 256 * 2**20
+"""Bytes from which on a tensor is mapped by itself. Smaller ones come from the heap."""
+_KEPT = 512 * 2**20
+"""Bytes of freed memory that the heap keeps at most at its end."""
+
+
+@contextmanager
+def reuse_freed_memory() -> Iterator[None]:
+    """Let tensors on a CPU reuse freed memory inside the block, and give it back at its end.
+
+    glibc maps each large tensor anew and gives it back when it is freed, so that the kernel clears
+    its pages again and again: a quarter of the CPU seconds of a recording.
+
+    Otherwise the heap would grow with each block: tensors of other shapes than before find few gaps
+    of their size in it. Nothing is done if there is a GPU, whose tensors have an allocator of their
+    own, and on systems with another C library.
+    """
+    library = ctypes.CDLL(None) if sys.platform.startswith("linux") else None
+    if torch.cuda.is_available() or not hasattr(library, "mallopt"):
+        yield
+        return
+    library.mallopt(_MMAP_THRESHOLD, _MAPPED_FROM)
+    library.mallopt(_TRIM_THRESHOLD, _KEPT)
+    try:
+        yield
+    finally:
+        gc.collect()
+        library.malloc_trim(0)  # also the gaps between tensors in use
