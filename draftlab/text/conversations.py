@@ -111,17 +111,6 @@ class Answer:
     finish: Literal["stop", "length"]
 
 
-Id = Annotated[int, Field(ge=0, lt=2**31)]
-
-
-class AnswerLine(StrictModel):
-    """The tokens of one answer that the target generated."""
-
-    prompt_ids: tuple[TokenId, ...]
-    token_ids: tuple[TokenId, ...]
-    finish: Literal["stop", "length"]
-
-
 Id = Annotated[
     str,
     BeforeValidator(lambda value: str(value) if type(value) is int else value),

@@ -23,12 +23,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.text.chat_template import (
-    Arguments,
     Chat,
     Encoded,
-    Messages,
     RenderError,
-    Tools,
     answer_stops,
     chat_template,
     encode,
@@ -53,26 +50,6 @@ class AssistantTurn:
 
     prompt_ids: tuple[int, ...]
     token_ids: tuple[int, ...]
-
-
-def assistant_turns(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    tools: Tools | None = None,
-    arguments: Arguments | None = None,
-    *,
-    where: str = "",
-) -> list[AssistantTurn]:
-    """Return the answers of one conversation, in order.
-
-    Raises:
-        RenderError: as `find_turns` yields it.
-        UserError: as `find_turns`.
-    """
-    (result,) = find_turns(tokenizer, [(Chat(messages, tools, arguments or {}), where)])
-    if isinstance(result, RenderError):
-        raise result
-    return result[1]
 
 
 def find_turns(

@@ -17,9 +17,8 @@ import pytest
 import torch
 
 from tests.export.conftest import make_head, target
-from tests.export.test_block_exports import DSPARK
 from tests.export.test_serving import VLLM, K, calibration, command, timed_rows, write_report
-from tests.helpers.export_toys import export
+from tests.helpers.export_toys import DSPARK, export
 from tests.helpers.server_files import drafts_by_batch, read_sps, read_sts
 
 __all__ = ["make_head", "target"]

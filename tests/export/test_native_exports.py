@@ -13,7 +13,9 @@ from transformers import LlamaConfig
 from draftlab.errors import UserError
 from draftlab.export.layout import Export
 from tests.helpers.export_toys import (
+    DFLASH,
     DRAFT,
+    DSPARK,
     EAGLE,
     HIDDEN,
     LAYERS,
@@ -22,6 +24,7 @@ from tests.helpers.export_toys import (
     MASK,
     MAX_LENGTH,
     PEAGLE,
+    VOCAB,
     YARN,
     ExportHead,
     change_tensors,
@@ -56,6 +59,33 @@ def test_config_has_the_keys_of_every_program(export_head: ExportHead, program: 
     read = LlamaConfig(**json.loads(json.dumps(config)))
     assert read.rope_parameters == LLAMA3
     assert read.head_dim == 8
+
+
+@pytest.mark.parametrize(
+    ("program", "architecture", "launch"),
+    [
+        ("vllm", "LlamaForCausalLM", '"method": "eagle"'),
+        ("sglang", "LlamaForCausalLMEagle", "--speculative-algorithm EAGLE "),
+    ],
+)
+def test_a_first_generation_head_has_two_numbered_layers(
+    export_head: ExportHead, program: str, architecture: str, launch: str
+) -> None:
+    exported = export_head(program, max_position_embeddings=64, **EAGLE)
+    tensors, config = exported.tensors, exported.config
+    assert ("fc.bias" in tensors) == (program == "sglang")
+    assert "fc.bias" not in tensors or not tensors["fc.bias"].any()
+    assert "layers.0.input_layernorm.weight" not in tensors
+    assert "layers.1.input_layernorm.weight" in tensors
+    assert config["architectures"] == [architecture]
+    assert (config["model_type"], config["num_hidden_layers"]) == ("llama", 2)
+    assert (config["hidden_size"], config["vocab_size"]) == (HIDDEN, VOCAB)
+    assert config["draft_vocab_size"] == VOCAB
+    assert config["max_position_embeddings"] == MAX_LENGTH  # the target's
+    assert config["rope_parameters"]["rope_theta"] == config["rope_theta"] == 20000.0
+    # vLLM would index layer_types behind the target's layers (§1.1).
+    assert not {"layer_types", "eagle_aux_hidden_state_layer_ids", "eagle_config"} & config.keys()
+    assert launch in exported.launch_text
 
 
 def test_a_parallel_head_has_the_mask_token_under_all_names(export_head: ExportHead) -> None:
@@ -97,6 +127,9 @@ def test_a_parallel_head_has_the_mask_token_under_all_names(export_head: ExportH
         ("vllm", {"num_attention_heads": 6}, "num_attention_heads to divide"),
         ("speculators", {"num_attention_heads": 6}, "num_attention_heads"),
         ("speculators", {"hidden_size": 16, "embeddings": "own"}, "as wide as their target"),
+        ("speculators", DSPARK | {"is_causal": True}, "no key for causal"),
+        ("sglang", DFLASH | {"draft_vocab_size": DRAFT}, "SGLang drafts with"),
+        ("vllm", DSPARK | {"boundaries": (0, 2, 4)}, "outputs of the layers"),
     ],
 )
 def test_heads_that_a_program_cannot_serve_are_refused(

@@ -23,10 +23,9 @@ from draftlab.export.serving_tables import batch_schedule, measured_steps, step_
 from draftlab.export.settings import ExportSettings
 from draftlab.heads.folder import load_config
 from draftlab.run.head_workspace import export_files
-from tests.export.test_block_exports import DFLASH, DSPARK
 from tests.helpers import sample_report as sample
 from tests.helpers.draft_blocks import simulate
-from tests.helpers.export_toys import export, read_tensors
+from tests.helpers.export_toys import DFLASH, DSPARK, export, read_tensors
 from tests.helpers.server_files import drafts_by_batch, read_sps, read_sts
 
 K = 7

@@ -37,6 +37,22 @@ LLAMA4 = head_toys.LLAMA4_HEAD | {
     "draft_vocab_size": VOCAB,
 }
 """Fields of a dense Llama 4 head."""
+DSPARK = {
+    "family": "dspark",
+    "num_layers": 2,
+    "mask_token_id": MASK,
+    "draft_vocab_size": VOCAB,
+    "sample_from_anchor": True,
+    "markov_rank": 6,
+    "confidence": True,
+}
+DFLASH = DSPARK | {
+    "family": "dflash",
+    "sample_from_anchor": False,
+    "markov_rank": 0,
+    "confidence": False,
+}
+"""Fields of block heads."""
 LLAMA3 = head_toys.LLAMA3 | {"original_max_position_embeddings": 64}
 YARN = head_toys.YARN | {"original_max_position_embeddings": 64}
 

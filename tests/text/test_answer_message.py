@@ -12,7 +12,7 @@ from draftlab.engine.sampling import Generation, Request
 from draftlab.text.answer_message import AnswerParser
 from draftlab.text.chat_template import RenderError, prompt_ids
 from draftlab.text.conversations import Conversation
-from draftlab.text.loss_mask import assistant_turns
+from tests.helpers.assistant_turns import assistant_turns
 from tests.helpers.fake_decoder import generate
 from tests.helpers.messages import assistant, user
 from tests.helpers.monitors import RecordingMonitor

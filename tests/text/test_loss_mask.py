@@ -7,8 +7,8 @@ import pytest
 from draftlab.progress import Monitor
 from draftlab.text.chat_template import RenderError, prompt_ids
 from draftlab.text.conversations import Conversation
-from draftlab.text.loss_mask import assistant_turns
 from draftlab.text.samples import build_samples
+from tests.helpers.assistant_turns import assistant_turns
 from tests.helpers.messages import assistant, user
 from tests.helpers.toys import CHATML_TEMPLATE, LLAMA3_TEMPLATE, toy_tokenizer
 

@@ -10,8 +10,8 @@ import pytest
 from draftlab.progress import Monitor
 from draftlab.text.chat_template import RenderError
 from draftlab.text.conversations import Conversation
-from draftlab.text.loss_mask import assistant_turns
 from draftlab.text.samples import build_samples
+from tests.helpers.assistant_turns import assistant_turns
 from tests.helpers.template_families import FAMILIES, family_tokenizer
 
 ASK, AGAIN = {"role": "user", "content": "two and two"}, {"role": "user", "content": "sure"}

@@ -16,8 +16,8 @@ from draftlab.progress import Monitor
 from draftlab.store.samples import Sample
 from draftlab.text.chat_template import prompt_ids
 from draftlab.text.conversations import Answer, Conversation, write_conversations
-from draftlab.text.loss_mask import assistant_turns
 from draftlab.text.samples import ANSWERS_HELP, build_samples, highlight_answers, open_samples
+from tests.helpers.assistant_turns import assistant_turns
 from tests.helpers.fake_decoder import generate
 from tests.helpers.messages import assistant, user
 from tests.helpers.monitors import RecordingMonitor
