@@ -27,7 +27,7 @@ from draftlab.target_model.replacements import freeze_rope
 from draftlab.text.chat_template import Chat, Encoded, encode_prompts
 from draftlab.text.conversations import parse_conversation
 from draftlab.text.prompts import find_prompts, with_arguments
-from draftlab.train.flops import kept_bytes
+from draftlab.train.flops import StepWork, kept_bytes
 
 PROMPT_TOKENS = 256
 """Assumed length of a prompt, if there is no prompt file."""
@@ -207,12 +207,13 @@ class HeadSize:
     def __init__(self, head: DraftHead, recipe: Recipe, *, on_cpu: bool = False) -> None:
         settings, config, objective = recipe.train, head.config, head.family.objective()
         self.trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-        self.flops = objective.dense_flops(head, settings, settings.row_tokens / 2)
+        shares = objective.step_shares(settings)  # every position carries loss at all its steps
+        self.flops = objective.flops(head, StepWork(1, shares, 1, settings.row_tokens / 2))
         frozen = sum(p.numel() for p in head.parameters() if not p.requires_grad)
         target_lm_head = config.draft_vocab_size * config.target_hidden_size
         positions = (settings.micro_rows or settings.batch_rows) * settings.row_tokens
         dtype = torch.float32 if on_cpu else torch.bfloat16
-        steps = objective.mean_steps(settings) / settings.anchor_parts
+        steps = sum(shares) / settings.anchor_parts
         kept = steps * kept_bytes(config, dtype)
         if on_cpu:  # where attention has no kernel, the weights of all keys are kept, in 32 bits
             kept += steps * 4 * config.num_attention_heads * settings.row_tokens

@@ -67,7 +67,7 @@ class Run:
         if not path.exists():
             return Status(stage, "missing", {})
         record, inputs = read_record(path), self.inputs(stage)
-        former = settings_with_effect(record["inputs"])
+        former = record["inputs"]
         changes = {
             key: (former.get(key), inputs.get(key))
             for key in sorted(former.keys() | inputs.keys())

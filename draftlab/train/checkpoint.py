@@ -121,11 +121,6 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name))
 
 
-def step_of(path: Path) -> int:
-    """Return the step of a checkpoint's folder."""
-    return int(path.name.removeprefix("step-"))
-
-
 def read_checkpoint(path: Path, *, key: str) -> Checkpoint:
     """Read a checkpoint.
 

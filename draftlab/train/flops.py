@@ -146,14 +146,6 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2 * side**3 / min(seconds)
 
 
-def product_rate(precision: str, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the floating-point operations a second that MFU refers to, on one GPU.
-
-    With `train.precision` fp8 they are twice those of 16 bits.
-    """
-    return matrix_rate(device, dtype) * (2 if precision == "fp8" else 1)
-
-
 def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -178,7 +178,7 @@ class MetricsLog:
 
     def __init__(self, folder: Path, *, muted: bool = False) -> None:
         self.path, self.muted = folder / "metrics.jsonl", muted
-        self.trackers: Sequence[Log] = ()
+        self.trackers: list[Log] = []
         if not muted:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -186,12 +186,55 @@ class MetricsLog:
     def tracked(
         self, settings: TrainSettings, key: str, config: Mapping[str, Any], step: int
     ) -> Iterator[None]:
-        """Send rows to the trackers that the settings name; arguments as in `open_trackers`."""
+        """Send rows to the trackers that the settings name, until the block ends.
+
+        Trackers end with 0 or the exit code of what ended it. A training that resumes after `step`
+        continues its run of Weights & Biases, and hides what TensorBoard has behind the step.
+
+        Args:
+            key: of the training. config: all settings of the run.
+        """
         if self.muted:
             yield
             return
-        with open_trackers(settings, self.path.parent, key, config, step) as self.trackers:
+        check_trackers(settings)
+        folder, code = self.path.parent, 1
+        ends: list[Callable[[int], object]] = []
+        if settings.wandb:
+            import wandb
+
+            name = folder.parent.name
+            run = wandb.init(
+                project=settings.wandb,
+                name=name,
+                id=sha256_text(f"{key} {name}")[:16],
+                resume="allow",
+                config=dict(config),
+                dir=str(folder),
+            )
+            self.trackers.append(lambda numbers, step: run.log(dict(numbers), step=step))
+            ends.append(run.finish)
+        if settings.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+            self.trackers.append(
+                lambda numbers, step: [writer.add_scalar(n, numbers[n], step) for n in numbers]
+            )
+            ends.append(lambda _: writer.close())
+        try:
             yield
+            code = 0
+        except KeyboardInterrupt:
+            code = 130
+            raise
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else 1
+            raise
+        finally:
+            self.trackers.clear()
+            for end in ends:
+                end(code)
 
     def write(self, row: dict[str, Any]) -> None:
         """Append a row, which has a `step`."""
@@ -246,55 +289,3 @@ def check_trackers(settings: TrainSettings) -> None:
                 where=f"train.{name}",
                 do=pip_install(name),
             )
-
-
-@contextmanager
-def open_trackers(
-    settings: TrainSettings, folder: Path, key: str, config: Mapping[str, Any], step: int
-) -> Iterator[list[Log]]:
-    """Yield functions that send numbers to the trackers which the settings name.
-
-    Trackers end with the block, with 0 or the exit code of what ended it. A training that resumes
-    after `step` continues its run of Weights & Biases, and hides what TensorBoard has behind the
-    step.
-
-    Args:
-        folder: the run's train/ folder. key: of the training. config: all settings of the run.
-    """
-    check_trackers(settings)
-    logs: list[Log] = []
-    ends: list[Callable[[int], object]] = []
-    if settings.wandb:
-        import wandb
-
-        name = folder.parent.name
-        id_ = sha256_text(f"{key} {name}")[:16]
-        run = wandb.init(
-            project=settings.wandb,
-            name=name,
-            id=id_,
-            resume="allow",
-            config=dict(config),
-            dir=str(folder),
-        )
-        logs.append(lambda numbers, step: run.log(dict(numbers), step=step))
-        ends.append(run.finish)
-    if settings.tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
-
-        writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-        logs.append(lambda numbers, step: [writer.add_scalar(n, numbers[n], step) for n in numbers])
-        ends.append(lambda _: writer.close())
-    code = 1
-    try:
-        yield logs
-        code = 0
-    except KeyboardInterrupt:
-        code = 130
-        raise
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else 1
-        raise
-    finally:
-        for end in ends:
-            end(code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,10 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 from draftlab.errors import UserError
-from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import head_tensors, load_config, load_head, native_config, save_head
 from draftlab.heads.head import DraftHead
-from draftlab.run.resolve import reference_head
 from tests.helpers.head_toys import (
     EAGLE,
     LLAMA3,
@@ -302,24 +299,6 @@ def test_draftlab_json_comes_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert (tmp_path / FILE).exists()
     with pytest.raises(UserError, match=r"draftlab\.json"):
         load(tmp_path, torch.zeros(VOCAB, HIDDEN))
-
-
-def test_a_head_of_an_older_version_loads_to_the_same_bytes(tmp_path: Path) -> None:
-    """Its draftlab.json lacks the keys of families with more than a layer."""
-    folder = tmp_path / "before"
-    shutil.copytree(reference_head(), folder)
-    fields = json.loads((folder / "draftlab.json").read_text())
-    fields["schema"] = 1
-    for name in ("num_layers", "qk_norm"):
-        del fields[name]
-    (folder / "draftlab.json").write_text(json.dumps(fields))
-    config = load_config(folder)
-    embeddings = torch.zeros(config.vocab_size, config.hidden_size)
-    head = load_head(folder, embeddings=embeddings, dtype=torch.bfloat16, device="cpu")
-    assert type(head) is Eagle3Head
-    save_head(tmp_path, head, torch.bfloat16)
-    for name in (FILE, "config.json"):
-        assert (tmp_path / name).read_bytes() == (folder / name).read_bytes()
 
 
 def test_a_config_keeps_only_the_rope_that_heads_use(tmp_path: Path) -> None:

@@ -171,14 +171,6 @@ def test_a_damaged_table_of_shards_is_refused_where_it_is_needed(folder: Path) -
     assert "remove the store" in error.do
 
 
-def test_a_run_of_an_older_version_has_no_hashes(folder: Path) -> None:
-    for record in Path("runs/small/stages").iterdir():
-        fields = json.loads(record.read_text())
-        assert fields.pop("sha256")
-        record.write_text(json.dumps(fields))
-    assert {s.state for s in pipeline().plan("head", "eval", "export")} == {"done"}
-
-
 def test_a_resumed_training_hashes_changed_shards_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

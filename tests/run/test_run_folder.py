@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -124,20 +123,6 @@ def test_a_setting_changes_its_stage_and_what_follows(
     current = states(make_run(tmp_path, **tree))
     assert [name for name, state in current.items() if state == "changed"] == changed
     assert {state for name, state in current.items() if name not in changed} <= {"done"}
-
-
-@pytest.mark.parametrize(("loss", "changed"), [("soft_ce", []), ("lk", ALL[2:])])
-def test_an_older_record_of_passes_counts_for_the_loss_lk_alone(
-    tmp_path: Path, loss: str, changed: list
-) -> None:
-    finish_stages(make_run(tmp_path, train={"loss": loss}))
-    for stage in ALL[2:]:
-        path = record_path(tmp_path, STAGES[stage])
-        record = read_json(path, kind="record")
-        record["inputs"] |= {"train.micro_rows": 2, "train.anchor_parts": 1}
-        path.write_text(json.dumps(record))
-    current = states(make_run(tmp_path, train={"loss": loss, "micro_rows": 1}))
-    assert [name for name, state in current.items() if state == "changed"] == changed
 
 
 def test_every_setting_belongs_to_a_stage() -> None:

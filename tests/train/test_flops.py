@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from draftlab.train import flops
 from draftlab.train.batch.packing import pack
-from draftlab.train.flops import StepWork, product_rate
+from draftlab.train.flops import StepWork
 from draftlab.train.metrics import PhaseTimer, Window, speed_line
 from draftlab.train.settings import TrainSettings
 from tests.helpers import synthetic
@@ -65,14 +65,6 @@ def test_attention_counts_two_products_of_each_key_and_their_gradients() -> None
     head = synthetic.head(synthetic.parts())
     none, some = (flops.chain_flops(head, StepWork(10, [6, 4], 6, c)) for c in (0, 5))
     assert some - none == 2 * 3 * 2 * 4 * 8 * 5 * (6 + 4)  # 4 heads of 8
-
-
-def test_the_rate_of_products_in_8_bits_is_twice_that_of_16(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(flops, "matrix_rate", lambda device, dtype: 5.0)
-    rates = [product_rate(p, torch.device("cuda"), torch.bfloat16) for p in ("bfloat16", "fp8")]
-    assert rates == [5.0, 10.0]
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(1e-9, "MFU 0%"), (1e9, "MFU not known")])

@@ -35,6 +35,9 @@ THREADS = {"cpu": 1, "cuda": 6}
 MAX_QUEUED_STEPS = 2
 """Batches whose work may be queued on a GPU: one that runs, one that follows without a gap."""
 
+MAX_ITEMS = 64
+"""Steps for which shards at a URL are downloaded ahead."""
+
 Item = TypeVar("Item")
 _END: Any = object()
 
@@ -218,19 +221,10 @@ def _choose_num_workers(packer: Packer, ranks: Ranks) -> int:
             do="set it to 0, or leave it out",
         )
     if requested is None and ranks.device.type == "cuda" and not reason:
-        return default_num_workers(ranks.local_gpus)
+        # Half of this GPU's share of the CPU cores.
+        cores = len(os.sched_getaffinity(0)) // ranks.local_gpus
+        return max(1, min(MAX_DEFAULT_WORKERS, cores // 2))
     return requested or 0
-
-
-def default_num_workers(num_gpus: int) -> int:
-    """Return the data workers of one GPU: half of its share of this machine's CPU cores."""
-    cores = len(os.sched_getaffinity(0)) // num_gpus
-    return max(1, min(MAX_DEFAULT_WORKERS, cores // 2))
-
-
-Item = TypeVar("Item")
-MAX_ITEMS = 64
-"""Batches for which shards are downloaded ahead."""
 
 
 def fetch_ahead(

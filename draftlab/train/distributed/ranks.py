@@ -89,7 +89,14 @@ class Ranks:
             resolved = torch.device("cuda", local)
             torch.cuda.set_device(resolved)
         if not dist.is_initialized():  # Ray Train has done it
-            dist.init_process_group("nccl" if resolved.type == "cuda" else "gloo")
+            try:
+                dist.init_process_group("nccl" if resolved.type == "cuda" else "gloo")
+            except ValueError as error:  # a variable of the environment is missing
+                raise UserError(
+                    f"{launched} processes were launched, which do not find each other: {error}",
+                    where="the environment variables of the launcher",
+                    do=LAUNCH_HINT,
+                ) from None
         cpu_group = dist.new_group(backend="gloo", timeout=TIMEOUT)
         return cls(dist.get_rank(), launched, resolved, cpu_group)
 

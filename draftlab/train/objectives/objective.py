@@ -45,10 +45,6 @@ class Objective:
     flops: Callable[[DraftHead, StepWork], float] = chain_flops
     own_terms: LossTerms | None = None
 
-    def mean_steps(self, settings: TrainSettings) -> float:
-        """Return the mean number of steps that a position is trained with."""
-        return sum(self.step_shares(settings))
-
     def step_shares(self, settings: TrainSettings) -> list[float]:
         """Return the share of the positions that each step is trained at, if all carry loss."""
         return self.sampling.shares(settings) if self.sampling else [1.0] * settings.ttt_steps
@@ -57,14 +53,6 @@ class Objective:
         """Return `step_weights`; D-PACE gives each row a weight of its own instead of γ^k."""
         gamma = settings.gamma if settings.dpace is None else 1.0
         return self.step_weights(gamma, counts)
-
-    def dense_flops(self, head: DraftHead, settings: TrainSettings, context: float) -> float:
-        """Return the operations of a position if every position carries loss at all its steps.
-
-        Args:
-            context: keys that a position sees on average.
-        """
-        return self.flops(head, StepWork(1, self.step_shares(settings), 1, context))
 
     def loss_terms(self, settings: TrainSettings) -> LossTerms:
         """Return the terms of a row's loss."""
