@@ -87,10 +87,11 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
             "messages": [
                 user("2+2?"),
                 chat_call(
-                    tool_calls=[{"id": "c1", "function": {"name": "add", "arguments": '{"a": 2}'}}]
+                    refusal=None,
+                    tool_calls=[{"id": "c1", "function": {"name": "add", "arguments": '{"a": 2}'}}],
                 ),
                 TOOL_ANSWER | {"tool_call_id": "c1"},
-                assistant("4"),
+                assistant("4", tool_calls=[]),
             ],
             "tools": [{"type": "function", "function": ADD}],
         },

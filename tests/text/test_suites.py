@@ -266,14 +266,6 @@ def test_raw_is_the_tokenizers_default_encoding(tokenizer, tmp_path: Path) -> No
     assert suite.sha256 != load_suite(source, tokenizer, Monitor()).sha256
 
 
-def test_raw_text_keeps_a_default_bos(tmp_path: Path) -> None:
-    def tokenizer(text: str, *, add_special_tokens: bool = True, verbose: bool = True) -> dict:
-        return {"input_ids": [7] * add_special_tokens + [ord(c) for c in text]}
-
-    source = f"gsm8k:{write(tmp_path / 'data.jsonl', [{'question': 'ab'}])}"
-    assert load(source, tokenizer, raw=True) == (("gsm8k/1", (7, 97, 98)),)
-
-
 def test_long_prompts_are_left_out_and_reported(tokenizer, tmp_path: Path) -> None:
     rows = [{"question": "word " * count} for count in (1, 200, 2, 300)]
     source, monitor = f"gsm8k:{write(tmp_path / 'data.jsonl', rows)}", RecordingMonitor()
