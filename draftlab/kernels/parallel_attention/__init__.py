@@ -7,7 +7,7 @@ of its depth j.
 
 The forward pass and the gradients of queries and depth-0 keys use the kernels of
 `ttt_attention/`, which take the rows of each depth as a segment. Tests:
-tests/kernels/test_parallel_attention.py.
+tests/kernels/test_training_attention.py.
 """
 
 from __future__ import annotations

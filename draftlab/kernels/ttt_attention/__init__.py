@@ -5,7 +5,7 @@ document up to its own slot, and to the keys that it computed itself in steps 1.
 where their steps computed them; `StepKeyValues` holds the rows' indices there.
 
 The kernels are in `ttt_attention/triton.py` and `ttt_attention/backward_triton.py`. Tests:
-tests/kernels/test_ttt_attention.py.
+tests/kernels/test_training_attention.py.
 """
 
 from __future__ import annotations
