@@ -98,7 +98,13 @@ def rehearsal_recipe(recipe: Recipe, runs: Path, monitor: Monitor) -> Recipe:
             architecture can be made, or the folder holds something else.
     """
     folder = runs / recipe.name
-    _remove_earlier(folder)
+    if folder.exists() and not (folder / TARGET).is_dir():
+        raise UserError(
+            "expected the folder of an earlier rehearsal, found something else",
+            where=folder,
+            do="move it away, or give the recipe another name: name=other",
+        )
+    shutil.rmtree(folder, ignore_errors=True)
     make_stand_in(recipe, folder / TARGET)
     tree = recipe.model_dump(mode="json")
     changes = REPLACED | {
@@ -125,17 +131,6 @@ def rehearsal_recipe(recipe: Recipe, runs: Path, monitor: Monitor) -> Recipe:
     return parse_recipe(tree)
 
 
-def _remove_earlier(folder: Path) -> None:
-    """Remove an earlier rehearsal's folder; refuse to remove anything else."""
-    if folder.exists() and not (folder / TARGET).is_dir():
-        raise UserError(
-            "expected the folder of an earlier rehearsal, found something else",
-            where=folder,
-            do="move it away, or give the recipe another name: name=other",
-        )
-    shutil.rmtree(folder, ignore_errors=True)
-
-
 def _prompt_changes(recipe: Recipe, monitor: Monitor) -> dict[str, Any]:
     """Return embedded prompts for files of prompts that do not exist yet, and say so."""
     changes: dict[str, Any] = {}
@@ -151,8 +146,13 @@ def _prompt_changes(recipe: Recipe, monitor: Monitor) -> dict[str, Any]:
     if file is None or recipe.prompts.source not in EMBEDDED_PROMPTS:
         changes |= {"prompts.source": str(file or to_train), "prompts.revision": None}
     for source in recipe.eval.suite or ():
-        why = _missing(source) if source.endswith((".jsonl", ".json")) else ""
-        if not why and source not in EMBEDDED_PROMPTS and not source.endswith((".jsonl", ".json")):
+        why, is_file = "", source.endswith((".jsonl", ".json"))
+        if is_file:
+            try:
+                prompt_file(source)
+            except UserError:
+                why = "which does not exist yet"
+        elif source not in EMBEDDED_PROMPTS:
             why = "which needs a network"
         if why:
             monitor.say(f"eval.suite: {to_evaluate} in place of {source}, {why}")
@@ -160,15 +160,6 @@ def _prompt_changes(recipe: Recipe, monitor: Monitor) -> dict[str, Any]:
     if suites != [*(recipe.eval.suite or ())]:
         changes["eval.suite"] = suites
     return changes
-
-
-def _missing(source: str) -> str:
-    """Return that a source of prompts does not exist, or ""."""
-    try:
-        prompt_file(source)
-    except UserError:
-        return "which does not exist yet"
-    return ""
 
 
 def make_stand_in(recipe: Recipe, folder: Path) -> None:

@@ -160,7 +160,7 @@ class UrlFolder:
             files = [entry for entry in entries if entry["type"] == "file"]
             return {entry["name"].rpartition("/")[2]: int(entry["size"]) for entry in files}
 
-        return self._retry(listing, "listing the folder", self.url)
+        return self._retry(listing, "listing the folder")
 
     def check_bucket(self) -> None:
         """Raise a `UserError` if the bucket of an s3:// or gs:// URL does not exist."""
@@ -171,11 +171,11 @@ class UrlFolder:
                 file_system.info(root.partition("/")[0])
 
         if self.url.partition("://")[0].lower() in ("s3", "s3a", "gs", "gcs"):
-            self._retry(look, "reading the bucket", self.url)
+            self._retry(look, "reading the bucket")
 
     def size(self, name: str) -> int:
         """Return the size of a file; −1: there is none."""
-        return self._retry_or(lambda: self._size(name), "reading", name, -1)
+        return self._retry(lambda: self._size(name), "reading", name, -1)
 
     def read(self, name: str) -> bytes | None:
         """Return the content of a small file; None if there is none."""
@@ -185,7 +185,7 @@ class UrlFolder:
             file_system.invalidate_cache()
             return bytes(file_system.cat_file(path))
 
-        return self._retry_or(content, "reading", name, None)
+        return self._retry(content, "reading", name, None)
 
     def download(self, name: str, path: Path, size: int | None, sha256: str | None) -> None:
         """Download a file to `path` and compare its size and SHA-256.
@@ -222,7 +222,7 @@ class UrlFolder:
                 )
             raise OSError(f"received other bytes: SHA-256 {digest}, expected {sha256}")
 
-        self._retry(attempt, "downloading", self.where(name))
+        self._retry(attempt, "downloading", name)
 
     def upload(self, path: Path, name: str) -> None:
         """Upload a file, and verify that the server has its bytes.
@@ -243,7 +243,7 @@ class UrlFolder:
             if difference := self._difference(path, name):
                 raise OSError(difference)
 
-        self._retry(attempt, "uploading", self.where(name))
+        self._retry(attempt, "uploading", name)
 
     def write(self, name: str, content: bytes) -> None:
         """Write a small file, and verify it as `upload` does."""
@@ -271,7 +271,7 @@ class UrlFolder:
                 file_system.pipe_file(path, content)
             return True
 
-        return self._retry(attempt, "writing", self.where(name))
+        return self._retry(attempt, "writing", name)
 
     def _difference(self, path: Path, name: str) -> str | None:
         """Return how the object differs from a file; None if it has the same bytes."""
@@ -292,17 +292,17 @@ class UrlFolder:
         def is_same() -> bool:
             return self._difference(path, name) is None
 
-        if not self._retry_or(is_same, "reading", name, False):
+        if not self._retry(is_same, "reading", name, False):
             self.upload(path, name)
 
     def sha256(self, name: str) -> str | None:
         """Return the hex SHA-256 of a file as it is at the URL; None if there is none."""
-        return self._retry_or(lambda: self._sha256_of_object(name), "reading", name, None)
+        return self._retry(lambda: self._sha256_of_object(name), "reading", name, None)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
         path = self._path(name)
-        self._retry_or(lambda: self._opened[0].rm_file(path), "removing", name, None)
+        self._retry(lambda: self._opened[0].rm_file(path), "removing", name, None)
 
     def _size(self, name: str) -> int:
         file_system = self._opened[0]
@@ -319,29 +319,20 @@ class UrlFolder:
             raise OSError(f"received {received:,} of {expected:,} bytes")
         return digest.hexdigest()
 
-    def _retry_or(self, action: Callable[[], T], doing: str, name: str, absent: A) -> T | A:
-        """Return the result of an action on a file, or `absent` if there is no such file."""
-
-        def attempt() -> T | A:
-            try:
-                return action()
-            except FileNotFoundError:
-                return absent
-
-        return self._retry(attempt, doing, self.where(name))
-
-    def _retry(self, action: Callable[[], T], doing: str, where: str) -> T:
+    def _retry(self, action: Callable[[], T], doing: str, name: str = "", *absent: A) -> T | A:
         """Return the result of an action, which is repeated for `RETRY_S` if it fails.
 
         Args:
             doing: the action, for errors: "uploading".
-            where: the URL.
+            name: of the file; "": the folder.
+            absent: is returned if there is no such file.
 
         Raises:
             UserError: there is no such bucket, the server refuses, or the action raises one itself.
             UnreachableError: the last attempt failed, too.
             OSError: this machine's disk is full or read-only.
         """
+        where = self.where(name) if name else self.url
         started, wait = time.monotonic(), _FIRST_WAIT_S
         while True:
             try:
@@ -349,6 +340,8 @@ class UrlFolder:
             except UserError:
                 raise
             except FileNotFoundError as error:
+                if absent:
+                    return absent[0]
                 raise UserError(
                     f"{doing} failed, since there is no such bucket or folder: "
                     f"{plain_error(error)}",
@@ -411,7 +404,7 @@ class UrlClaim:
     """
 
     def __init__(self, remote: UrlFolder, folder: Path) -> None:
-        self.remote, self._file = remote, folder / CLAIM
+        self.remote, self._file, self.is_held = remote, folder / CLAIM, False
 
     def take(self, purpose: str) -> str:
         """Claim the URL.
@@ -441,7 +434,7 @@ class UrlClaim:
             self.remote.write(CLAIM, content)
         is_ours = former is None or former.get("id") == self._id
         write_json(self._file, own)
-        self.__dict__["_id"] = own["id"]
+        self.__dict__["_id"], self.is_held = own["id"], True
         return "" if is_ours or former is None else _holder(former)
 
     @cached_property
@@ -480,6 +473,7 @@ class UrlClaim:
             self.check()
             self.remote.remove(CLAIM)
         self._file.unlink(missing_ok=True)
+        self.is_held = False
 
 
 def _holder(claim: dict[str, Any]) -> str:

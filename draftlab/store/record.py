@@ -49,7 +49,6 @@ RecordShards = Callable[[Sequence[int]], Iterator[int]]
 """A function that has other processes record shards of the published plan, given by their numbers.
 It yields numbers of tokens as they are computed. It may leave shards out whose process died."""
 
-
 _VISIBLE_S = 2.0
 """Wait before shards without a receipt are handed out again, in seconds. A network file system
 shows what other machines wrote after some time."""
@@ -73,10 +72,8 @@ def record(
     recorded again.
 
     Args:
-        target: the target model.
         samples: in the order in which they are stored.
-        folder: the store's folder.
-        settings: see `RecordSettings`; dtype and boundaries (unless None) must be the identity's.
+        settings: dtype and boundaries (unless None) must be the identity's.
         identity: of the store, with its boundaries chosen (`StoreIdentity.of`).
         monitor: receives what is truncated or dropped, and the progress in tokens.
         open_source: opens what computes the states; required for a `TargetMetadata`, and by

@@ -171,7 +171,6 @@ class RemoteShardFiles(ShardFiles):
     ) -> None:
         self.address, self.remote, self._cache = url, UrlFolder(url), cache
         self._claim = None if folder is None else UrlClaim(self.remote, folder)
-        self._is_claimed = False
         # A reader repeats what `fetch` fails to download, and waits for it until then.
         self._ahead = UrlFolder(url)
         self._ahead.cancelled.set()
@@ -223,16 +222,14 @@ class RemoteShardFiles(ShardFiles):
     def claim(self, plan: str) -> str:
         if self._claim is None:
             raise ValueError("a recording needs the store's folder")
-        former, self._is_claimed = self._claim.take(plan), True
-        return former
+        return self._claim.take(plan)
 
     def release(self) -> None:
-        if self._claim is not None and self._is_claimed:
+        if self._claim is not None and self._claim.is_held:
             self._claim.release()
-            self._is_claimed = False
 
     def publish(self, folder: Path) -> None:
-        if self._claim is not None and self._is_claimed:
+        if self._claim is not None and self._claim.is_held:
             self._claim.check()
         for name in METADATA:
             if (folder / name).is_file():

@@ -254,11 +254,6 @@ class Store:
         _, tensors, window = self._locate(index, {})
         return tensors["tokens"][window].long(), tensors["spans"][window].long()
 
-    def raw_tensors(self, index: int) -> dict[str, Tensor]:
-        """Return a record's rows of every tensor of its shard, which must not be changed."""
-        _, tensors, window = self._locate(index, {})
-        return {name: tensors[name][window] for name in sorted(tensors.keys() - {"offsets"})}
-
     def verify(self, numbers: Iterable[int] | None = None) -> None:
         """Check the hashes of shards, each at most once.
 

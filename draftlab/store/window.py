@@ -101,13 +101,10 @@ class WindowFeed(Protocol):
     """
 
     def begin(self, finished_groups: int) -> None:
-        """Have the groups behind the finished ones made, on rank 0."""
+        """Begin to make the groups behind the finished ones, on rank 0."""
 
     def wait(self, group: int) -> bool:
-        """Wait until the shards of a group and of all groups before it are there.
-
-        Returns:
-            Whether they were not there yet.
+        """Wait for the shards of all groups up to this one; return whether any was missing.
 
         Raises:
             UserError: making them failed.

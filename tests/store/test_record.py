@@ -160,15 +160,6 @@ def test_too_little_disk_is_refused(
     assert [p.name for p in tmp_path.iterdir()] == [receipts.LOCK]
 
 
-def test_a_second_recorder_is_refused(target: Target, tmp_path: Path) -> None:
-    class NestedRecorder(Monitor):
-        def progress(self, *_: object) -> None:
-            with pytest.raises(UserError, match="another process"):
-                record_store(target, tmp_path)
-
-    record_store(target, tmp_path, monitor=NestedRecorder())
-
-
 def test_no_sample_is_longer_than_the_target_has_positions(target: Target, tmp_path: Path) -> None:
     samples = [*make_samples(4), Sample("long", (1,) * 70, (0,) * 10 + (1,) * 60)]
     hashes = []

@@ -48,13 +48,6 @@ def test_a_record_over_the_limit_has_an_early_pass_of_its_own(padded: bool) -> N
     assert cut_batches([5000, 1000, 6000], 1000, padded=padded) == [[2], [0], [1]]
 
 
-def test_padding_is_a_few_percent_of_ragged_conversations() -> None:
-    generator = np.random.default_rng(0)
-    lengths = np.clip(generator.lognormal(6.6, 0.7, 40), 30, 4096).astype(int).tolist()
-    batches = cut_batches(lengths, 8192, padded=True)
-    assert sum(lengths) / padded_tokens(lengths, batches) > 0.93
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_records_side_by_side_fill_passes_evenly(seed: int) -> None:
     lengths = conversation_lengths(seed)
