@@ -49,7 +49,7 @@ def _of_rows(report: Report, rows: Sequence[Row], row: Row, at: str, suite: str)
     conditions = fmt.conditions_text(row.temperature, row.draft_probs, _batch(row))
     where, name = f"{at} {conditions} and K = {row.k}", Path(row.head or "the head").name
     if row.speedup is None or row.speedup_ci is None:
-        length = fmt.number(row.acceptance_length, 2)
+        length = fmt.with_interval(row.acceptance_length, row.acceptance_length_ci)
         return f"{where} {name} has AL {length}{suite and f' on {suite[4:]}'}; {_no_verdict(rows)}."
     low, high = row.speedup_ci
     effect = {

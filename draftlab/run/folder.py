@@ -291,7 +291,7 @@ def find_run(name: str | None) -> Path:
         found = "a folder without recipe.yaml" if there[0].is_dir() else "a file"
     names = sorted({path.parent.name for path in RUNS.glob("*/recipe.yaml")} - {LATEST})
     raise UserError(
-        f"expected a run, found {found}" if name else "there is no run yet",
+        "there is no run yet" if name is None else f"expected a run, found {found}",
         where=name or RUNS,
         do=f"the runs here are: {', '.join(names)}"
         if names

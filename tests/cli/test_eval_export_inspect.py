@@ -209,6 +209,7 @@ def test_a_broken_suite_leaves_the_run_unchanged(folder: Path) -> None:
         (("train", "small.yaml", "--ofrce"), "error: No such option: --ofrce"),
         (("store", "merge"), "`draftlab store merge --help` explains what it takes"),
         (("train", "small.yaml", "prompts.source=toy", "name=x"), "conversations, found a folder"),
+        (("eval", "--run", ""), "expected a run, found "),
         (("eval", "--suite", "toy"), "expected a prompt suite or a file, found a folder"),
         (("inspect", "toy/tokenizer"), "expected a run, found a folder without recipe.yaml"),
         (

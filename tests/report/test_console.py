@@ -97,6 +97,10 @@ def test_warnings_come_last_and_once_and_markup_is_text() -> None:
         "-  6 prompts are few [bold]",
         "-  [/] odd (T = 0, [red]h[/red])",
     ]
+    console = Console(file=io.StringIO(), width=100)
+    print_report(sample.report(rows), console, [f"a head: {few}", "a full disk"])
+    assert console.file.getvalue().count(few) == 1
+    assert "a full disk" in console.file.getvalue()
 
 
 def test_the_table_names_the_heads() -> None:

@@ -166,9 +166,3 @@ def test_a_report_of_one_head_has_nothing_of_others() -> None:
     shown = sections(of_head(report, "mine"))
     assert "rival" not in str(shown)
     assert "mine" in str(shown)
-
-
-def test_a_command_ends_with_all_its_warnings() -> None:
-    one = sample.report([sample.row(warnings=["few prompts"])])
-    found = sections(one, said=["K = 3: few prompts", "a full disk"])
-    assert [s.text for s in found if s.kind == "warning"] == [["few prompts", "a full disk"]]
