@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -21,7 +20,7 @@ def merge(
         list[str],
         typer.Argument(help="Recorded stores: folders or URLs.", metavar="STORE…"),
     ],
-    out: Annotated[Path, typer.Option(help="Folder to write.")],
+    out: Annotated[str, typer.Option(help="Folder to write.", metavar="FOLDER")],
     debug: Debug = False,
 ) -> None:
     """Write a store with all records of several stores.
@@ -32,20 +31,15 @@ def merge(
         from draftlab.store.merge import merge as merge_stores
         from draftlab.store.store import Store
 
-        _check_folder(out)
-        merged = merge_stores([Store.open(path) for path in stores], out, monitor)
+        if "://" in out:
+            raise UserError(
+                f"expected a folder on this machine, found the URL {out}",
+                where="--out",
+                do="write a folder, and copy it to the URL",
+            )
+        merged = merge_stores([Store.open(path) for path in stores], Path(out), monitor)
         counts = merged.manifest.counts
         monitor.say(
             f"{merged.address}: {count_text(counts.records, 'record')}, {counts.tokens:,} tokens, "
             f"{count_text(len(merged.manifest.shards), 'shard')}"
-        )
-
-
-def _check_folder(out: Path) -> None:
-    """Check that the folder of a new store is no URL, whose slashes a path has joined."""
-    if re.match(r"[a-zA-Z][a-zA-Z0-9+.-]+:/", str(out)):
-        raise UserError(
-            f"expected a folder on this machine, found the URL {str(out).replace(':/', '://', 1)}",
-            where="--out",
-            do="write a folder, and copy it to the URL",
         )

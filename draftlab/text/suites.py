@@ -40,7 +40,6 @@ from draftlab.text.prompts import (
 )
 from draftlab.text.settings import PromptSettings
 
-_SPLITS = ("train", "test", "validation", "dev")
 # SPEED-Bench writes this into prompts that its prepare script has not filled in.
 _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
@@ -98,11 +97,11 @@ class BenchmarkSource:
     subset: str | None
     category: str | None
 
-    def files(self) -> list[Path] | None:
-        """Return the local files, sorted; None for the Hub.
+    def file(self) -> Path | None:
+        """Return the local file; None for the Hub.
 
         Raises:
-            UserError: there are no such files, or it is ambiguous which ones are meant.
+            UserError: there is no such file, or it is ambiguous which one is meant.
         """
         if self.path is None:
             if self.layout.hub is None:
@@ -119,7 +118,7 @@ class BenchmarkSource:
                     where=self.path,
                     do="give a file of one of these kinds, or a folder with them",
                 )
-            return [self.path]
+            return self.path
         if not self.path.is_dir():
             raise UserError(
                 f"expected a file or folder of {self.name}, found neither",
@@ -131,36 +130,19 @@ class BenchmarkSource:
             for file in self.path.rglob("*")
             if file.suffix in FORMATS and file.name != "dataset_infos.json" and file.is_file()
         )
-        if self.subset:
-            return self._choose_subset(files)
-        return self._choose_split(files)
-
-    def _choose_subset(self, files: list[Path]) -> list[Path]:
-        matches = [file for file in files if file.stem == self.subset]
+        matches = [file for file in files if self.subset in (None, file.stem)]
         if len(matches) == 1:
-            return matches
+            return matches[0]
+        names = ", ".join(str(file.relative_to(self.path)) for file in files[:8])
+        expected, do = "one file", f"name the file: {self.name}:FILE"
+        if self.subset:
+            expected = f"one file for the subset {self.subset}"
+            do = f"name the subset: {self.name}:{self.path}#SUBSET"
         raise UserError(
-            f"expected one file for the subset {self.subset}, found {len(matches)} in "
-            f"{_names(files, self.path)}",
+            f"expected {expected}, found {len(matches)} in {names or 'no such file'}"
+            + ", …" * (len(files) > 8),
             where=self.path,
-            do=f"name the subset: {self.name}:{self.path}#SUBSET",
-        )
-
-    def _choose_split(self, files: list[Path]) -> list[Path]:
-        """Return the files of the layout's configuration (a subfolder) and split."""
-        config, split = self.layout.config, self.layout.split
-        matches = [f for f in files if config in f.relative_to(self.path).parts] or files
-        named_by_split = [f for f in matches if f.stem.split("-")[0] in _SPLITS]
-        if named_by_split:
-            matches = [f for f in named_by_split if f.stem.split("-")[0] == split]
-        if len(matches) == 1 or (matches and named_by_split):
-            return matches
-        expected = " ".join(filter(None, (config, split))) or "test"
-        raise UserError(
-            f"expected one file, or files of the split {expected} ({split or 'test'}-*), found "
-            f"{_names(files, self.path)}",
-            where=self.path,
-            do=f"name the file: {self.name}:FILE",
+            do=do,
         )
 
 
@@ -228,24 +210,23 @@ def read_rows(source: BenchmarkSource) -> list[tuple[str, str | None, str]]:
 
 def _rows(source: BenchmarkSource) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each row after its location for error messages."""
-    layout, files = source.layout, source.files()
-    if files is None:
-        hub = Source(source.name, str(layout.hub), str(layout.split), layout.config)
-        sources = {hub: f"give a local copy: {source.name}:PATH"}
+    layout, file = source.layout, source.file()
+    if file is None:
+        one = Source(source.name, str(layout.hub), str(layout.split), layout.config)
+        alternative = f"give a local copy: {source.name}:PATH"
     else:
-        sources = {Source(source.name, str(file)): "" for file in files}
-    for one, alternative in sources.items():
-        for number, row in enumerate(rows_of(one, alternative), 1):
-            where = f"{one.path}:{number}"
-            if isinstance(row, dict):
-                yield where, row
-            elif not isinstance(row, bytes) or row.strip():
-                found = f"{row[:60]!r}" if isinstance(row, bytes) else type(row).__name__
-                raise UserError(
-                    f"expected a JSON object a row, found {found}",
-                    where=where,
-                    do="correct the row, or remove it",
-                )
+        one, alternative = Source(source.name, str(file)), ""
+    for number, row in enumerate(rows_of(one, alternative), 1):
+        where = f"{one.path}:{number}"
+        if isinstance(row, dict):
+            yield where, row
+        elif not isinstance(row, bytes) or row.strip():
+            found = f"{row[:60]!r}" if isinstance(row, bytes) else type(row).__name__
+            raise UserError(
+                f"expected a JSON object a row, found {found}",
+                where=where,
+                do="correct the row, or remove it",
+            )
 
 
 def _first_turn(source: BenchmarkSource, row: dict[str, Any], where: str) -> str:
@@ -272,11 +253,6 @@ def _first_turn(source: BenchmarkSource, row: dict[str, Any], where: str) -> str
             do="fill in the prompts with SPEED-Bench's own prepare script first",
         )
     return turn
-
-
-def _names(files: list[Path], folder: Path) -> str:
-    names = [str(file.relative_to(folder)) for file in files[:8]]
-    return ", ".join(names) + (", …" if len(files) > 8 else "") or "no such file"
 
 
 NO_TEMPLATE = "none (raw text)"
@@ -462,13 +438,13 @@ def _categories(conversations: Sequence[Conversation], *, by_mode: bool = False)
 
 
 def suite_sha256(source: str) -> str | None:
-    """Return the SHA-256 of a suite's files; None for a data set on the Hub."""
+    """Return the SHA-256 of a suite's file; None for a data set on the Hub."""
     benchmark = parse_benchmark(source)
     if benchmark is None:
         _check_known(source)
         return known_sha256(prompt_file(source))
-    files = benchmark.files()
-    return None if files is None else sha256_text(canonical_json([known_sha256(f) for f in files]))
+    file = benchmark.file()
+    return None if file is None else sha256_text(canonical_json([known_sha256(file)]))
 
 
 def _check_known(source: str) -> None:

@@ -123,20 +123,13 @@ def test_a_subset_of_speed_benchs_folder_and_a_category_of_it(tokenizer, tmp_pat
         load(f"{source}#throughput_8k", tokenizer)
 
 
-def test_a_data_sets_folder_is_read_by_configuration_and_split(tokenizer, tmp_path: Path) -> None:
-    folder = tmp_path / "main" / "gsm8k"  # parents of the folder name no configuration
-    write(folder / "main" / "test-00000-of-00001.parquet", GSM8K[:1])
-    write(folder / "main" / "train-00000-of-00001.parquet", GSM8K[1:])
-    write(folder / "socratic" / "test-00000-of-00001.parquet", GSM8K[1:])
-    write(folder / "dataset_infos.json", [{"no": "row"}])
-    assert load(f"gsm8k:{folder}", tokenizer) == (
-        ("gsm8k/1", prompt(tokenizer, GSM8K[0]["question"])),
-    )
-    one, two = (write(tmp_path / "two" / name, GSM8K) for name in ("a.jsonl", "b.jsonl"))
-    with pytest.raises(UserError, match=r"one file, or files of the split main test .*a\.jsonl, b"):
-        load(f"gsm8k:{one.parent}", tokenizer)
-    two.unlink()
-    assert len(load(f"gsm8k:{one.parent}", tokenizer)) == 2
+def test_a_folder_with_one_file_is_read(tokenizer, tmp_path: Path) -> None:
+    write(tmp_path / "main" / "test-00000-of-00001.parquet", GSM8K)
+    write(tmp_path / "dataset_infos.json", [{"no": "row"}])
+    assert len(load(f"gsm8k:{tmp_path}", tokenizer)) == 2
+    write(tmp_path / "other.jsonl", GSM8K)
+    with pytest.raises(UserError, match=r"one file, found 2 in main/test-0.*, other\.jsonl"):
+        load(f"gsm8k:{tmp_path}", tokenizer)
 
 
 PLACEHOLDER = user("FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE")
