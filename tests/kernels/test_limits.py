@@ -71,22 +71,6 @@ def test_top_p_off_drops_nothing_beside_top_k() -> None:
     assert int((target_probabilities(logits, rows((1.0, 2000, 1.0))) > 0).sum()) == 2000
 
 
-def test_greedy_ties_go_to_the_lowest_id() -> None:
-    logits = torch.tensor([[0.0, 3.0, 1.0, 3.0, 3.0]])
-    assert sample_token(logits, torch.tensor([1]), rows((0.0, 0, 1.0))).tolist() == [1]
-    for draft, accepted in ((1, 1), (3, 0), (4, 0)):
-        verdict = verify(
-            logits[:, None].expand(1, 2, 5),
-            torch.tensor([[draft]]),
-            torch.tensor([1]),
-            None,
-            torch.tensor([1]),
-            rows((0.0, 0, 1.0)),
-        )
-        assert (verdict.accepted.tolist(), verdict.emitted.tolist()) == ([accepted], [1])
-        assert verdict.probability.tolist() == [[float(accepted)]]
-
-
 def test_nothing_left_to_recover_from_falls_back_to_p() -> None:
     """q ≥ p everywhere up to rounding, and a rejection all the same: p itself is then exact."""
     logits = torch.tensor([1.0, 0.0, -1.0]).expand(2000, 2, 3)

@@ -1,4 +1,4 @@
-"""The verification kernels emit the reference's tokens, in Triton's interpreter and on a GPU.
+"""The kernels of verification and sampling emit the reference's tokens, interpreted and on a GPU.
 
 `test_lossless.py` shows that the reference and, with `-m gpu`, the kernels are lossless.
 """
@@ -10,13 +10,19 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from draftlab.kernels import noise
+from draftlab.kernels import noise, sampling
 from draftlab.kernels.noise import Purpose
-from draftlab.kernels.sampling import sample_draft, sample_token
-from draftlab.kernels.sampling.types import DraftDistribution, VerifyResult
+from draftlab.kernels.sampling import argmax_draft, sample_draft, sample_token
+from draftlab.kernels.sampling.types import (
+    DraftDistribution,
+    SamplingMetadata,
+    VerifyResult,
+    draft_index,
+)
 from draftlab.kernels.verify import verify
-from tests.helpers.gpu import to_device
+from tests.helpers.gpu import on_gpu, to_device
 from tests.helpers.interpreter import (
     INTERPRETED,
     inside,
@@ -24,7 +30,6 @@ from tests.helpers.interpreter import (
     kernel_cases,
     on_kernels,
 )
-from tests.helpers.verify_cases import make_batch, make_keys
 
 test_in_the_interpreter = interpreter_test(__file__)
 
@@ -44,6 +49,64 @@ if INTERPRETED:
         tl.store(uniform, noise_triton.keyed_uniform(seed, prompt, position, PURPOSE))
         token = tl.arange(0, SIZE)
         tl.store(exponential + token, noise_triton.exponential(key, token.to(tl.int64)))
+
+
+TEMPERATURES = (0.0, 0.7, 1.0, 1.5, 0.01, 5.0)
+
+
+def make_keys(count: int, *, limited: bool = False, seed: int = 0) -> SamplingMetadata:
+    """Return rows of all temperatures in turn; `limited`: some with top-k, some with top-p."""
+    generator = torch.Generator().manual_seed(seed)
+    row = torch.arange(count)
+    return SamplingMetadata(
+        torch.tensor(TEMPERATURES)[row % len(TEMPERATURES)],
+        row % 3 * 20 * limited,
+        1.0 - (row % 4 == 1) * 0.3 * limited,
+        torch.randint(0, 99, (count,), generator=generator),
+        torch.randint(-(2**62), 2**62, (count,), generator=generator),
+    )
+
+
+def make_batch(
+    count: int,
+    k: int,
+    vocab: int,
+    size: int,
+    dtype: torch.dtype = torch.float32,
+    *,
+    limited: bool = False,
+    seed: int = 0,
+    noise: float = 0.3,
+) -> tuple[Tensor, Tensor, Tensor, DraftDistribution | None, Tensor, SamplingMetadata]:
+    """Return arguments of `verify` for a target and a head that approximates it.
+
+    Each sixth row drafts its argmax at every temperature. Rows have 0 to K drafts, mostly K.
+
+    Args:
+        size: of the draft vocabulary.
+        noise: standard deviation of the difference between head and target logits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    logits = (torch.randn(count, k + 1, vocab, generator=generator) * 3).to(dtype)
+    ids = torch.randperm(vocab, generator=generator)[:size].sort().values
+    head = logits[:, :k, ids].float() + torch.randn(count, k, size, generator=generator) * noise
+    keys = make_keys(count, limited=limited, seed=seed)
+    positions = torch.randint(1, 999, (count,), generator=generator)
+    row = torch.arange(count)
+    sampled = (keys.temperature > 0) & (row // len(TEMPERATURES) % 3 > 0)
+    number = (row % (2 * k + 1)).clamp(max=k)
+    if k == 0:
+        return logits, positions.new_empty(count, 0), number, None, positions, keys
+    head = head.to(dtype)
+    settings = keys.temperature, sampled
+    index, log_sums = zip(
+        *(sampling.sample_draft(head[:, i], positions + i, keys, *settings) for i in range(k)),
+        strict=True,
+    )
+    distribution = DraftDistribution(
+        head, torch.stack(log_sums, 1), *settings, ids, draft_index(ids, vocab)
+    )
+    return logits, ids[torch.stack(index, 1)], number, distribution, positions, keys
 
 
 @pytest.fixture(autouse=True)
@@ -247,8 +310,10 @@ def test_ties_go_to_the_lowest_id() -> None:
         result = check(logits, torch.tensor(drafts)[:, None], number, None, positions, keys)
         assert result.accepted.tolist() == accepted
         assert result.emitted.tolist() == [300, 5]
+        assert result.probability[:, 0].tolist() == accepted
     flat = logits[:, 0]
-    assert sample_token.triton(flat, positions, keys).tolist() == [300, 5]
+    for operation in (sample_token.reference, sample_token.triton):
+        assert operation(flat, positions, keys).tolist() == [300, 5]
     sampled = torch.zeros(2, dtype=torch.bool)
     drafted, _ = sample_draft.triton(flat, positions, keys, torch.ones(2), sampled)
     assert drafted.tolist() == [300, 5]
@@ -297,3 +362,82 @@ def test_broken_logits_still_give_a_token(device: str) -> None:
         assert result.emitted[1::4].tolist() == [0] * 6
         assert bool((result.emitted[3::4][result.accepted[3::4] == 0] == 17).all())
         assert first[3::4].tolist() == [17] * 6
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_drafts(dtype: torch.dtype) -> None:
+    """Drafts may be ids, use the noise of later positions and be written into tensors."""
+    generator = torch.Generator().manual_seed(6)
+    logits = (torch.randn(24, 1003, generator=generator) * 3).to(dtype)
+    keys, positions = make_keys(24), torch.arange(24)
+    ids = torch.randint(0, 2**40, (1003,), generator=generator)
+    sampled = torch.arange(24) // len(TEMPERATURES) % 2 == 0
+    for temperature in (keys.temperature, torch.full((24,), 0.6)):
+        settings = keys, temperature, sampled
+        index, log_sum = sample_draft.reference(logits, positions + 5, *settings)
+        assert torch.equal(index[~sampled], logits.argmax(-1)[~sampled])
+        assert not torch.equal(index[sampled], logits.argmax(-1)[sampled])
+        drafts, log_sums = sample_draft.triton(logits, positions + 5, *settings)
+        assert torch.equal(drafts, index)
+        torch.testing.assert_close(log_sums, log_sum)
+        for operation in (sample_draft.reference, sample_draft.triton):
+            out = torch.zeros(3, 24, dtype=torch.int64), torch.zeros(3, 24)
+            rows = out[0][1], out[1][1]
+            returned = operation(logits, positions, *settings, ids=ids, offset=5, out=rows)
+            assert all(a is b for a, b in zip(returned, rows, strict=True))
+            assert torch.equal(rows[0], ids[index])
+            torch.testing.assert_close(rows[1], log_sum)
+            assert not any(each[[0, 2]].any() for each in out)
+
+
+@inside
+def test_confidence_is_the_logit_of_the_largest_probability() -> None:
+    logits = torch.randn(24, 1003, generator=torch.Generator().manual_seed(3)) * 4
+    logits[0, 700], logits[1] = 99.0, 0.0
+    keys, sampled = make_keys(24), torch.arange(24) % 2 == 0
+    temperature = keys.temperature
+    divisor = temperature.where(temperature > 0, 1.0)[:, None]
+    expected = (logits / divisor).double().softmax(-1).amax(-1).logit().clamp(max=15.95)
+    for operation in (sample_draft.reference, sample_draft.triton):
+        confidence = torch.zeros(24)
+        operation(logits, torch.arange(24), keys, temperature, sampled, confidence=confidence)
+        torch.testing.assert_close(confidence.double(), expected, rtol=1e-3, atol=1e-3)
+
+
+@inside
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_argmax_drafts(dtype: torch.dtype) -> None:
+    logits = torch.randn(9, 1003, generator=torch.Generator().manual_seed(10)).to(dtype)
+    logits[0, [77, 600, 1002]] = 30.0  # ties, in a block and across
+    logits[1] = float("-inf")
+    ids = 5 * torch.arange(1003) + 2
+    out = torch.zeros(2, 9, dtype=torch.int64)
+    for operation in (argmax_draft.reference, argmax_draft.triton):
+        assert torch.equal(operation(logits), logits.argmax(-1))
+        operation(logits, ids=ids, out=out[1])
+        assert out[1].tolist() == (5 * logits.argmax(-1) + 2).tolist()
+        assert out[1, :2].tolist() == [5 * 77 + 2, 2]
+        out.zero_()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_drafts_at_real_sizes(rows: int, dtype: torch.dtype, device: str) -> None:
+    """Drafts of 32,000 are the CPU reference's, but for races that rounding decides."""
+    generator = torch.Generator().manual_seed(rows)
+    logits = (3 * torch.randn(rows, 32_000, generator=generator)).to(dtype)
+    ids = torch.randperm(128_256, generator=generator)[:32_000].sort().values
+    positions = torch.randint(0, 8128, (rows,), generator=generator)
+    temperature = torch.rand(rows, generator=generator) + 0.1
+    sampled = torch.rand(rows, generator=generator) < 0.8
+    arguments = logits, positions, make_keys(rows), temperature, sampled
+    expected, log_sum = sample_draft(*arguments, ids=ids, offset=5)
+    out = torch.zeros(3, rows, dtype=torch.int64), torch.zeros(3, rows)
+    logits, ids, arguments, out = to_device((logits, ids, arguments, out), device)
+    sample_draft(*arguments, ids=ids, offset=5, out=(out[0][1], out[1][1]))
+    assert not out[0][::2].any()
+    assert (out[0][1].cpu() == expected).float().mean() > 0.95
+    torch.testing.assert_close(out[1][1].cpu(), log_sum, rtol=1e-5, atol=1e-4)
+    assert torch.equal(argmax_draft(logits, ids=ids), ids[logits.argmax(-1)])

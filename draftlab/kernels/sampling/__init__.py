@@ -5,7 +5,7 @@
 
 A token is drawn by an exponential race over keyed noise (`noise/`), so the same key draws the
 same token on every device. Tests: tests/kernels/test_limits.py (p by its definition),
-tests/kernels/test_sampling_triton.py (the kernels of `sampling/triton.py`).
+tests/kernels/test_verify_triton.py (the kernels of `sampling/triton.py`).
 """
 
 from __future__ import annotations
