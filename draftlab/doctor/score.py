@@ -16,7 +16,7 @@ from torch import Tensor
 from draftlab.doctor.hypotheses import HeadVariant
 from draftlab.doctor.target_session import ScoringSet
 from draftlab.engine.counters import Counters
-from draftlab.evaluate.statistics import acceptance_interval
+from draftlab.evaluate.metrics import acceptance_interval
 from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
 from draftlab.train.batch.loss_rows import loss_reach

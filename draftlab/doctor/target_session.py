@@ -14,7 +14,7 @@ from torch import Tensor
 from draftlab.doctor.hypotheses import HeadVariant
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.evaluate.statistics import repetition_rate
+from draftlab.evaluate.metrics import repetition_rate
 from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import target_config
 from draftlab.run.api import HELD_OUT

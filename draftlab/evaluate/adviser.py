@@ -27,8 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from draftlab.evaluate.headline import drafting_pays
-from draftlab.evaluate.results import Row, Timing
+from draftlab.evaluate.results import Row, Timing, drafting_pays
 
 Shape = tuple[int, int]
 """(batch, K)."""

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from draftlab.evaluate.adviser import Shape, conditions
 from draftlab.evaluate.decoding_config import NamedHead
-from draftlab.evaluate.headline import drafting_pays
-from draftlab.evaluate.results import Row
+from draftlab.evaluate.results import Row, drafting_pays
 from draftlab.evaluate.self_check import failure_message
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.intervals import MIN_INTERVAL_PROMPTS

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.evaluate.headline import fastest_k
-from draftlab.evaluate.results import Report
+from draftlab.evaluate.results import Report, fastest_k
 from draftlab.export.destination import atomic_folder, check_destination
 from draftlab.export.launch_text import cached_target_text, readme_text, template_text
 from draftlab.export.layout import (

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from draftlab.evaluate.headline import headlines
-from draftlab.evaluate.results import CategoryResult, Report, Row
+from draftlab.evaluate.results import CategoryResult, Report, Row, headlines
 from draftlab.formatting import p_text
 from draftlab.report import formatting as fmt
 from draftlab.report.conditions import row_labels

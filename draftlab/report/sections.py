@@ -7,8 +7,7 @@ from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.evaluate.calibration.result import Calibration
-from draftlab.evaluate.headline import headlines, speed
-from draftlab.evaluate.results import Report, Row
+from draftlab.evaluate.results import Report, Row, headlines, speed
 from draftlab.report import details
 from draftlab.report import formatting as fmt
 from draftlab.report.conditions import report_conditions, row_labels, split_conditions

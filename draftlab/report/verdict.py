@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from draftlab.evaluate.headline import drafting_pays, headlines
-from draftlab.evaluate.results import Report, Row
+from draftlab.evaluate.results import Report, Row, drafting_pays, headlines
 from draftlab.formatting import count_text
 from draftlab.intervals import MIN_INTERVAL_PROMPTS
 from draftlab.report import formatting as fmt

@@ -49,7 +49,7 @@ from random_heads import chosen_subjects
 from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.evaluate.statistics import acceptance_interval
+from draftlab.evaluate.metrics import acceptance_interval
 from draftlab.export.layout import Layout
 from draftlab.heads.family import get_family
 from draftlab.intervals import bootstrap_interval

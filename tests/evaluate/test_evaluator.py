@@ -14,7 +14,7 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.kv_pool import draft_kv_bytes
 from draftlab.engine.sampling import Generation
 from draftlab.errors import UserError
-from draftlab.evaluate import measure
+from draftlab.evaluate import workload
 from draftlab.evaluate.certificate import certify as certify_module
 from draftlab.evaluate.certificate.result import Certificate, Sampled, SamplingTest
 from draftlab.evaluate.decoding_config import NamedHead
@@ -243,13 +243,13 @@ def test_all_arms_share_one_kv_pool(
     target: Target, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pools = []
-    new_pool = measure.new_kv_pool
+    new_pool = workload.new_kv_pool
 
     def record(*arguments: Any, **options: Any) -> PagedCache:
         pools.append(options | {"pool": new_pool(*arguments, **options)})
         return pools[-1]["pool"]
 
-    for module in (measure, engine_module):
+    for module in (workload, engine_module):
         monkeypatch.setattr(module, "new_kv_pool", record)
     evaluate(target, head, k=[2, 3], temperatures=[0, 0.8], timing_batches=[1, 5])
     (one,) = pools

@@ -16,8 +16,8 @@ from scipy import stats
 
 from draftlab.engine.counters import Counters
 from draftlab.errors import UserError
+from draftlab.evaluate.metrics import acceptance_interval, repetition_rate
 from draftlab.evaluate.results import SCHEMA_VERSION, Lossless, Report, Row
-from draftlab.evaluate.statistics import acceptance_interval, repetition_rate
 from draftlab.intervals import bootstrap_interval, expanded_interval, ratio_interval
 from tests.helpers import sample_report as sample
 

@@ -12,6 +12,7 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.decoding_config import NamedHead
+from draftlab.evaluate.evaluator import new_rows
 from draftlab.evaluate.metrics import (
     Decoded,
     acceptance_fields,
@@ -21,7 +22,6 @@ from draftlab.evaluate.metrics import (
     without_disturbed,
 )
 from draftlab.evaluate.results import Timing
-from draftlab.evaluate.rows import new_rows
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import TimedRun
 from draftlab.evaluate.workload import EngineResults, Workload

@@ -10,10 +10,9 @@ import pytest
 
 from draftlab.errors import UserError
 from draftlab.evaluate.evaluator import EvalSettings, Evaluator, NamedHead
-from draftlab.evaluate.measure import measure_draftlab
 from draftlab.evaluate.results import Report
 from draftlab.evaluate.vllm_compare import check_settings
-from draftlab.evaluate.workload import EngineResults, Workload
+from draftlab.evaluate.workload import EngineResults, Workload, measure_draftlab
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
 from draftlab.report.conditions import row_labels

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from draftlab.evaluate.headline import fastest_k
-from draftlab.evaluate.results import Report, Row
+from draftlab.evaluate.results import Report, Row, fastest_k
 from draftlab.export.write import served_k, write_export
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS, load_config

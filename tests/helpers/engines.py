@@ -15,7 +15,7 @@ from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling, sampling_metadata
 from draftlab.engine.step import Verifier
-from draftlab.evaluate.certificate.gtest import g_test
+from draftlab.evaluate.certificate.exact import g_test
 from draftlab.kernels.sampling import target_probabilities
 from draftlab.kernels.sampling.types import SamplingMetadata
 from draftlab.kernels.verify import verify

@@ -21,7 +21,7 @@ from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.draft_sampler import Proposal
 from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.head_pass import PassLayout
-from draftlab.evaluate.certificate.gtest import g_test
+from draftlab.evaluate.certificate.exact import g_test
 from draftlab.kernels import sampling as sampling_module
 from draftlab.kernels import verify as verify_module
 from draftlab.kernels.sampling.types import SamplingMetadata, VerifyResult

@@ -9,8 +9,8 @@ import numpy as np
 
 from draftlab.engine.counters import Counters
 from draftlab.evaluate.adviser import advise
+from draftlab.evaluate.metrics import acceptance_interval
 from draftlab.evaluate.results import Report, Row, Timing
-from draftlab.evaluate.statistics import acceptance_interval
 
 PLAIN_MS = 9.84
 """TPOT without drafting."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from draftlab.evaluate.headline import speed
-from draftlab.evaluate.results import Lossless, Report, SelfCheck
+from draftlab.evaluate.results import Lossless, Report, SelfCheck, speed
 from draftlab.report.section import Section
 from draftlab.report.sections import of_head, sections
 from tests.helpers import sample_report as sample

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from draftlab.evaluate.headline import drafting_pays
-from draftlab.evaluate.results import Report, Row
+from draftlab.evaluate.results import Report, Row, drafting_pays
 from draftlab.evaluate.warnings import row_warnings
 from draftlab.report.verdict import title, verdicts
 from tests.helpers import sample_report as sample

@@ -9,11 +9,18 @@ import numpy as np
 from scipy.special import expit
 
 from draftlab.errors import UserError
-from draftlab.evaluate.calibration import error, fit, savings
+from draftlab.evaluate.calibration import error, fit
 from draftlab.evaluate.calibration.blocks import DraftBlocks
-from draftlab.evaluate.calibration.result import CalibratedPosition, Calibration, Source
-from draftlab.intervals import MIN_INTERVAL_PROMPTS
+from draftlab.evaluate.calibration.result import CalibratedPosition, Calibration, Saving, Source
+from draftlab.evaluate.workload import EngineResults, Workload
+from draftlab.files import known_sha256
+from draftlab.heads.folder import WEIGHTS
+from draftlab.intervals import MIN_INTERVAL_PROMPTS, ratio_interval, sums_by_prompt
 
+THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
+LARGEST_LOSS = 0.02
+"""Share of the accepted drafts that the chosen cutoff loses at most."""
+CUTOFFS = np.arange(0.0, 1.0, 0.01)
 MIN_BLOCKS = 100
 """Fewest blocks of each half: fewer say nothing about any bin."""
 
@@ -91,16 +98,14 @@ def calibrate(blocks: DraftBlocks, source: Source, **conditions: Any) -> Calibra
         ],
         common_temperature=common,
         survival_savings=[
-            savings.saving(
-                held_out, savings.verified_by_survival(held_out, predictions.after, t), t
-            )
-            for t in savings.THRESHOLDS
+            threshold_saving(held_out, verified_by_survival(held_out, predictions.after, t), t)
+            for t in THRESHOLDS
         ],
         cutoff_savings=[
-            savings.saving(held_out, savings.verified_by_cutoff(held_out, t), t)
-            for t in sorted({*savings.THRESHOLDS, savings.largest_cutoff(fitted)})
+            threshold_saving(held_out, verified_by_cutoff(held_out, t), t)
+            for t in sorted({*THRESHOLDS, largest_cutoff(fitted)})
         ],
-        cutoff=savings.largest_cutoff(fitted),
+        cutoff=largest_cutoff(fitted),
         **conditions,
     )
 
@@ -131,3 +136,89 @@ def _position(
         after=error.reliability_bins(after, survived),
         **fitted,
     )
+
+
+def verified_by_survival(blocks: DraftBlocks, survival: np.ndarray, threshold: float) -> np.ndarray:
+    """Return the drafts that are verified, int64 [N]: those with at least this survival [N, K]."""
+    return ((survival >= threshold) & blocks.has_draft).sum(1)
+
+
+def verified_by_cutoff(blocks: DraftBlocks, threshold: float) -> np.ndarray:
+    """Return the drafts before the first whose raw confidence is below the threshold, int64 [N]."""
+    confident = (expit(blocks.confidence) >= threshold) & blocks.has_draft
+    return np.cumprod(confident, axis=1).sum(1)
+
+
+def threshold_saving(blocks: DraftBlocks, verified: np.ndarray, threshold: float) -> Saving:
+    """Return what verifying the first `verified` drafts [N] of each block saves and loses."""
+    drafts, accepted, skipped, lost = sums_by_prompt(
+        blocks.prompt,
+        blocks.num_drafts,
+        blocks.accepted,
+        blocks.num_drafts - verified,
+        lost_drafts(blocks, verified),
+    )
+    return Saving(
+        threshold=threshold,
+        not_verified=skipped.sum() / drafts.sum(),
+        not_verified_ci=ratio_interval(skipped, drafts),
+        lost=lost.sum() / max(accepted.sum(), 1.0),
+        lost_ci=ratio_interval(lost, accepted),
+    )
+
+
+def lost_drafts(blocks: DraftBlocks, verified: np.ndarray) -> np.ndarray:
+    """Return the accepted drafts behind the first `verified` ones, int64 [N]."""
+    return (blocks.accepted - verified).clip(0)
+
+
+def largest_cutoff(blocks: DraftBlocks, largest_loss: float = LARGEST_LOSS) -> float:
+    """Return the largest of `CUTOFFS` that loses at most this share of the accepted drafts."""
+    allowed = largest_loss * blocks.accepted.sum()
+    allowed_cutoffs = [
+        cutoff
+        for cutoff in CUTOFFS
+        if lost_drafts(blocks, verified_by_cutoff(blocks, cutoff)).sum() <= allowed
+    ]
+    return round(float(max(allowed_cutoffs)), 2)
+
+
+def calibrate_rows(workload: Workload, results: EngineResults) -> list[Calibration]:
+    """Return a calibration for each drafting configuration and temperature, in the rows' order.
+
+    A row with too few steps has none, and a warning is printed.
+
+    Args:
+        results: of draftlab's engine, whose generations have their drafts' confidence.
+    """
+    calibrations = []
+    for t in workload.settings.temperatures:
+        for config in workload.configs_at(t):
+            if config.head is None:
+                continue
+            named = config.head
+            blocks = DraftBlocks.from_generations(results.generations[t, config])
+            own = getattr(named.head.config, "confidence", False)
+            drafts_at = config.confidence_temperature(t, workload.settings)
+            try:
+                calibration = calibrate(
+                    blocks,
+                    "confidence head" if own else "draft probability",
+                    confidence_temperature=None if own else drafts_at,
+                    engine=results.engine,
+                    head=named.name,
+                    head_sha256=named.folder and known_sha256(named.folder / WEIGHTS),
+                    temperature=t,
+                    k=config.k,
+                    draft_probs=config.draft_probs,
+                    suite=workload.suite.name,
+                    suite_sha256=workload.suite.sha256,
+                )
+            except UserError as error:
+                workload.monitor.say(
+                    f"warning: {config.name_at(t)} at T = {t:g} is not calibrated: {error.what}; "
+                    f"{error.do}"
+                )
+                continue
+            calibrations.append(calibration)
+    return calibrations

@@ -25,8 +25,13 @@ from draftlab.engine.drafter import HeadDrafter, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
-from draftlab.evaluate.certificate.exact import MIN_MARGIN, AnswerTree, build_tree
-from draftlab.evaluate.certificate.gtest import detectable, g_test
+from draftlab.evaluate.certificate.exact import (
+    MIN_MARGIN,
+    AnswerTree,
+    build_tree,
+    detectable,
+    g_test,
+)
 from draftlab.evaluate.certificate.result import (
     LEVELS,
     Certificate,

@@ -13,9 +13,15 @@ from scipy.special import logit
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
 from draftlab.errors import UserError
-from draftlab.evaluate.calibration import savings
 from draftlab.evaluate.calibration.blocks import MAX_LOGIT, DraftBlocks
-from draftlab.evaluate.calibration.calibrate import calibrate
+from draftlab.evaluate.calibration.calibrate import (
+    calibrate,
+    largest_cutoff,
+    lost_drafts,
+    threshold_saving,
+    verified_by_cutoff,
+    verified_by_survival,
+)
 from draftlab.evaluate.calibration.result import Calibration
 from tests.helpers.draft_blocks import simulate
 
@@ -153,18 +159,18 @@ def test_savings_by_hand() -> None:
     """Three blocks of three drafts: the first accepts all, the second one, the third none."""
     confidence = np.array([[2.0, 2.0, 2.0], [2.0, -2.0, 2.0], [-2.0, 2.0, 2.0]])
     blocks = DraftBlocks(confidence, np.array([3, 3, 2]), np.array([3, 1, 0]), np.array([0, 1, 2]))
-    verified = savings.verified_by_cutoff(blocks, 0.5)
+    verified = verified_by_cutoff(blocks, 0.5)
     assert verified.tolist() == [3, 1, 0]
-    saving = savings.saving(blocks, verified, 0.5)
+    saving = threshold_saving(blocks, verified, 0.5)
     assert (saving.not_verified, saving.lost) == (4 / 8, 0.0)
     survival = np.array([[0.9, 0.6, 0.3], [0.9, 0.2, 0.1], [0.1, 0.1, 0.1]])
-    verified = savings.verified_by_survival(blocks, survival, 0.5)
+    verified = verified_by_survival(blocks, survival, 0.5)
     assert verified.tolist() == [2, 1, 0]
-    saving = savings.saving(blocks, verified, 0.5)
+    saving = threshold_saving(blocks, verified, 0.5)
     assert (saving.not_verified, saving.lost) == (5 / 8, 1 / 4)
     assert saving.lost_ci is None  # too few prompts
-    assert savings.largest_cutoff(blocks) == 0.88  # σ(2) = 0.8808
-    assert savings.verified_by_cutoff(blocks, 0.0).tolist() == [3, 3, 2]
+    assert largest_cutoff(blocks) == 0.88  # σ(2) = 0.8808
+    assert verified_by_cutoff(blocks, 0.0).tolist() == [3, 3, 2]
 
 
 def test_intervals_of_savings_and_errors_are_over_prompts() -> None:
@@ -173,7 +179,7 @@ def test_intervals_of_savings_and_errors_are_over_prompts() -> None:
     accepted = 2 * (prompt % 2)
     confidence = np.where(prompt[:, None] % 4 < 2, 2.0, -2.0) * np.ones((1, 2))
     blocks = DraftBlocks(confidence, np.full(1000, 2), accepted, prompt)
-    saving = savings.saving(blocks, savings.verified_by_cutoff(blocks, 0.5), 0.5)
+    saving = threshold_saving(blocks, verified_by_cutoff(blocks, 0.5), 0.5)
     assert (saving.not_verified, saving.lost) == (0.5, 0.5)
     assert saving.lost_ci is not None
     assert saving.lost_ci[0] < 0.5 < saving.lost_ci[1]
@@ -188,11 +194,11 @@ def test_the_cutoff_loses_at_most_two_percent() -> None:
     """A hundred accepted drafts whose confidence is 0.5 %, 1.5 %, …, 99.5 %."""
     confidence = logit((np.arange(100) + 0.5) / 100)[:, None]
     ones = np.ones(100, dtype=np.int64)
-    assert savings.largest_cutoff(DraftBlocks(confidence, ones, ones, np.arange(100))) == 0.02
+    assert largest_cutoff(DraftBlocks(confidence, ones, ones, np.arange(100))) == 0.02
     blocks = simulate([1.0] * 2, [0.0] * 2, blocks=2000)
     one, (fitted, _) = of(blocks), blocks.split()
     lost = [
-        savings.lost_drafts(fitted, savings.verified_by_cutoff(fitted, cutoff)).sum()
+        lost_drafts(fitted, verified_by_cutoff(fitted, cutoff)).sum()
         for cutoff in (one.cutoff, one.cutoff + 0.01)
     ]
     assert lost[0] <= 0.02 * fitted.accepted.sum() < lost[1]

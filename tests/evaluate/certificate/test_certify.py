@@ -15,8 +15,7 @@ from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
 from draftlab.evaluate.certificate import certify as certify_module
 from draftlab.evaluate.certificate.certify import Sampled, certify
-from draftlab.evaluate.certificate.exact import build_tree, probabilities
-from draftlab.evaluate.certificate.gtest import g_test
+from draftlab.evaluate.certificate.exact import build_tree, g_test, probabilities
 from draftlab.evaluate.certificate.sampler import KnownModel
 from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from draftlab.evaluate.certificate.gtest import detectable, g_test
+from draftlab.evaluate.certificate.exact import detectable, g_test
 
 CELLS = np.random.default_rng(3).dirichlet(np.full(64, 0.7))
 TILTED = CELLS * (1 + 0.1 * np.random.default_rng(4).standard_normal(64))
