@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -22,7 +21,6 @@ from draftlab.train.distributed.ranks import Ranks
 VERIFIED = "verified.safetensors"
 _COLUMNS = {"store_sha256": np.uint8, "modified_ns": np.int64}
 _POLL_S = 0.5
-_WRITE_S = 5.0
 
 
 class ShardVerification:
@@ -34,7 +32,7 @@ class ShardVerification:
     Args:
         store: a store. One that is not on disk has nothing to hash, and of one at a URL each shard
             is hashed when it is downloaded, before anything reads it.
-        folder: of the training. Rank 0 writes VERIFIED into it every few seconds: the digest of the
+        folder: of the training. Rank 0 writes VERIFIED into it at each `update`: the digest of the
             store, and for each shard that had the right hash the time of its file's last change.
         ranks: the processes that train together.
 
@@ -53,7 +51,6 @@ class ShardVerification:
         self.complete, self._stopped = not len(self.pending), threading.Event()
         self._hashed: list[tuple[int, int]] = []  # numbers of shards, and times of their files
         self._num_exchanged = self._num_hashed = 0
-        self._write_lock, self._last_write = threading.Lock(), time.monotonic()
         self._pool = ThreadPoolExecutor(1, "verify")
         self._future = self._pool.submit(self._verify, self.pending[ranks.rank :: ranks.size])
 
@@ -96,20 +93,21 @@ class ShardVerification:
             except UserError as error:
                 return error
             self._hashed.append((number, modified_ns))
-            if self.ranks.is_main:
-                self._verified[number] = modified_ns
-                if time.monotonic() - self._last_write > _WRITE_S:
-                    self._write()
         return None
 
-    def _write(self) -> None:
-        """Write VERIFIED on rank 0, with the shards of the other ranks up to the last `update`."""
+    def _write(self, hashed: np.ndarray) -> None:
+        """Write VERIFIED on rank 0, with the shards that were hashed since: int64 [n, 2]."""
         if self.ranks.is_main:
+            self._verified[hashed[:, 0]] = hashed[:, 1]
             digest = np.frombuffer(bytes.fromhex(self.store.digest), np.uint8)
-            with self._write_lock:
-                columns = {"store_sha256": digest, "modified_ns": self._verified}
-                write_columns(columns, self.folder / VERIFIED)
-                self._last_write = time.monotonic()
+            columns = {"store_sha256": digest, "modified_ns": self._verified}
+            write_columns(columns, self.folder / VERIFIED)
+
+    def _new_hashed(self) -> np.ndarray:
+        """Return what was hashed since the last call: int64 [n, 2]."""
+        new = np.array(self._hashed[self._num_exchanged :], np.int64).reshape(-1, 2)
+        self._num_exchanged += len(new)
+        return new
 
     def update(self) -> int:
         """Exchange with all ranks what is hashed, without waiting for the rest, and remember it.
@@ -125,15 +123,11 @@ class ShardVerification:
         if self.complete:
             return len(self.pending)
         error = self._future.result() if self._future.done() else None
-        new = np.array(self._hashed[self._num_exchanged :], np.int64).reshape(-1, 2)
-        self._num_exchanged += len(new)
-        results = self.ranks.all_gather((error, new))
-        for _, hashed in results:
-            self._num_hashed += len(hashed)
-            if self.ranks.is_main:
-                self._verified[hashed[:, 0]] = hashed[:, 1]
-        self._write()
-        for error in filter(None, (error for error, _ in results)):
+        new = self._new_hashed()
+        errors, hashed = zip(*self.ranks.all_gather((error, new)), strict=True)
+        self._num_hashed += sum(map(len, hashed))
+        self._write(np.concatenate(hashed))
+        for error in filter(None, errors):
             raise self._with_checkpoints(error)
         self.complete = self._num_hashed == len(self.pending)
         return self._num_hashed
@@ -166,4 +160,4 @@ class ShardVerification:
         self._stopped.set()
         self._pool.shutdown()
         if not self.complete:
-            self._write()
+            self._write(self._new_hashed())

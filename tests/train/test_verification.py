@@ -27,7 +27,6 @@ from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard import NO_TIME, Shards, ShardTable, WrittenShard
 from draftlab.store.shard_files import LocalShardFiles
 from draftlab.store.store import Store
-from draftlab.train import verification as verification_module
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.verification import VERIFIED, ShardVerification
 from tests.helpers.list_store import ListStore
@@ -86,7 +85,6 @@ def test_a_checkpoint_does_not_wait_for_the_hashing(
         return sha256_file(path)
 
     monkeypatch.setattr(shard_files, "sha256_file", slow_hash)
-    monkeypatch.setattr(verification_module, "_WRITE_S", 0.0)
     store._verified.clear()
     with pytest.raises(SystemExit):
         trained(run, store, target, SignallingMonitor(signal.SIGTERM, 2), **SETTINGS)

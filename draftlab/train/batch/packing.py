@@ -143,29 +143,18 @@ class Batch:
         """Bytes of a block of memory that holds all tensors."""
         return sum(map(_aligned_bytes, _tensors(self)))
 
-    def laid_out(self, block: Tensor) -> Batch:
-        """Return the batch with the tensors that lie in a block of memory, uint8 [`num_bytes`]."""
-        start = 0
-
-        def view(tensor: Tensor) -> Tensor:
-            nonlocal start
-            part = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            start += _aligned_bytes(tensor)
-            return part
-
-        batch = map_tensors(self, view)
-        return replace(batch, plans=tuple(replace(p, host=p.teacher_index) for p in batch.plans))
-
     def copy_to(self, block: Tensor) -> Batch:
         """Copy all tensors to one block of memory, uint8 [`num_bytes`], which moves as a whole."""
-        batch = self.laid_out(block)
-        for source, copy in zip(_tensors(self), _tensors(batch), strict=True):
-            np.copyto(_array(copy), _array(source))
-        return batch
+        start = 0
 
-    def shapes(self) -> Batch:
-        """Return the batch without values, on the meta device."""
-        batch = map_tensors(self, lambda tensor: torch.empty_like(tensor, device="meta"))
+        def copy(tensor: Tensor) -> Tensor:
+            nonlocal start
+            view = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            start += _aligned_bytes(tensor)
+            np.copyto(_array(view), _array(tensor))
+            return view
+
+        batch = map_tensors(self, copy)
         return replace(batch, plans=tuple(replace(p, host=p.teacher_index) for p in batch.plans))
 
     def to(self, device: torch.device) -> Batch:

@@ -5,13 +5,15 @@ that pack compete with the launching thread for Python's interpreter. So do the 
 `torch.utils.data.DataLoader` receives batches: they cost small heads a quarter of their speed. A
 data worker costs the process that trains one message and one copy a step:
 
-    step ─► pipe ─► Packer ─► memory that both processes map ─► pipe: shapes ─► copy
+    step ─► pipe ─► Packer ─► memory that both processes map ─► pipe: where tensors lie ─► copy
 
 Workers are started by a command: `multiprocessing` would run the user's script again in each.
 """
 
 from __future__ import annotations
 
+import io
+import math
 import mmap
 import os
 import pickle
@@ -62,6 +64,33 @@ class SharedMemory:
         return self._map[:size]
 
 
+class _Pickler(pickle.Pickler):
+    """Pickles the tensors of a block as their place in it."""
+
+    def __init__(self, file: io.BytesIO, block: Tensor) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.block = block
+
+    def persistent_id(self, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return None
+        start = value.data_ptr() - self.block.data_ptr() if value.numel() else 0
+        return value.dtype, tuple(value.shape), start
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles tensors as views of a block."""
+
+    def __init__(self, file: io.BytesIO, block: Tensor) -> None:
+        super().__init__(file)
+        self.block = block
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        dtype, shape, start = pid
+        stop = start + math.prod(shape) * dtype.itemsize
+        return self.block[start:stop].view(dtype).view(shape)
+
+
 def serve(pipe: int, memory: int) -> None:
     """Run a data worker: pack steps until the other end of the pipe is closed."""
     for number in ENDING_SIGNALS:  # the process that trains ends this one, after its checkpoint
@@ -77,13 +106,15 @@ def serve(pipe: int, memory: int) -> None:
             connection.send_bytes(pickle.dumps(reply))
 
 
-def _pack_into(packer: Packer, step: OptimizerStep, memory: SharedMemory) -> list[Batch]:
-    """Pack a step into shared memory; return the shapes of its micro-batches."""
+def _pack_into(packer: Packer, step: OptimizerStep, memory: SharedMemory) -> list[Any]:
+    """Pack a step into shared memory; return the bytes and the pickle of each micro-batch."""
     batches = packer[step]
     sizes = [batch.num_bytes for batch in batches]
+    reply = []
     for batch, block in zip(batches, memory.block(sum(sizes)).split(sizes), strict=True):
-        batch.copy_to(block)
-    return [batch.shapes() for batch in batches]
+        _Pickler(file := io.BytesIO(), block).dump(batch.copy_to(block))
+        reply.append((len(block), file.getvalue()))
+    return reply
 
 
 def _try(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -129,13 +160,15 @@ class _Worker:
             raise self._ended() from None
         if isinstance(reply, Exception):
             raise reply
-        sizes = [batch.num_bytes for batch in reply]
-        blocks = []
-        for source in self.memory.block(sum(sizes)).split(sizes):
-            block = torch.empty(len(source), dtype=torch.uint8, pin_memory=pinned)
+        sizes = [size for size, _ in reply]
+        batches = []
+        for source, (size, pickled) in zip(
+            self.memory.block(sum(sizes)).split(sizes), reply, strict=True
+        ):
+            block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
             np.copyto(block.numpy(), source.numpy())  # on this thread, without the interpreter
-            blocks.append(block)
-        return [batch.laid_out(block) for batch, block in zip(reply, blocks, strict=True)]
+            batches.append(_Unpickler(io.BytesIO(pickled), block).load())
+        return batches
 
     def close(self) -> None:
         """Let the worker end, without waiting for it."""
