@@ -18,7 +18,7 @@ from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.block import block_outputs, block_weights
 from draftlab.train.objectives.loss import DraftTeacher, LossTerms, weighted_loss
 from draftlab.train.settings import TrainSettings
-from tests.helpers.plain_block import PlainBlock
+from tests.helpers.plain_chain import PlainBlock
 from tests.helpers.synthetic import (
     VOCAB,
     assert_same,
