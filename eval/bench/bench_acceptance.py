@@ -17,6 +17,7 @@ steps, in which code is compiled.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import traceback
@@ -29,11 +30,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftlab.heads.head import DraftHead
+from draftlab.recipe.recipe import Recipe, load_recipe
+
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
-from acceptance_ours import OURS, RECIPES, our_recipe, our_training, run_name
-from acceptance_peers import MODULES, PEERS, Task, Trained
+from acceptance_peers import MODULES, PEERS, WARMUP_STEPS, Task, Trained
 from options import decode, share_stages
 
 from draftlab.engine.sampling import Sampling
@@ -41,12 +44,10 @@ from draftlab.errors import UserError
 from draftlab.export.importing import import_head
 from draftlab.files import write_text
 from draftlab.heads.folder import load_head
-from draftlab.heads.head import DraftHead
 from draftlab.intervals import bootstrap_interval
 from draftlab.kernels.devices import free_memory
 from draftlab.pipeline.pipeline import Pipeline
 from draftlab.progress import Monitor
-from draftlab.recipe.recipe import Recipe
 from draftlab.run.stages import STAGES
 from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target, load_tokenizer
@@ -57,6 +58,70 @@ from eval.measurements import Measurements, PrintMonitor, add_options, import_er
 
 OUR_RATES = {"specforge": 4e-3}
 """Our learning rate for a peer's optimizer, where it is not the recipe's: AdamW on all weights."""
+
+
+OURS = "ours"
+"""Name of our heads."""
+FOLDER = Path(__file__).parents[2] / "recipes"
+RECIPES = {"eagle3": "quickstart", "peagle": "quickstart_peagle", "dspark": "quickstart_dspark"}
+SETTINGS = {
+    "eagle3": (
+        "train.ttt_steps=4",
+        "train.loss=lk",
+        "head.intermediate_size=768",
+        "head.fc_norm=true",
+        "head.qk_norm=true",
+    ),
+    "peagle": ("head.num_layers=4",),
+    "dspark": ("head.num_layers=5", "train.anchor_share=1"),
+}
+"""Beside the recipes, which are made for a CPU: as many unrolled steps as drafts, larger heads, and
+what raised validation's AL at this number of tokens."""
+
+
+def our_recipe(options: argparse.Namespace, filled: float, family: str, seed: int) -> Recipe:
+    """Return our recipe of a family.
+
+    Args:
+        options: of the command line.
+        filled: share of our rows' positions that are tokens.
+    """
+    steps = max(1, round(options.tokens / (options.step_tokens * filled)))
+    rows = [
+        f"prompts.max_prompts={options.max_prompts}",
+        f"train.row_tokens={options.row_tokens}",
+        f"train.batch_rows={max(1, options.step_tokens // options.row_tokens)}",
+        f"train.steps={steps}",
+        *SETTINGS.get(family, ()),
+        "train.checkpoint_every=1000000",
+    ]
+    shared = options.settings
+    if family not in options.families:  # its recipe makes the store alone
+        shared = [one for one in shared if not one.startswith(("head.", "train."))]
+    file = FOLDER / f"{RECIPES[family]}.yaml"
+    own = [f"name={run_name(OURS, family, seed)}", f"seed={seed}"]
+    return load_recipe(file, [*rows, *shared, *own])
+
+
+def run_name(name: str, family: str, seed: int) -> str:
+    """Return the name of a head's run."""
+    return "-".join([*name.replace(",", "").split(), family, f"seed{seed}"])
+
+
+def our_training(folder: Path, recipe: Recipe, head: DraftHead) -> Trained:
+    """Read a training of ours from its metrics; its first steps are left out as a peer's are."""
+    rows = [json.loads(line) for line in (folder / "train/metrics.jsonl").read_text().splitlines()]
+    rows = [row for row in rows if "tokens_per_s" in row]
+    tokens = np.diff([0, *(row["tokens_seen"] for row in rows)])
+    seconds = tokens / np.array([row["tokens_per_s"] for row in rows])
+    steps = np.array([row["step"] for row in rows])
+    late = steps > min(WARMUP_STEPS, steps[-1] // 2)
+    steady = seconds[late].sum() / tokens[late].sum() * tokens.sum()
+    trained = sum(p.numel() for n, p in head.named_parameters() if n not in head.shared_tensors())
+    peak = max(row["peak_memory_gib"] for row in rows)
+    rate = recipe.train.learning_rate
+    counts = int(steps[-1]), int(tokens.sum()), trained
+    return Trained(*counts, rate, float(seconds.sum()), float(steady), peak)
 
 
 TEMPERATURES = (0.0, 0.8)

@@ -23,12 +23,15 @@ request cannot be run; 77 the vLLM environment cannot be installed (the reason i
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from common import (
@@ -36,14 +39,13 @@ from common import (
     EQUAL,
     SKIPPED,
     Subject,
+    client,
     decoded,
     figures,
     prepare,
     run_program,
     subject_options,
 )
-from draft_tokens import first_difference as first_draft_difference
-from draft_tokens import our_drafts, their_drafts
 from random_heads import chosen_subjects
 
 from draftlab.engine.counters import Counters
@@ -53,8 +55,8 @@ from draftlab.evaluate.metrics import acceptance_interval
 from draftlab.export.layout import Layout
 from draftlab.heads.family import get_family
 from draftlab.intervals import bootstrap_interval
-from draftlab.servers.vllm_engine import COUNTERS, VllmEngine, required_positions
-from draftlab.servers.vllm_process import PYTHON_VARIABLE
+from draftlab.servers.vllm_engine import COUNTERS, VllmEngine, drafting_options, required_positions
+from draftlab.servers.vllm_process import CLIENT, PYTHON_VARIABLE
 from eval.measurements import PrintMonitor
 
 BATCHES = (1, 8)
@@ -148,6 +150,73 @@ class Bench:
             max_length=self.max_length,
             monitor=PrintMonitor(),
         )
+
+
+Drafts = list[list[int]]
+
+
+def our_drafts(bench: Bench) -> list[tuple[Generation, Drafts]]:
+    """Decode with draftlab's engine; return answers and drafts."""
+    results = []
+    for request in bench.requests(0.0):
+        drafter, drafts = new_drafter(bench.subject.head, bench.k, draft_probs=False), []
+        propose = drafter.propose
+
+        def recorded(verified: Any, propose: Any = propose, drafts: Drafts = drafts) -> Any:
+            proposal = propose(verified)
+            drafts.append(proposal.tokens[0].tolist())
+            return proposal
+
+        drafter.propose = recorded
+        length = bench.max_length
+        answers = decoded(bench.subject.target, [request], drafter, batch=1, max_length=length)
+        results.append((answers[0], drafts))
+    return results
+
+
+def their_drafts(bench: Bench, place: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Decode with vLLM; return its description and the answers to the prompts."""
+    subject, head, answer = bench.subject, place / "head", place / "answer.json"
+    subject.export(head, bench.k, "vllm")
+    shutil.copytree(CLIENT, place / "client" / CLIENT.name)
+    options = {
+        "temperature": 0.0,
+        "max_new_tokens": bench.max_new_tokens,
+        "stop_token_ids": sorted(subject.stops),
+    }
+    request = {
+        "client": str(place / "client"),
+        "setup": {
+            "target": str(subject.target.folder.resolve()),
+            "draft": str(head),
+            "k": bench.k,
+            "max_model_len": bench.max_length,
+            **drafting_options(head),
+        },
+        "prompts": [list(ids) for _, ids in subject.prompts],
+        "sampling": [options] * len(subject.prompts),
+    }
+    client(bench.python, "vllm_drafts.py", {answer: request})
+    result = json.loads(answer.read_text())
+    return result["info"], result["answers"]
+
+
+def first_draft_difference(
+    ours: Sequence[tuple[Generation, Drafts]], theirs: Sequence[dict[str, Any]]
+) -> str | None:
+    """Return the first difference (prompt, step, both values); None if all is equal."""
+    for (mine, drafts), other in zip(ours, theirs, strict=True):
+        if list(mine.token_ids) != other["outputs"][0]:
+            return f"prompt {mine.id}: the tokens"
+        steps = mine.counters.drafts
+        for at, (a, b) in enumerate(zip(drafts[:steps], other["drafts"][:steps], strict=True)):
+            if a != b:
+                return f"prompt {mine.id}, drafts of step {at}: draftlab {a}, vLLM {b}"
+        for key in COUNTERS:
+            a, b = getattr(mine.counters, key), other["per_prompt"][0][key]
+            if a != b:
+                return f"prompt {mine.id}, {key}: draftlab {a}, vLLM {b}"
+    return None
 
 
 def compare_greedy(

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from tests.helpers.drivers import load
 
-library_side = load("parity/speculators_library")
 driver = load("parity/parity_speculators")
 
 # Three conversations of 4, 3 and 5 tokens in one row; the library keeps 3 + 2 + 4 rows of them.
@@ -32,7 +31,7 @@ def same_steps(values: dict[str, Tensor], rows: Tensor) -> list[driver.Step]:
 
 
 def test_flat_positions_map_to_the_rows_that_shift_batch_keeps() -> None:
-    assert library_side.library_rows(KEPT, DOCUMENTS).tolist() == list(range(len(KEPT)))
+    assert driver.library_rows(KEPT, DOCUMENTS).tolist() == list(range(len(KEPT)))
 
 
 def test_equal_values_have_no_fault_and_a_moved_row_has_one() -> None:
@@ -71,15 +70,15 @@ def test_nothing_to_compare_is_no_success() -> None:
 
 def test_a_head_the_library_did_not_load_whole_is_a_fault() -> None:
     whole = {"tensors": {"missing": [], "unexpected": [], "mismatched": []}}
-    assert library_side.loading_fault(whole) is None
-    assert "fc.weight" in library_side.loading_fault(
+    assert driver.loading_fault(whole) is None
+    assert "fc.weight" in driver.loading_fault(
         {"tensors": {**whole["tensors"], "missing": ["fc.weight"]}}
     )
 
 
 def test_elements_stay_in_their_conversation_and_begin_with_every_row() -> None:
     rows = DOCUMENTS[KEPT]  # 3, 2 and 4 rows
-    anchors, depths = library_side.elements(rows, 3)
+    anchors, depths = driver.elements(rows, 3)
     pairs = list(zip(anchors.tolist(), depths.tolist(), strict=True))
     assert pairs == [(a, 0) for a in range(9)] + [
         *[(0, 1), (1, 1), (3, 1), (5, 1), (6, 1), (7, 1)],
@@ -89,9 +88,9 @@ def test_elements_stay_in_their_conversation_and_begin_with_every_row() -> None:
 
 def test_elements_are_compared_as_steps_and_one_that_is_not_there_is_a_fault() -> None:
     values, rows = library(), torch.tensor([0, 7])
-    anchors, depths = library_side.elements(DOCUMENTS[KEPT], 2)
+    anchors, depths = driver.elements(DOCUMENTS[KEPT], 2)
     flat = {name: values[name][depths, anchors][None] for name in values}
-    by_depth = library_side.by_depth(flat | {"anchor_pos": anchors, "depth": depths}, 2)
+    by_depth = driver.by_depth(flat | {"anchor_pos": anchors, "depth": depths}, 2)
     assert driver.compare(same_steps(values, rows), by_depth, DOCUMENTS, 1e-5)[2] is None
     outside = same_steps(values, torch.tensor([0, 10]))  # no depth 1 of a conversation's last row
     fault = driver.compare(outside, by_depth, DOCUMENTS, 1e-5)[2]

@@ -16,7 +16,6 @@ from tests.helpers.drivers import decoded, load
 
 common, random_heads = load("parity/common"), load("parity/random_heads")
 vllm = load("parity/parity_vllm")
-drafts = load("parity/draft_tokens")
 
 
 DRAFTLAB = [decoded("a", (3, 0, 2)), decoded("b", (1, 1)), decoded("c", ())]
@@ -83,7 +82,7 @@ def test_every_draft_of_a_verified_step_is_compared(change: dict, message: str |
     tokens = list(DRAFTLAB[1].token_ids)
     theirs = {"outputs": [tokens], "drafts": [[1, 2, 3], [4, 5, 6]], "per_prompt": [COUNTED]}
     ours = [(DRAFTLAB[1], [[1, 2, 3], [4, 5, 6], [7, 8, 9]])]
-    found = drafts.first_difference(ours, [theirs | change])
+    found = vllm.first_draft_difference(ours, [theirs | change])
     assert found is None if message is None else message in (found or "")
 
 

@@ -70,12 +70,16 @@ def answers(target: Target, count: int, *, seed: int) -> list[tuple[Request, Gen
     return list(zip(prompts, run(engine, prompts), strict=True))
 
 
-def greedy_records(target: Target, pairs: Sequence[tuple[Request, Generation]]) -> list[Record]:
+def greedy_records(
+    target: Target,
+    pairs: Sequence[tuple[Request, Generation]],
+    boundaries: tuple[int, ...] = BOUNDARIES,
+) -> list[Record]:
     """Return float32 records of answers, as recording would write them."""
     records = []
     for request, generation in pairs:
         tokens = torch.tensor([*request.prompt_ids, *generation.token_ids])
-        states = target.states(tokens[None], BOUNDARIES)
+        states = target.states(tokens[None], boundaries)
         logits = target.logits(states.last[0])
         spans = torch.ones_like(tokens)
         spans[: len(request.prompt_ids)] = 0
