@@ -14,7 +14,7 @@ from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import choose_boundaries
 from draftlab.recipe.recipe import Recipe
 from draftlab.run.stages import STAGES
-from draftlab.servers.vllm_answers import VllmAnswers
+from draftlab.servers.vllm_engine import VllmAnswers
 from draftlab.servers.vllm_hidden_states import VllmStateSource
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.record import OpenStateSource, open_recorder

@@ -14,7 +14,7 @@ from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.servers.settings import RegenerateSettings
-from draftlab.servers.vllm_answers import VllmAnswers
+from draftlab.servers.vllm_engine import VllmAnswers
 from draftlab.servers.vllm_process import PYTHON_VARIABLE
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.metadata import TargetMetadata
@@ -166,7 +166,7 @@ def test_an_answer_of_vllm_is_checked_before_it_is_stored(
     def wrong(*_: Any) -> Any:
         yield Generation("a", tuple(tokens), finish, Counters(0), (), (), 0.0, 0.0)
 
-    monkeypatch.setattr("draftlab.servers.vllm_answers.generate", wrong)
+    monkeypatch.setattr("draftlab.servers.vllm_engine.generate", wrong)
     with (
         VllmAnswers(metadata, SETTINGS, Monitor()) as decode,
         pytest.raises(UserError, match=message),

@@ -14,7 +14,7 @@ import torch
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
 from draftlab.servers.vllm_client import corrections
-from draftlab.servers.vllm_client.counters import request_counters
+from draftlab.servers.vllm_client.generation import request_counters
 from draftlab.servers.vllm_engine import VllmEngine, required_positions, to_generation
 from draftlab.servers.vllm_process import PYTHON_VARIABLE
 from tests.helpers.fake_vllm import read_log
