@@ -236,11 +236,11 @@ class Trainer:
             self.backend.backward(loss, self.anchors)
             self.timer.mark("backward")
             if not idle:
-                self.window.sums.add(sums)
+                torch._foreach_add_(self.window.sums, sums)
 
     def _log(self) -> None:
         """Write a line of metrics.jsonl about the steps since the last one, and report progress."""
-        sums = torch.stack(self.window.sums.tensors()).cpu()
+        sums = torch.stack(self.window.sums).cpu()
         self.window.sums = Sums(*self.ranks.all_reduce(sums))
         window = self.window
         work = StepWork(window.tokens, window.counts, window.teachers, self.context)

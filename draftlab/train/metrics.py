@@ -112,9 +112,7 @@ class Window:
                 If the window was faster, MFU is None: other work ran on the GPU while its rate was
                 measured.
         """
-        loss, alpha, hits = (
-            (x / self.sums.count.clamp(min=1)).tolist() for x in self.sums.tensors()[:3]
-        )
+        loss, alpha, hits = ((x / self.sums.count.clamp(min=1)).tolist() for x in self.sums[:3])
         phases = timer.read()
         phases.pop(NOT_TRAINING, None)
         seconds = sum(phases.values())

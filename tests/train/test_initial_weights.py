@@ -69,7 +69,7 @@ def judged(head: DraftHead, target: TargetParts) -> list[Tensor]:
     steps = list(head.family.objective().forward(head, batch))
     logits = [head.logits(step.output, tokens[step.teacher_index]) for step in steps]
     loss, sums = synthetic.family_loss(head, target, batch, gamma=0.8, terms=terms)
-    return [*logits, loss, *sums.tensors()]
+    return [*logits, loss, *sums]
 
 
 @pytest.mark.parametrize("kind", FAMILIES)

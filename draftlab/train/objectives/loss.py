@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -93,8 +94,7 @@ def row_starts(starts: Tensor, rows: StepRows) -> Tensor:
     return padded.index_copy_(0, rows.valid_rows, result.flatten()[rows.valid_rows]).view_as(result)
 
 
-@dataclass
-class Sums:
+class Sums(NamedTuple):
     """Sums over rows, per step [L]: loss, α, top-1 hits of the target's argmax, and their count."""
 
     loss: Tensor
@@ -106,14 +106,6 @@ class Sums:
     def zeros(cls, num_steps: int, device: torch.device) -> Sums:
         """Return sums of no rows."""
         return cls(*(torch.zeros(num_steps, device=device) for _ in range(4)))
-
-    def add(self, other: Sums) -> None:
-        """Add the sums of another batch in place."""
-        torch._foreach_add_(self.tensors(), other.tensors())
-
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the four tensors, in the order of the fields."""
-        return self.loss, self.alpha, self.hits, self.count
 
 
 @dataclass(frozen=True)
