@@ -231,7 +231,7 @@ def _cutoff_text(export: Export) -> str:
     if serving is None or not serving.cutoff:
         return ""
     one = serving.calibration
-    (saving,) = (s for s in one.cutoff_savings if s.threshold == one.cutoff)
+    saving = one.cutoff_saving
     own = f" {_baked_text(export)}" if serving.baked_temperature else ""
     return (
         f"\nA draft ends before the first token with a confidence below {_cutoff(export)}. On "

@@ -112,11 +112,11 @@ class ServingTables:
         """Return calibration.json, which says what the export's other files were made of."""
         one = self.calibration
         fields = one.model_dump(
-            mode="json", exclude={"positions", "survival_savings", "cutoff_savings"}
+            mode="json", exclude={"positions", "survival_saving", "cutoff_saving"}
         )
         positions = [p.model_dump(mode="json") for p in one.positions]
         names = {f"{name}s": name for name in ("slope", "intercept", "beta", "temperature")}
-        errors = ("before", "logistic", "after", "temperature", "common_temperature")
+        errors = ("before", "after", "temperature", "common_temperature")
         names |= {f"error_{name}": f"error_{name}" for name in errors}
         return {
             "schema": SCHEMA,

@@ -23,10 +23,6 @@ SHOWN = {
 """What a passed test at T > 0 shows, by its level; other levels show no equality."""
 
 
-SHOWN_THRESHOLD = 0.2
-"""Threshold of the survival that the sentence on a calibration has."""
-
-
 def sections(report: Report, *, figures: bool = False, said: Sequence[str] = ()) -> list[Section]:
     """Return the sections of a report in their order.
 
@@ -223,7 +219,7 @@ def _calibration_text(one: Calibration) -> str:
     """Return the errors before and after, and what a threshold of the survival saves."""
     worst = max(one.positions, key=lambda p: p.error_after)
     before = max(p.error_before for p in one.positions)
-    (saving,) = (s for s in one.survival_savings if s.threshold == SHOWN_THRESHOLD)
+    saving = one.survival_saving
     at = one.confidence_temperature
     source = one.source if at is None else f"{one.source} at T = {at:g}"
     return (

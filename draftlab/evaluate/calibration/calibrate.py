@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,23 +17,13 @@ from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS
 from draftlab.intervals import MIN_INTERVAL_PROMPTS, ratio_interval, sums_by_prompt
 
-THRESHOLDS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.7)
+SURVIVAL_THRESHOLD = 0.2
+"""Least calibrated survival of the drafts that are verified, for the stated saving."""
 LARGEST_LOSS = 0.02
 """Share of the accepted drafts that the chosen cutoff loses at most."""
 CUTOFFS = np.arange(0.0, 1.0, 0.01)
 MIN_BLOCKS = 100
 """Fewest blocks of each half: fewer say nothing about any bin."""
-
-
-@dataclass(frozen=True)
-class _Predictions:
-    """Survival [N, K] of the blocks that no fit has seen, by each predictor."""
-
-    before: np.ndarray
-    logistic: np.ndarray
-    after: np.ndarray
-    temperatures: np.ndarray | None = None
-    common: np.ndarray | None = None
 
 
 def calibrate(blocks: DraftBlocks, source: Source, **conditions: Any) -> Calibration:
@@ -60,24 +50,20 @@ def calibrate(blocks: DraftBlocks, source: Source, **conditions: Any) -> Calibra
                 where="eval.calibrate",
                 do="raise eval.max_prompts or eval.max_new_tokens",
             )
-    raw = [1.0] * blocks.k, [0.0] * blocks.k
+    confidence, raw = held_out.confidence, ([1.0] * blocks.k, [0.0] * blocks.k)
     slopes, intercepts = fit.fit_logistic(fitted)
-    confidence = held_out.confidence
     betas = fit.fit_betas(fitted, fit.survival(fitted.confidence, slopes, intercepts))
-    products = fit.survival(confidence, slopes, intercepts)
-    predictions = _Predictions(
-        fit.survival(confidence, *raw), products, fit.corrected_survival(products, betas)
-    )
+    after = fit.corrected_survival(fit.survival(confidence, slopes, intercepts), betas)
+    predictions = {"before": fit.survival(confidence, *raw), "after": after}
     temperatures: list[float] | None = None
     common: float | None = None
     if source == "confidence head":
-        temperatures = fit.fit_temperatures(fitted)
-        common = fit.fit_common_temperature(fitted)
-        predictions = replace(
-            predictions,
-            temperatures=np.cumprod(expit(confidence / np.array(temperatures)), axis=1),
-            common=np.cumprod(expit(confidence / common), axis=1),
-        )
+        temperatures, common = fit.fit_temperatures(fitted), fit.fit_common_temperature(fitted)
+        scaled = expit(confidence / np.array(temperatures)), expit(confidence / common)
+        names = ("temperature", "common_temperature")
+        predictions |= zip(names, (np.cumprod(one, axis=1) for one in scaled), strict=True)
+    cutoff = largest_cutoff(fitted)
+    survived = verified_by_survival(held_out, after, SURVIVAL_THRESHOLD)
     return Calibration(
         source=source,
         fitted_prompts=fitted.num_prompts,
@@ -97,44 +83,31 @@ def calibrate(blocks: DraftBlocks, source: Source, **conditions: Any) -> Calibra
             for k in range(blocks.k)
         ],
         common_temperature=common,
-        survival_savings=[
-            threshold_saving(held_out, verified_by_survival(held_out, predictions.after, t), t)
-            for t in THRESHOLDS
-        ],
-        cutoff_savings=[
-            threshold_saving(held_out, verified_by_cutoff(held_out, t), t)
-            for t in sorted({*THRESHOLDS, largest_cutoff(fitted)})
-        ],
-        cutoff=largest_cutoff(fitted),
+        survival_saving=threshold_saving(held_out, survived, SURVIVAL_THRESHOLD),
+        cutoff_saving=threshold_saving(held_out, verified_by_cutoff(held_out, cutoff), cutoff),
+        cutoff=cutoff,
         **conditions,
     )
 
 
 def _position(
-    held_out: DraftBlocks, k: int, predictions: _Predictions, **fitted: Any
+    held_out: DraftBlocks, k: int, predictions: Mapping[str, np.ndarray], **fitted: Any
 ) -> CalibratedPosition:
+    """Return position k with its errors; `predictions` are survivals [N, K]."""
     rows, survived = held_out.survivors(k)
-    before, after = predictions.before[rows, k], predictions.after[rows, k]
-    mean, high = error.perfect_error(after)
-
-    def error_of(survival: np.ndarray | None) -> float | None:
-        return None if survival is None else error.calibration_error(survival[rows, k], survived)
-
+    at = {name: survival[rows, k] for name, survival in predictions.items()}
+    errors = {f"error_{name}": error.calibration_error(p, survived) for name, p in at.items()}
+    mean, high = error.perfect_error(at["after"])
     return CalibratedPosition(
         blocks=len(rows),
         survived=int(survived.sum()),
-        error_before=error.calibration_error(before, survived),
-        error_logistic=error.calibration_error(predictions.logistic[rows, k], survived),
-        error_after=error.calibration_error(after, survived),
-        error_after_ci=error.error_interval(after, survived, held_out.prompt[rows]),
-        error_temperature=error_of(predictions.temperatures),
-        error_common_temperature=error_of(predictions.common),
+        error_after_ci=error.error_interval(at["after"], survived, held_out.prompt[rows]),
         error_perfect=mean,
         error_perfect_high=high,
-        skill=error.brier_skill(after, survived),
-        before=error.reliability_bins(before, survived),
-        after=error.reliability_bins(after, survived),
-        **fitted,
+        skill=error.brier_skill(at["after"], survived),
+        before=error.reliability_bins(at["before"], survived),
+        after=error.reliability_bins(at["after"], survived),
+        **errors | fitted,
     )
 
 

@@ -42,7 +42,6 @@ class CalibratedPosition(_Part):
         temperature: of sequential temperature scaling, σ(s / temperature); None: the head has no
             confidence of its own.
         error_before, error_after: of the raw confidence, and of the calibrated survival.
-        error_logistic: of the product of slopes and intercepts alone.
         error_after_ci: 95 % interval over prompts.
         error_temperature: with the temperatures; error_common_temperature: with the common one.
         before, after: the reliability of both.
@@ -55,7 +54,6 @@ class CalibratedPosition(_Part):
     beta: tuple[float, float, float]
     temperature: float | None = None
     error_before: float
-    error_logistic: float
     error_after: float
     error_after_ci: tuple[float, float] | None
     error_temperature: float | None = None
@@ -95,10 +93,9 @@ class Calibration(_Part):
         prompts, blocks: of the other half, on which errors and savings are measured.
         positions: of drafts 0 … k − 1.
         common_temperature: one temperature for all positions; None: see `temperature`.
-        survival_savings: drafts are verified while their calibrated survival is at least the
-            threshold.
-        cutoff_savings: drafts are verified until the raw confidence of one, as a probability, is
-            below the threshold.
+        survival_saving: drafts are verified while their calibrated survival is at least 0.2.
+        cutoff_saving: drafts are verified until the raw confidence of one, as a probability, is
+            below the threshold `cutoff`.
         cutoff: the largest such threshold that loses at most 2 % of the accepted drafts of the
             fitted half.
     """
@@ -119,8 +116,8 @@ class Calibration(_Part):
     blocks: int
     positions: list[CalibratedPosition]
     common_temperature: float | None = None
-    survival_savings: list[Saving]
-    cutoff_savings: list[Saving]
+    survival_saving: Saving
+    cutoff_saving: Saving
     cutoff: float = Field(ge=0, lt=1)
 
     @model_validator(mode="after")
