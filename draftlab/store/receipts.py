@@ -34,7 +34,7 @@ from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
 from draftlab.store.shard import SHARDS, ShardTable, WrittenShard
-from draftlab.store.shard_files import LocalShardFiles, ShardFiles
+from draftlab.store.shard_files import ShardFiles
 from draftlab.store.window import num_kept_shards
 
 LOCK = ".lock"
@@ -73,7 +73,7 @@ class Receipts:
 
     def __init__(self, folder: Path, plan: Manifest, files: ShardFiles | None = None) -> None:
         self.folder, self.plan = folder, plan
-        self.files = files or LocalShardFiles(folder)
+        self.files = files or ShardFiles(folder)
         self.key = sha256_text(canonical_json(plan.dump()))
         self._version: tuple[int, int] | None = None
 

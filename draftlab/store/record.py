@@ -31,7 +31,6 @@ from draftlab.store.samples import Sample
 from draftlab.store.settings import NotFinitePolicy, RecordSettings
 from draftlab.store.shard_files import (
     METADATA,
-    LocalShardFiles,
     ShardFiles,
     open_shard_files,
     read_copy,
@@ -204,7 +203,7 @@ def _adopt_manifest(folder: Path, files: ShardFiles, check: Callable[[Manifest],
     Raises:
         UserError: the URL has the store of another recording, or does not answer.
     """
-    if isinstance(files, LocalShardFiles) and files.folder.resolve() == folder.resolve():
+    if files.is_in(folder):
         return False
     content, own = files.read_manifest(), folder / MANIFEST
     if content is None or (own.is_file() and own.read_bytes() == content):
@@ -229,7 +228,7 @@ def _adopt_manifest(folder: Path, files: ShardFiles, check: Callable[[Manifest],
 
 def _lock_elsewhere(folder: Path, files: ShardFiles) -> AbstractContextManager[None]:
     """Return a lock of the shards' folder, if it is another one than the store's."""
-    if isinstance(files, LocalShardFiles) and files.folder.resolve() != folder.resolve():
+    if files.is_local and not files.is_in(folder):
         files.folder.mkdir(parents=True, exist_ok=True)
         return lock_folder(files.folder)
     return nullcontext()
@@ -269,7 +268,7 @@ def _check_disk(
     num_kept, needed = num_kept_shards(plan), int(sizes[missing].sum())
     if window is not None and window.rolls:
         needed += min(window.size, int(sizes[num_kept:].sum()))
-    if isinstance(files, LocalShardFiles):
+    if files.is_local:
         files.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(files.folder).free
         if free < needed:

@@ -11,7 +11,6 @@ import os
 import shutil
 import tempfile
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -35,8 +34,8 @@ _KEPT_S = 7 * 24 * 3600
 """Time after its last use for which the copy of a URL's manifest is kept, in seconds."""
 
 
-class ShardFiles(ABC):
-    """The files of a store's shards.
+class ShardFiles:
+    """The files of a store's shards, in a folder: the store's own, or that of a file:// URL.
 
     Attributes:
         address: their folder or URL.
@@ -45,25 +44,28 @@ class ShardFiles(ABC):
     """
 
     address: Path | str
-    is_local: bool
+    is_local = True
 
-    @abstractmethod
+    def __init__(self, folder: Path) -> None:
+        self.folder = self.address = folder
+
     def where(self, name: str) -> Path | str:
         """Return the path or URL of a file."""
+        return self.folder / name
 
-    @abstractmethod
     def list(self) -> ShardSizes:
         """List the files of all shards at once.
 
         Raises:
             UserError: the URL does not answer, or a symbolic link leads out of the folder.
         """
+        return ShardSizes.of(self.folder)
 
-    @abstractmethod
     def size(self, shard: Shard) -> int:
         """Return the size of a shard's file; −1: there is none."""
+        path = shard.path(self.folder)
+        return path.stat().st_size if path.is_file() else -1
 
-    @abstractmethod
     def local_file(self, shard: Shard) -> AbstractContextManager[Path]:
         """Return a context with the path of a shard's file on this machine.
 
@@ -72,8 +74,8 @@ class ShardFiles(ABC):
         Raises:
             UserError: it is damaged or missing; or a symbolic link leads out of the folder.
         """
+        return nullcontext(shard.path(self.folder))
 
-    @abstractmethod
     def write(self, file: str, writer: str, save: Callable[[Path], str]) -> None:
         """Write the file of a shard; a crash leaves the old file or the new one.
 
@@ -81,78 +83,46 @@ class ShardFiles(ABC):
             writer: see `atomic_path`.
             save: writes a new file, and returns its hex SHA-256.
         """
-
-    @abstractmethod
-    def sha256(self, shard: Shard) -> str | None:
-        """Return the SHA-256 of a shard's file as it is stored; None: there is none."""
-
-    @abstractmethod
-    def publish(self, folder: Path) -> None:
-        """Copy the manifest of a store's folder, and its columns, to where the shards are."""
-
-    @abstractmethod
-    def read_manifest(self) -> bytes | None:
-        """Return the content of the manifest where the shards are; None: there is none."""
-
-    @abstractmethod
-    def copy_columns(self, name: str, path: Path, sha256: str) -> None:
-        """Copy the file of an index or table, which has this hash, from where the shards are."""
-
-    def claim(self, plan: str) -> str:
-        """Claim the place of the shards for a plan (`UrlClaim.take`); a folder has a lock."""
-        return ""
-
-    def release(self) -> None:  # noqa: B027
-        """Release the claim at the end of a recording."""
-
-    def cancel(self) -> None:  # noqa: B027
-        """End the repetition of transfers that fail, since their result is not needed any more."""
-
-
-class LocalShardFiles(ShardFiles):
-    """Shards in a folder, which is the store's own or that of a file:// URL."""
-
-    is_local = True
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = self.address = folder
-
-    def where(self, name: str) -> Path:
-        return self.folder / name
-
-    def list(self) -> ShardSizes:
-        return ShardSizes.of(self.folder)
-
-    def size(self, shard: Shard) -> int:
-        path = shard.path(self.folder)
-        return path.stat().st_size if path.is_file() else -1
-
-    def local_file(self, shard: Shard) -> AbstractContextManager[Path]:
-        return nullcontext(shard.path(self.folder))
-
-    def write(self, file: str, writer: str, save: Callable[[Path], str]) -> None:
         with atomic_path(self.folder / file, writer=writer) as temporary:
             save(temporary)
 
     def sha256(self, shard: Shard) -> str | None:
+        """Return the SHA-256 of a shard's file as it is stored; None: there is none."""
         path = shard.path(self.folder)
         return sha256_file(path) if path.is_file() else None
 
     def publish(self, folder: Path) -> None:
-        if self.folder.resolve() == folder.resolve():
+        """Copy the manifest of a store's folder, and its columns, to where the shards are."""
+        if self.is_in(folder):
             return
         for name in METADATA:
             if (folder / name).is_file():
                 with atomic_path(self.folder / name) as temporary:
                     shutil.copyfile(folder / name, temporary)
 
+    def is_in(self, folder: Path) -> bool:
+        """Return whether the shards are in a folder."""
+        return self.folder.resolve() == folder.resolve()
+
     def read_manifest(self) -> bytes | None:
+        """Return the content of the manifest where the shards are; None: there is none."""
         path = self.folder / MANIFEST
         return path.read_bytes() if path.is_file() else None
 
     def copy_columns(self, name: str, path: Path, sha256: str) -> None:
+        """Copy the file of an index or table, which has this hash, from where the shards are."""
         with suppress(FileNotFoundError):
             shutil.copyfile(self.folder / name, path, follow_symlinks=False)
+
+    def claim(self, plan: str) -> str:
+        """Claim the place of the shards for a plan (`UrlClaim.take`); a folder has a lock."""
+        return ""
+
+    def release(self) -> None:
+        """Release the claim at the end of a recording."""
+
+    def cancel(self) -> None:
+        """End the repetition of transfers that fail, since their result is not needed any more."""
 
 
 class RemoteShardFiles(ShardFiles):
@@ -235,6 +205,9 @@ class RemoteShardFiles(ShardFiles):
             if (folder / name).is_file():
                 self.remote.upload_changed(folder / name, name)
 
+    def is_in(self, folder: Path) -> bool:
+        return False
+
     def read_manifest(self) -> bytes | None:
         return self.remote.read(MANIFEST)
 
@@ -265,9 +238,9 @@ def open_shard_files(folder: Path, url: str | None) -> ShardFiles:
         url: where the shards are (`record.url`); None: in the folder.
     """
     if url is None:
-        return LocalShardFiles(folder)
+        return ShardFiles(folder)
     if (elsewhere := local_folder(url)) is not None:
-        return LocalShardFiles(elsewhere)
+        return ShardFiles(elsewhere)
     return RemoteShardFiles(url, folder=folder)
 
 

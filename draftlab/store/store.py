@@ -27,7 +27,7 @@ from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.samples import Sample, SampleTable, Selection
 from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_file import map_shard
-from draftlab.store.shard_files import LocalShardFiles, ShardFiles, locate_store, open_shard_files
+from draftlab.store.shard_files import ShardFiles, locate_store, open_shard_files
 from draftlab.store.window import StoreWindow, WindowFeed, num_kept_shards
 
 __all__ = ["Record", "Store", "StoreIdentity"]
@@ -91,7 +91,7 @@ class Store:
         samples: Sequence[Sample] | None = None,
     ) -> None:
         self.folder, self.manifest, self.samples, self.feed = folder, manifest, samples, None
-        self.files = files or LocalShardFiles(folder)
+        self.files = files or ShardFiles(folder)
         self.identity, self.window = manifest.identity, StoreWindow.of(manifest)
         self.ids = manifest.index.ids
         self.lengths = Numbers(manifest.index.lengths)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.store.manifest import BOUNDARY_MEANING
-from draftlab.store.shard_files import LocalShardFiles
+from draftlab.store.shard_files import ShardFiles
 from draftlab.store.store import Record
 
 
@@ -44,7 +44,7 @@ class ListStore:
         self.lengths = [len(r.tokens) for r in records]
         self.ids = [r.id for r in records]
         self.manifest = ListManifest(len(records))
-        self.files = LocalShardFiles(Path())
+        self.files = ShardFiles(Path())
 
     def __len__(self) -> int:
         return len(self.records)

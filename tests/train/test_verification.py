@@ -25,7 +25,7 @@ from draftlab.store import shard_files
 from draftlab.store.columns import write_columns
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard import NO_TIME, Shards, ShardTable, WrittenShard
-from draftlab.store.shard_files import LocalShardFiles
+from draftlab.store.shard_files import ShardFiles
 from draftlab.store.store import Store
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.verification import VERIFIED, ShardVerification
@@ -45,7 +45,7 @@ class ShardedStore(ListStore):
     def __init__(self, folder: Path, count: int = 24) -> None:
         super().__init__([toy_answer(orthogonal_parts(), i) for i in range(count)])
         self.folder, self._verified = folder, set[int]()
-        self.files = LocalShardFiles(folder)
+        self.files = ShardFiles(folder)
         folder.mkdir(exist_ok=True)
         for number in range(3):
             if not self.path(number).exists():
