@@ -13,7 +13,7 @@ import importlib
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,12 +123,3 @@ def import_error(*modules: str) -> str | None:
         except ImportError as error:
             return f"the module {name}, found: {error}"
     return None
-
-
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table whose first column is aligned to the left."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    align: list[Callable[..., str]] = [str.ljust, *[str.rjust] * (len(widths) - 1)]
-    for row in (header, *rows):
-        cells = (one(text, width) for one, text, width in zip(align, row, widths, strict=True))
-        print("  ".join(cells), flush=True)

@@ -146,18 +146,6 @@ class Engine:
         with out_of_memory_error("decoding", _LESS_MEMORY):
             yield from self._generate(requests)
 
-    @torch.inference_mode()
-    def capture_prefills(self, requests: Collection[Request]) -> None:
-        """Capture prefills that such requests may need, which would else make other ones wait."""
-        if self.small_prefill is None:
-            return
-        device = use_device(self.target.device)
-        with out_of_memory_error("capturing prefills", _LESS_MEMORY), device:
-            lengths = {len(request.prompt_ids) for request in requests}
-            sequences = [Sequence(request, self.k, self.max_length) for request in requests]
-            for limited in {sequence.limited for sequence in sequences}:
-                self.small_prefill.capture(lengths, limited=limited)
-
     def _generate(self, requests: Collection[Request]) -> Iterator[Generation]:
         pool = BlockPool(self.num_blocks, self.block_size)
         scheduler = Scheduler(requests, pool, self.input_batch.num_slots, self.k, self.max_length)

@@ -101,7 +101,6 @@ class GenerationState:
             tuple(self.steps),
             self.first_token_s,
             self.elapsed,
-            self.started or 0.0,
             tuple(self.confidence),
         )
 

@@ -49,8 +49,6 @@ class Generation:
         expected: per draft position, the summed probability of acceptance where it was reached.
         steps: (drafted, accepted) of each verify step, in order.
         first_token_s, total_s: seconds from the start of its prefill.
-        started_s: `time.perf_counter()` at the start of its prefill; 0 where an engine does not
-            tell.
         confidence: the logits of the verified drafts' confidence, for each step; empty unless the
             drafter states them (`Drafter.confidence`).
     """
@@ -63,7 +61,6 @@ class Generation:
     steps: tuple[tuple[int, int], ...] = field(repr=False)
     first_token_s: float
     total_s: float
-    started_s: float = 0.0
     confidence: tuple[tuple[float, ...], ...] = field(default=(), repr=False)
 
     @property

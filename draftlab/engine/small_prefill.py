@@ -12,7 +12,7 @@ smaller ones, so that it captures few.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -118,18 +118,6 @@ class SmallPrefill:
             index = self.step.input_batch.index(slots, shape.rows)
             self._first_drafts(shape.rows)(index[:, None])
         return launched
-
-    @torch.inference_mode()
-    def capture(self, lengths: Collection[int], *, limited: bool) -> None:
-        """Capture whatever prompts of these lengths and their first drafts need."""
-        columns = {_smallest(self.COLUMNS, length) for length in lengths} - {None}
-        slots = self.step.input_batch.num_slots
-        for rows in (size for size in self.rows if size < 2 * slots):
-            fitting = [each for each in sorted(columns) if rows * each <= self.max_tokens]
-            for each in fitting:
-                self._prefill(PrefillShape(rows, each, limited))
-            if fitting and self.step.drafter is not None:
-                self._first_drafts(rows)
 
     def _prefill(self, shape: PrefillShape) -> _Call:
         if shape not in self._prefills:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
@@ -89,31 +88,14 @@ def test_several_batches_may_be_in_flight(max_in_flight: int) -> None:
         assert len(engine.small_prefill.shapes) >= 2
 
 
-@pytest.mark.parametrize("kind", ["chain", "parallel", "block"])
-def test_captures_before_requests_change_nothing(kind: str) -> None:
-    target, heads, prompts = embedded("cpu")
-    requests = [Request(i, ids, 10) for i, ids in prompts[:6]]
-    plain = {g.id: g.token_ids for g in run(Engine(target, batch=2, max_length=400), requests)}
-    drafter = new_drafter(heads[kind], 3, confidence=True)
-    engine = small_engine(target, drafter, batch=2, max_length=400)
-    engine.capture_prefills(requests)
-    assert {g.id: g.token_ids for g in run(engine, requests)} == plain
-    captured = set(engine.small_prefill._prefills), set(engine.small_prefill._drafts)
-    assert captured[1] == {1, 2}
-    engine.capture_prefills(requests)
-    assert captured == (set(engine.small_prefill._prefills), set(engine.small_prefill._drafts))
-    assert {g.id: g.token_ids for g in run(engine, requests)} == plain
-
-
-def test_prompts_with_and_without_top_k_are_both_captured() -> None:
+def test_a_prompt_with_top_k_beside_one_without() -> None:
     target, _, prompts = embedded("cpu")
     sampling = Sampling(3.0), Sampling(3.0, top_k=2)
     requests = [Request(i, ids, 8, s) for (i, ids), s in zip(prompts[:2], sampling, strict=True)]
     engine = small_engine(target, batch=2, max_length=400)
-    engine.capture_prefills(requests)
-    assert {shape.limited for shape in engine.small_prefill._prefills} == {False, True}
     expected = outcomes(run(Engine(target, batch=2, max_length=400), requests))
     assert outcomes(run(engine, requests)) == expected
+    assert [shape.limited for shape in engine.small_prefill.shapes] == [True]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

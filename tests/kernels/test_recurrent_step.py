@@ -25,7 +25,6 @@ test_in_the_interpreter = interpreter_test(__file__)
 
 TOKENS, PROMPT = 6, 5  # of a step, and of the text before it
 ROWS, COUNTS = [4, 0, 2], [0, 3, 6]  # rows of a pool of six, and the tokens that each keeps
-Operator = Callable[..., Tensor]
 
 
 class Case:
