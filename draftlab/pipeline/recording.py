@@ -17,8 +17,7 @@ from draftlab.recipe.recipe import Recipe
 from draftlab.run.stages import STAGES
 from draftlab.servers.openai_answers import ServerAnswers
 from draftlab.store.manifest import MANIFEST, Manifest
-from draftlab.store.online import OnlineStore
-from draftlab.store.record import record
+from draftlab.store.record import OnlineStore, record
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import SampleTable, Selection
 from draftlab.store.shard_cache import SIZE
@@ -61,12 +60,7 @@ def cache_line(store: Store) -> str:
 
 @dataclass
 class Recording:
-    """The stages of a run that need the target: answers and store.
-
-    Args:
-        recipe: the recipe.
-        run: the run folder.
-        monitor: receives lines and progress.
+    """The stages of a run folder that need the target: answers and store.
 
     Attributes:
         trains: whether a head is trained next, whose rows have to hold the longest record.

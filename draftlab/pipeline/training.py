@@ -27,7 +27,7 @@ from draftlab.train.loop import Trainer
 from draftlab.train.metrics import NOT_TRAINING
 from draftlab.train.validation import Validation
 from draftlab.version import git_commit
-from draftlab.workers.window.training import NewPool, recorded_meanwhile
+from draftlab.workers.window.training import NewPool, window_recording
 
 
 def train_and_save(
@@ -46,7 +46,7 @@ def train_and_save(
         new_pool: returns the workers that record the shards of a window meanwhile, for rank 0.
     """
     store, ranks = recording.open_store(ranks), ranks or Ranks.join(recipe.train.device)
-    with recorded_meanwhile(recipe, store, run / "train", ranks, new_pool, monitor):
+    with window_recording(recipe, store, run / "train", ranks, new_pool, monitor):
         head = train_head(
             recipe,
             store,

@@ -50,13 +50,7 @@ class TargetDescription:
 
 @dataclass
 class TargetWorker:
-    """The target in this process, loaded when it is first needed, and its work for a run.
-
-    Args:
-        recipe: the recipe.
-        run: the run folder.
-        monitor: receives lines.
-    """
+    """The target in this process, loaded when it is first needed, and its work for a run folder."""
 
     recipe: Recipe
     run: Path

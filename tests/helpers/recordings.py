@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from draftlab.progress import Monitor
-from draftlab.store.online import OnlineStore
-from draftlab.store.record import RecordSettings, RecordShards, record
+from draftlab.store.record import OnlineStore, RecordSettings, RecordShards, record
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store, StoreIdentity

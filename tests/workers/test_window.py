@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from draftlab.errors import UserError
+from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.store import Store
 from draftlab.store.window import StoreWindow
 from draftlab.train.batch.window_order import WindowOrder
+from draftlab.workers.pool import MAX_ATTEMPTS
 from draftlab.workers.window import recorder as window_recorder
 from draftlab.workers.window import training as window_training
+from draftlab.workers.window.recorder import WindowFollower, WindowSession, WindowState
+from draftlab.workers.window.shards import DamagedShardError
 from tests.helpers.small_run import draftlab, new_workshop, write_prompts
 from tests.helpers.thread_pool import LostError, ThreadPool
 
@@ -239,3 +246,76 @@ def rows_of_an_epoch(plan: Manifest, order: WindowOrder) -> int:
     lengths = plan.index.lengths
     steps, groups = order.steps(lengths, 128, 1), len(order.epoch(0))
     return sum(1 for _ in takewhile(lambda step: step.group < groups, steps))
+
+
+def new_session(**pool: Any) -> WindowSession:
+    shards: Any = SimpleNamespace(
+        plan=SimpleNamespace(shards=[SimpleNamespace(file="shard-00000.safetensors")]),
+        folder=Path("store"),
+        add_verified=lambda *_, **__: None,
+        delete_files=lambda _: None,
+    )
+    workers: Any = SimpleNamespace(workers=[], start_workers=lambda _: None, **pool)
+    nothing: Any = None
+    return WindowSession(shards, [], 0, workers, nothing, Monitor())
+
+
+def verify(session: WindowSession, error: Exception | None) -> None:
+    future: Future[Any] = Future()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+    session.verifying[future] = 0, True
+    session._collect_verified(future)
+
+
+def test_a_shard_that_is_damaged_several_times_in_a_row_ends_the_run() -> None:
+    one = new_session()
+    for _ in range(MAX_ATTEMPTS - 1):
+        verify(one, DamagedShardError("other bytes"))
+    with pytest.raises(UserError, match="damaged 3 times in a row"):
+        verify(one, DamagedShardError("other bytes"))
+
+
+def test_a_shard_that_is_damaged_once_in_each_of_many_epochs_does_not() -> None:
+    one = new_session()
+    for _ in range(2 * MAX_ATTEMPTS):
+        verify(one, DamagedShardError("other bytes"))
+        verify(one, None)
+    assert len(one.tasks.waiting) == 2 * MAX_ATTEMPTS
+
+
+def test_a_shard_whose_call_was_cancelled_with_its_worker_is_given_to_others() -> None:
+    """`concurrent.futures.wait` does not return a call that was cancelled before it began."""
+    one, call, worker = new_session(), Future[Any](), cast(Any, object())
+    one.tasks.running[call] = worker, 0
+    one.written[1] = worker
+    call.cancel()
+    one.step(0)
+    assert sorted(one.tasks.waiting) == [0, 1]
+    assert one.tasks.running == one.written == {}
+
+
+def test_what_waits_to_be_verified_is_left_when_the_training_ends() -> None:
+    one, future = new_session(), Future[Any]()
+    one.verifying[future] = 0, True
+    one.cancel()
+    assert future.cancelled()
+
+
+def test_a_rank_reads_again_what_a_network_file_system_has_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = WindowState(tmp_path / "window.json", "session")
+    state.write(1, None)
+    plain, faults = window_recorder.read_json, [OSError(errno.ESTALE, "Stale file handle")]
+
+    def read(path: Path) -> Any:
+        if faults:
+            raise faults.pop()
+        return plain(path)
+
+    monkeypatch.setattr(window_recorder, "read_json", read)
+    assert WindowFollower(state).wait(0)
+    assert not faults

@@ -29,7 +29,7 @@ RECORDERS = "DRAFTLAB_RECORDERS"
 
 
 @contextmanager
-def recorded_meanwhile(
+def window_recording(
     recipe: Recipe,
     store: Store,
     folder: Path,
