@@ -11,13 +11,12 @@ from typing import Any
 
 from draftlab.engine.sampling import Generation, Request
 from draftlab.formatting import size_text
-from draftlab.plan.preflight import check_target_of_ranks
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe
 from draftlab.run.stages import STAGES
 from draftlab.servers.openai_answers import ServerAnswers
-from draftlab.store.manifest import MANIFEST, Manifest
-from draftlab.store.record import OnlineStore, record
+from draftlab.store.manifest import Manifest
+from draftlab.store.record import record
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.samples import SampleTable, Selection
 from draftlab.store.shard_cache import SIZE
@@ -34,7 +33,6 @@ from draftlab.text.samples import open_samples
 from draftlab.text.self_prompts import SELF_PROMPTS, write_self_prompts
 from draftlab.text.settings import SELF
 from draftlab.train.batch.order import check_row_tokens
-from draftlab.train.distributed.ranks import Ranks
 from draftlab.workers.pool import WorkerPool
 from draftlab.workers.target_worker import TargetWorker, held_out
 
@@ -174,18 +172,12 @@ class Recording:
         return TargetMetadata(settings, described.padding_reason)
 
     def record(self, folder: Path, pool: WorkerPool | None) -> None:
-        """Write the store. With record.online only the store's manifest is written.
+        """Write the store.
 
         Args:
             pool: the workers that record; None: this process does.
         """
         target = self.here.recorded_target if pool is None else self._metadata(pool, "store")
-        if self.recipe.record.online:
-            plan, _ = self._plan(target, self.monitor)
-            manifest = plan.model_copy(update={"complete": True, "online": True})
-            manifest.write(folder)
-            self.monitor.say("store: states are computed during training (record.online)")
-            return
         record_shards = None
         if pool is not None:
 
@@ -237,24 +229,9 @@ class Recording:
             held_out=held_out(self.recipe),
         )
 
-    def open_store(self, ranks: Ranks | None) -> Store:
-        """Return the recorded store; with record.online, one that computes states when read.
-
-        Without record.online the target is freed: training gets the whole memory.
-
-        Raises:
-            UserError: record.online with several ranks, and the target is on a named
-                device or on several GPUs.
-        """
+    def open_store(self) -> Store:
+        """Return the recorded store. The target is freed: training gets the whole memory."""
         record, folder = self.recipe.record, self.run / STAGES["store"].artefact
-        if record.online:
-            if ranks:
-                check_target_of_ranks(self.recipe, ranks.size)
-            # Its lines were printed with the manifest.
-            plan, samples = self._plan(self.target, Monitor())
-            recorded = Manifest.read(folder / MANIFEST)
-            plan = plan.model_copy(update={"identity": recorded.identity})
-            return OnlineStore(self.target, samples, plan)
         self.here.free("target", "metadata")
         self.__dict__.pop("prompts", None)
         if record.window is not None:

@@ -45,7 +45,7 @@ def train_and_save(
     Args:
         new_pool: returns the workers that record the shards of a window meanwhile, for rank 0.
     """
-    store, ranks = recording.open_store(ranks), ranks or Ranks.join(recipe.train.device)
+    store, ranks = recording.open_store(), ranks or Ranks.join(recipe.train.device)
     with window_recording(recipe, store, run / "train", ranks, new_pool, monitor):
         head = train_head(
             recipe,

@@ -179,9 +179,6 @@ class RecipeSizes:
 
     def _store(self) -> Estimate:
         record = self.recipe.record
-        if record.online:
-            note = "nothing is stored: the target runs while the head is trained"
-            return Estimate("store", note)
         if self.conversations is None:
             return Estimate("store", f"{size_text(self.token_bytes)} per token")
         tokens, of = self._recorded(self.conversations), ""
@@ -227,8 +224,7 @@ class RecipeSizes:
 
     def _head(self) -> Estimate:
         recipe, head, target = self.recipe, self.head, self.target
-        online, hardware = recipe.record.online, recipe.hardware
-        flops = self.trained * (head.flops + online * 2 * target.active)
+        hardware = recipe.hardware
         note = f"{as_count(head.trained)} parameters to train on {as_count(self.trained)} positions"
         records = recipe.record.rolls and hardware.gpus * hardware.nodes <= recipe.target.gpus
         if records:
@@ -239,8 +235,8 @@ class RecipeSizes:
             note,
             disk=CHECKPOINTS * checkpoint + 2 * head.trained,  # 16 bits at the end
             # A target that runs beside it is on the same GPU, unless target.device names another.
-            memory=head.memory + (online + records) * target.bytes / recipe.target.gpus,
-            seconds=self._products_seconds(flops),
+            memory=head.memory + records * target.bytes / recipe.target.gpus,
+            seconds=self._products_seconds(self.trained * head.flops),
         )
 
     def _evaluation(self) -> Estimate:

@@ -55,7 +55,6 @@ from draftlab.text.self_prompts import find_user_turn
 from draftlab.text.settings import SELF
 from draftlab.text.suites import suite_sha256
 from draftlab.text.tokenizer_check import check_tokenizer
-from draftlab.train.distributed.ranks import num_launched
 from draftlab.train.fast.choose_forward import check_fp8_device, check_fp8_sizes
 from draftlab.train.initial_weights import check_start
 from draftlab.train.metrics import check_trackers
@@ -195,7 +194,6 @@ def _check_machine(planned: Planned) -> None:
         if recipe.train.precision == "fp8":
             check_fp8_device(device)
         check_trackers(recipe.train)
-        check_target_of_ranks(recipe, num_launched())
         if recipe.record.rolls and recipe.record.backend == "vllm":
             check_memory_for_vllm(recipe, device)
     if planned.runs("answers", "store", "eval"):
@@ -205,19 +203,6 @@ def _check_machine(planned: Planned) -> None:
         check_suite(recipe)
         if recipe.eval.engine == "vllm":
             check_settings(recipe.eval)
-
-
-def check_target_of_ranks(recipe: Recipe, num_ranks: int) -> None:
-    """Raise a `UserError` if training needs the target and not every process can hold it."""
-    settings = recipe.target
-    named = settings.device not in ("auto", "cuda", "cpu")
-    if recipe.record.online and num_ranks > 1 and (settings.gpus > 1 or named):
-        raise UserError(
-            f"record.online gives each of {num_ranks} processes the whole target on its own GPU; "
-            f"found target.gpus {settings.gpus}, target.device {settings.device}",
-            where="target",
-            do="leave both at their defaults, train with one process, or leave record.online out",
-        )
 
 
 def _check_tokenizer(planned: Planned) -> Iterable[str]:

@@ -211,11 +211,6 @@ class Recipe(Settings):
                 f"prompts.source: {SELF} writes prompts without answers: expected "
                 "regenerate.enabled true, found false"
             )
-        if self.record.online and train.data_workers:
-            raise ValueError(
-                "train.data_workers: expected 0 with record.online, since no other process can "
-                f"pack states that the training process computes, found {train.data_workers}"
-            )
         return self
 
 
@@ -230,6 +225,7 @@ _LLAMA4_NAMES = (
 )
 REMOVED_SETTINGS = {
     "train.replay": "a head trains on recorded answers alone",
+    "record.online": "record.window=4GB stores no more than that, and records while training reads",
     "target.compile": "layers without a fast path of draftlab run as transformers writes them",
     "eval.adaptive": "servers choose how many drafts they verify; every row here has a fixed K",
     "eval.concurrency": "eval.timing_batches times several prompts at once",

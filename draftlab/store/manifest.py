@@ -185,8 +185,6 @@ class _File(_Strict):
     model_config = ConfigDict(extra="forbid")
 
     complete: bool
-    online: bool = False
-    """Whether there are no shards, because training computes their states on demand."""
     identity: StoreIdentity
     boundary_meaning: str = BOUNDARY_MEANING
     samples_sha256: str
@@ -210,7 +208,7 @@ class Manifest(_File):
 
     index: RecordIndex = Field(exclude=True, repr=False)
     table: ShardTable | None = Field(None, exclude=True, repr=False)
-    """None until the store is complete, and with `online`."""
+    """None until the store is complete."""
 
     @classmethod
     def plan(cls, index: RecordIndex, **fields: Any) -> Manifest:
@@ -230,7 +228,7 @@ class Manifest(_File):
 
     @property
     def written(self) -> ShardTable:
-        """The table of the shards, of a store that is complete and not online."""
+        """The table of the shards, of a complete store."""
         if self.table is None:
             raise ValueError("this store has no written shards")
         return self.table
@@ -243,7 +241,7 @@ class Manifest(_File):
     def as_plan(self) -> Manifest:
         """Return the manifest before any shard was written."""
         blank = {"table": None, "shards_sha256": None}
-        return self.model_copy(update={"complete": False, "online": False, **blank})
+        return self.model_copy(update={"complete": False, **blank})
 
     def dump(self) -> dict[str, Any]:
         """Return the content of manifest.json, with the key `schema` first.
@@ -305,7 +303,7 @@ class Manifest(_File):
                 return table
 
             table = _mapped(path.with_name(SHARDS), file.shards_sha256, _TABLE, read_table)
-        if file.complete and not file.online and table is None:
+        if file.complete and table is None:
             raise UserError(
                 "expected the hashes of a complete store's shards, found none",
                 where=path,

@@ -239,8 +239,6 @@ def resume_plan(
     if not manifest.complete:
         return manifest
     receipts = Receipts(folder, manifest.as_plan(), files)
-    if manifest.table is None:  # there were no shards (record.online)
-        return receipts.plan
     num_kept = num_kept_shards(manifest)
     sizes = receipts.files.list().first(num_kept)
     if np.array_equal(sizes, manifest.table.bytes[:num_kept]):

@@ -34,10 +34,6 @@ class RecordSettings(Settings):
     limit for larger values too."""
     overlong: Literal["truncate", "skip"] = "truncate"
     """What happens to samples longer than max_length: they are truncated at the end, or skipped."""
-    online: bool = False
-    """Store nothing: the target is loaded beside the training and computes states on demand. This
-    is slower, because every epoch computes them again; features of an 8B target are 33 kB a token.
-    """
     window: Size | None = None
     """Most disk space of the shards that training reads, such as 200GB; None: all are recorded
     before the training. With a window they are recorded while the training reads others, a shard
@@ -68,13 +64,6 @@ class RecordSettings(Settings):
 
     @model_validator(mode="after")
     def _window_fits(self) -> RecordSettings:
-        if self.online and self.backend == "vllm":
-            raise ValueError(
-                "online computes states by transformers alone, found backend=vllm: leave one of "
-                "the two out"
-            )
-        if self.online and self.url is not None:
-            raise ValueError("record.url is for shards, and record.online makes none")
         if self.rolls and self.url is not None:
             raise ValueError(
                 "expected url, or a window whose shards are deleted, found both: keep=all keeps "
@@ -82,11 +71,6 @@ class RecordSettings(Settings):
             )
         if self.keep == "all" and self.window is None:
             raise ValueError("keep=all keeps the shards of a window: expected a window, found none")
-        if self.online and self.window is not None:
-            raise ValueError(
-                "expected window or online, found both: online stores nothing, and training "
-                "computes the states itself"
-            )
         return self
 
     @property

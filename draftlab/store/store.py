@@ -75,8 +75,6 @@ class Record:
 class Store:
     """Random access to the records of a complete store. `Store.open` makes one."""
 
-    on_disk = True
-    """Whether other processes can open the store by its folder."""
     samples: Sequence[Sample] | None
     """The recorded samples in stored order, so that `tokens_and_spans` reads no shard; or None."""
     feed: WindowFeed | None
@@ -321,7 +319,7 @@ class Store:
 
 
 def check_store(folder: Path, url: str | None = None, since_ns: int | None = None) -> bool:
-    """Check that a store is complete, as `Store.open` does; one with record.online always is.
+    """Check that a store is complete, as `Store.open` does.
 
     Of a store that is a window only the shards that stay have to be there.
 
@@ -337,8 +335,6 @@ def check_store(folder: Path, url: str | None = None, since_ns: int | None = Non
         UserError: a shard is missing, or has another size or hash than in the manifest.
     """
     manifest = Manifest.read(folder / MANIFEST)
-    if manifest.online:
-        return False
     files = open_shard_files(folder, url)
     listing = files.list()
     check_complete(files, manifest, listing)
@@ -362,7 +358,7 @@ def check_complete(files: ShardFiles, manifest: Manifest, listing: ShardSizes) -
         listing: of the files.
 
     Raises:
-        UserError: its recording was interrupted, it holds no states, or a shard is missing or has
+        UserError: its recording was interrupted, or a shard is missing or has
             another size than in the manifest.
     """
     if not manifest.complete:
@@ -370,12 +366,6 @@ def check_complete(files: ShardFiles, manifest: Manifest, listing: ShardSizes) -
             "the recording of this store was interrupted",
             where=files.address,
             do="run the same command again: recording resumes after the last whole shard",
-        )
-    if manifest.online:
-        raise UserError(
-            "this store holds no states: training computes them on demand",
-            where=files.address,
-            do="record with record.online: false to inspect the states",
         )
     num_kept = num_kept_shards(manifest)
     sizes = listing.first(num_kept)

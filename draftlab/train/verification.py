@@ -43,7 +43,7 @@ class ShardVerification:
 
     def __init__(self, store: Store, folder: Path, ranks: Ranks) -> None:
         self.store, self.folder, self.ranks = store, folder, ranks
-        hashed_here = store.on_disk and store.files.is_local
+        hashed_here = store.files.is_local
         # The recorder of a window verifies the shards that are not kept.
         self._num_shards = num_kept_shards(store.manifest) if hashed_here else 0
         self._verified = self._remembered() if ranks.is_main else np.zeros(0, np.int64)

@@ -26,7 +26,6 @@ class ListManifest:
     def dump(self) -> dict[str, Any]:
         return {
             "schema": 1,
-            "online": False,
             "boundary_meaning": BOUNDARY_MEANING,
             "samples_sha256": self.samples_sha256,
             "shards": [],
@@ -36,7 +35,6 @@ class ListManifest:
 class ListStore:
     """Records in memory, with what the trainer asks a store for."""
 
-    on_disk = True  # or could be pickled, which is as good
     window = None
 
     def __init__(self, records: list[Record]) -> None:

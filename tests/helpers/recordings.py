@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from draftlab.progress import Monitor
-from draftlab.store.record import OnlineStore, RecordSettings, RecordShards, record
-from draftlab.store.recording_plan import plan_recording
+from draftlab.store.record import RecordSettings, RecordShards, record
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.target_model.loading import load_target
@@ -97,13 +96,6 @@ def fork_recorder(target: Target, folder: Path, pause: float = 0.0, **changes: o
 def exit_codes(*children: int) -> list[int]:
     """Wait for processes to end."""
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-
-
-def online_store(target: Target, samples: list[Sample], **changes: object) -> OnlineStore:
-    settings = RecordSettings(**(_SETTINGS | changes))
-    identity = identity_of(target, settings.dtype)
-    plan, samples = plan_recording(target, samples, settings, identity, monitor=Monitor())
-    return OnlineStore(target, samples, plan)
 
 
 def file_hashes(folder: Path) -> dict[str, str]:

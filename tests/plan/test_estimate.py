@@ -67,24 +67,6 @@ def test_conversations_are_truncated_in_the_store_and_not_when_answered(
         assert by_name["store"].disk == 1000 * stored * (4 * 2 * 4096 + 16)
 
 
-def test_online_recording_stores_nothing_and_needs_the_target_in_training(llama_8b: Path) -> None:
-    h200 = {"gpu": "H200"}
-    stored, online = (
-        {
-            row.name: row
-            for row in RecipeSizes(recipe(llama_8b, record={"online": way}, hardware=h200)).stages()
-        }
-        for way in (False, True)
-    )
-    assert stored["store"].disk
-    assert online["store"].disk is None
-    assert online["head"].memory == stored["head"].memory + stored["target"].memory
-    train = recipe(llama_8b).train
-    passes = 2 * 8.03e9 * train.steps * train.batch_rows * train.row_tokens / 989e12
-    more = online["head"].seconds - stored["head"].seconds
-    assert more == pytest.approx(passes, rel=0.01)
-
-
 @pytest.mark.parametrize(
     ("gpus", "target_gpus", "is_shared"), [(1, 1, True), (2, 1, False), (2, 2, True), (3, 2, False)]
 )
@@ -181,12 +163,7 @@ def test_prompts_of_unknown_number(llama_8b: Path, tmp_path: Path) -> None:
     lines = list(estimate_table(settings, tmp_path, STAGES))
     assert "  answers: unknown: there is no no.jsonl, and prompts.max_prompts is not set" in lines
     assert "  store: 32.8 kB per token" in lines
-    online = recipe(llama_8b, prompts={"source": "no.jsonl"}, record={"online": True})
-    for known in (
-        lines,
-        estimate_table(settings, tmp_path, ("answers",)),
-        estimate_table(online, tmp_path, STAGES),
-    ):
+    for known in (lines, estimate_table(settings, tmp_path, ("answers",))):
         (total,) = (line for line in known if line.startswith("  total"))
         assert total.endswith(", and what is unknown")
     (total,) = (

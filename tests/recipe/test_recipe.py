@@ -119,11 +119,6 @@ def test_an_unknown_setting_unlike_any_lists_the_known(tmp_path: Path) -> None:
             "{head: {family: eagle}, record: {dtype: fp8}}",
             "record.dtype: fp8 is for features at boundaries, and eagle heads need none",
         ),
-        (
-            "{record: {online: true}, train: {data_workers: 2}}",
-            "train.data_workers: expected 0 with record.online",
-        ),
-        ("record: {online: true, backend: vllm}", "record: online computes states by transformers"),
         ("name: ../elsewhere", "name: expected a name of letters, digits, "),
         ("- a\n- b", "expected a mapping of settings, found ['a', 'b']"),
         ("", "expected a mapping of settings, found nothing"),

@@ -209,18 +209,15 @@ def _wait_for_copies(
 
 
 def _choose_num_workers(packer: Packer, ranks: Ranks) -> int:
-    requested, reason = packer.settings.data_workers, None
-    if not packer.store.on_disk:
-        reason = "a data worker cannot open this store, which is no folder (record.online)"
-    elif not hasattr(os, "memfd_create"):
-        reason = "this system has no anonymous files to share with data workers"
-    if requested and reason:
+    requested, is_possible = packer.settings.data_workers, hasattr(os, "memfd_create")
+    if requested and not is_possible:
         raise UserError(
-            f"train.data_workers asks for {count_text(requested, 'data worker')}, and {reason}",
+            f"train.data_workers asks for {count_text(requested, 'data worker')}, and this system "
+            "has no anonymous files to share with them",
             where="train.data_workers",
             do="set it to 0, or leave it out",
         )
-    if requested is None and ranks.device.type == "cuda" and not reason:
+    if requested is None and ranks.device.type == "cuda" and is_possible:
         # Half of this GPU's share of the CPU cores.
         cores = len(os.sched_getaffinity(0)) // ranks.local_gpus
         return max(1, min(MAX_DEFAULT_WORKERS, cores // 2))

@@ -32,7 +32,7 @@ from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.loop import Trainer
 from draftlab.train.settings import TrainSettings
 from tests.helpers.list_store import ListStore
-from tests.helpers.recordings import make_samples, online_store, record_store, small_target
+from tests.helpers.recordings import make_samples, record_store, small_target
 from tests.helpers.toy_training import (
     assert_same_batches,
     orthogonal_parts,
@@ -300,11 +300,6 @@ def _is_worker(pid: int) -> bool:
 def test_where_there_can_be_no_workers(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    online = packer(online_store(target, make_samples()), data_workers=2)
-    with pytest.raises(UserError, match=r"asks for 2 data workers.*no folder"):
-        BatchLoader(online, CPU)
-    default = replace(online, settings=TrainSettings())
-    assert BatchLoader(default, GPU).describe() == "threads"
     assert BatchLoader(packer(), CPU).num_workers == 0
     stored = record_store(target, tmp_path)
     assert BatchLoader(packer(stored, data_workers=1), CPU).describe() == "1 data worker"
