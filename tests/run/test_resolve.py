@@ -185,6 +185,9 @@ def test_what_trusted_code_raises_is_no_bug_of_draftlab(
     (target / "mine.py").write_text(imported + CODE[code])
     trust = "target.trust_remote_code=true" if arguments[0] == "train" else "--trust-remote-code"
     result = draftlab(strangers_run.parents[1], *arguments, trust)
+    if (arguments[0], code) == ("doctor", "broken model"):
+        assert "was trained for a target of 12 layers" in result.stdout  # no model was made
+        return
     assert result.exit_code == 2, result.output
     assert "does not load: " in result.stderr
 
