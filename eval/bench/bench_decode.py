@@ -187,7 +187,7 @@ def main() -> None:
                 for probs in PROBS[options.probs] if k else (False,):
                     part = f"{name}, batch {batch}, K = {k}{', probabilities' * probs}"
                     arguments = (name, batch, k, probs, rate, options)
-                    show(**parts.measure(part, row_of(target, head, *arguments)))
+                    show(parts.measure(part, row_of(target, head, *arguments)))
 
 
 def head_fields(name: str) -> dict[str, Any]:
@@ -238,27 +238,16 @@ def row_of(
     return measured
 
 
-def show(
-    head: str,
-    batch: int,
-    k: int,
-    draft_probs: bool,
-    step_ms: float,
-    floor_ms: float,
-    kv_floor_ms: float,
-    vllm_ms: float | None,
-    tokens_a_step: float,
-    tokens_s: float,
-    ttft_ms: float,
-) -> None:
+def show(row: dict[str, Any]) -> None:
     """Print a line of the table; the floors are times to read the weights, and keys and values."""
-    vllm = vllm_ms or float("nan")
-    name = f"parallel, {head}" if head.isdigit() else head
+    r = argparse.Namespace(**row)
+    vllm = r.vllm_ms or float("nan")
+    name = f"parallel, {r.head}" if r.head.isdigit() else r.head
     print(
-        f"{name:12} {batch:5d} {k:2d} {'on ' if draft_probs else 'off'}   "
-        f"{step_ms:8.3f} {floor_ms:8.3f} {step_ms / floor_ms:7.3f} "
-        f"{step_ms / kv_floor_ms:7.3f} {vllm:8.2f} {step_ms / vllm:6.3f} "
-        f"{tokens_a_step:8.2f} {tokens_s:12,.0f} {ttft_ms:8.2f}",
+        f"{name:12} {r.batch:5d} {r.k:2d} {'on ' if r.draft_probs else 'off'}   "
+        f"{r.step_ms:8.3f} {r.floor_ms:8.3f} {r.step_ms / r.floor_ms:7.3f} "
+        f"{r.step_ms / r.kv_floor_ms:7.3f} {vllm:8.2f} {r.step_ms / vllm:6.3f} "
+        f"{r.tokens_a_step:8.2f} {r.tokens_s:12,.0f} {r.ttft_ms:8.2f}",
         flush=True,
     )
 

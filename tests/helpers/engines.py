@@ -49,20 +49,17 @@ def joint_p_value(
     target: Target,
     drafter: HeadDrafter | None,
     verifier: Verifier = verify,
-    decoder: Any = None,
 ) -> float:
     """Return the G-test's p value of the engine's answers against the exact distribution.
 
     Args:
         target: a target with a vocabulary of `JOINT_VOCAB`.
-        decoder: the target's decode path; None: the engine's.
     """
 
     def request(name: str) -> Request:
         return Request(name, JOINT_PROMPT, JOINT_TOKENS, JOINT_SAMPLING)
 
     engine = Engine(target, drafter, batch=1500, max_length=16, verifier=verifier)
-    engine.step.decoder = decoder or engine.step.decoder
     counts = Counter(
         generation.token_ids
         for generation in engine.generate([request(str(i)) for i in range(JOINT_ROWS)])

@@ -3,7 +3,7 @@
 `chain_layout` is computed once a step, before the first pass, so that a pass takes a slice. It lays
 out the pairs just verified and, for each pass after them, one pair a row. `last_rows` picks a row's
 last pair, or the columns from there on. On a GPU each is one kernel (`chain_layout/triton.py`).
-Tests: tests/kernels/test_chain_layout.py.
+Tests: tests/kernels/test_pass_layouts.py.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     x = cat[rms_norm(embedding(token)), rms_norm(hidden)]
 
 It is `Eagle3Layer.inputs` behind the embedding (Li et al., arXiv:2503.01840), in one kernel in
-place of a lookup, two norms and a concatenation. Tests: tests/kernels/test_chain_layout.py.
+place of a lookup, two norms and a concatenation. Tests: tests/kernels/test_pass_layouts.py.
 """
 
 from __future__ import annotations

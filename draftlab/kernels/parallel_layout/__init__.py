@@ -12,7 +12,7 @@ the verify step; where `is_mask`, `mask_hidden`.
 
 Positions from `max_length` on are padding too: they write nothing and never wrap around, and the
 drafts sampled there are not verified. The host never waits. `parallel_layout/triton.py` does the
-same in one kernel. Tests: tests/kernels/test_parallel_layout.py.
+same in one kernel. Tests: tests/kernels/test_pass_layouts.py.
 """
 
 from __future__ import annotations
