@@ -217,13 +217,13 @@ class Evaluator:
         """Return how a row at T > 0 is sampled."""
         settings = self.workload.settings
         return Sampled(
-            temperature,
-            config.k,
-            config.draft_probs,
-            settings.draft_temperature if config.draft_probs else None,
-            settings.top_k,
-            settings.top_p,
-            settings.verification if config.draft_probs else "token",
+            temperature=temperature,
+            k=config.k,
+            draft_probs=config.draft_probs,
+            draft_temperature=settings.draft_temperature if config.draft_probs else None,
+            top_k=settings.top_k,
+            top_p=settings.top_p,
+            verification=settings.verification if config.draft_probs else "token",
         )
 
     def _target(self) -> dict[str, Any]:

@@ -148,7 +148,7 @@ def _tested(arm: Mapping[str, Any]) -> str:
     from draftlab.evaluate.certificate.result import Sampled  # needs torch
 
     shown = SHOWN.get(arm["level"], f"no equality shown ({arm['level']})")
-    return f"{Sampled.of(arm).name}: {shown}"
+    return f"{Sampled.model_validate(arm).name}: {shown}"
 
 
 def _results(rows: Sequence[Row]) -> Section:

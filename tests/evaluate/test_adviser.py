@@ -247,21 +247,8 @@ def test_a_wrong_step_line_is_not_met() -> None:
     assert text.startswith("0 of 1 speed-ups at a timed K, predicted from the other timed K's")
 
 
-def test_a_bend_below_the_smallest_k_is_no_fault_of_the_prediction() -> None:
-    """At batch 32 a step of K = 1 has 64 rows, and one of K = 3 needs a second tile of rows."""
-    steps = {1: 10.0, 3: 20.0, 5: 21.0, 7: 22.0}
-    rows = [timed(k, step, spread=(0.9, 1.1)) for k, step in steps.items()]
-    adviser = advise([sample.baseline(), *rows])
-    at = {p["k"]: p for p in adviser["advice"][0]["predictions"]}
-    assert at[1]["error"] is at[7]["error"] is None
-    assert at[5]["met"]
-
-
-def test_two_timed_ks_cannot_be_checked() -> None:
+def test_two_timed_ks_cannot_be_checked_and_untimed_rows_get_no_advice() -> None:
+    assert advise([sample.baseline(), sample.row()]) is None
     adviser = advise([timed(k, linear(k)) for k in (2, 5)])
     assert (adviser["check"]["timed"], adviser["check"]["worst_error"]) == (0, None)
     assert "no prediction was checked" in adviser["check"]["text"]
-
-
-def test_untimed_rows_get_no_advice() -> None:
-    assert advise([sample.baseline(), sample.row()]) is None

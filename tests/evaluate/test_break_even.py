@@ -73,29 +73,6 @@ def test_a_chain_that_is_always_faster() -> None:
     assert "the chain is faster at the same K, up to K = 6" in pair["text"]
 
 
-def test_heads_are_compared_at_one_batch() -> None:
-    both = [
-        with_timing(row, 2 * row.timings[0].step_ms, batch=8, plain_ms=2 * sample.PLAIN_MS)
-        if row.k
-        else row
-        for row in rows()
-    ]
-    found = comparisons(both)
-    assert [pair["batch"] for pair in found] == [1, 8]
-    assert found[0]["k"] == found[1]["k"]
-
-
-def test_equal_heads_have_no_break_even() -> None:
-    """A parallel head has to be faster, not as fast."""
-    pairs = [
-        with_timing(sample.row(k=k, keep=0.8, head=drafter, drafter=drafter), chain_step(k))
-        for k in (1, 6)
-        for drafter in ("chain", "parallel")
-    ]
-    (pair,) = comparisons(pairs)
-    assert pair["k"] is None
-
-
 def test_one_drafter_or_different_conditions_are_not_compared() -> None:
     warm = [r.model_copy(update={"temperature": 0.8}) if r.head == "at once" else r for r in rows()]
     chains = [row for row in rows() if row.drafter != "parallel"]
@@ -133,18 +110,3 @@ def test_the_comparison_is_shown_with_its_heads(report: Report) -> None:
     legend(figure)
     labels = {text.get_text() for text in figure.legends[0].get_texts()}
     assert {"chained, chain", "at once, parallel"} <= labels
-
-
-def test_heads_are_compared_on_one_suite() -> None:
-    """Each suite has a sentence with its own shares and its own times."""
-    by_suite = {
-        suite: [row.model_copy(update={"suite": f"folder/{suite}"}) for row in rows(keep)]
-        for suite, keep in (("easy", 0.7), ("hard", 0.3))
-    }
-    report = sample.with_adviser([row for members in by_suite.values() for row in members])
-    shown = {one.title: one.table for one in sections(report)}
-    lines = [line.cells for line in shown["Chain and parallel at the same K"].lines]
-    assert lines == [
-        (f"chained against at once, {suite}, T = 0, batch 1", comparisons(members)[0]["text"])
-        for suite, members in by_suite.items()
-    ]

@@ -342,7 +342,7 @@ def test_each_sampled_row_has_the_test_of_its_own_sampling(
         elif row.temperature == 1.2:
             assert row.lossless is None  # no test covers it
         else:
-            own = Sampled(0.8, row.k, row.draft_probs, top_p=0.9)
+            own = Sampled(temperature=0.8, k=row.k, draft_probs=row.draft_probs, top_p=0.9)
             assert (row.lossless.level, row.lossless.test) == ("L3", own.name)
             assert "certificate failed: p = 1e-9" in row.warnings
     assert report.environment["certificates"]["a head"]["passed"] is False

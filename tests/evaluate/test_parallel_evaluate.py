@@ -59,7 +59,10 @@ def test_a_step_reads_a_parallel_head_once_for_any_k(
 def test_a_parallel_head_is_certified(target: Target, parallel_head: PeagleHead) -> None:
     prompts = [(r.id, r.prompt_ids) for r in requests(4, seed=100, shortest=3)]
     settings = CertifySettings(num_rows=2, samples=1000, contexts=8)
-    rows = [Sampled(0.8, 3, True), Sampled(1.5, 2, False, top_k=4)]
+    rows = [
+        Sampled(temperature=0.8, k=3, draft_probs=True),
+        Sampled(temperature=1.5, k=2, draft_probs=False, top_k=4),
+    ]
     certificate = certify(
         target, parallel_head, prompts, frozenset(), settings, k=3, rows=rows, monitor=Monitor(),
         engine=Engine,

@@ -17,23 +17,23 @@ from draftlab.target_model.model import Target
 VOCAB = 5
 SETTINGS = CertifySettings(samples=4000, context=3, contexts=12, prompts=6, tokens=16, batch=1024)
 # Every cell occurs at this temperature; drafts are cooler.
-ON = Sampled(1.0, 2, True, draft_temperature=0.7, top_k=4)
-OFF = Sampled(1.0, 2, False, top_k=4)
-BLOCK = replace(ON, verification="block")
+ON = Sampled(temperature=1.0, k=2, draft_probs=True, draft_temperature=0.7, top_k=4)
+OFF = Sampled(temperature=1.0, k=2, draft_probs=False, top_k=4)
+BLOCK = ON.model_copy(update={"verification": "block"})
 PROMPTS = [
     (f"p{i}", tuple(torch.randint(0, VOCAB, (5,), generator=torch.Generator().manual_seed(i))
                     .tolist()))
     for i in range(6)
 ]  # fmt: skip
 MARKOV_ROWS = [
-    Sampled(0.8, 2, True),
-    Sampled(1.5, 2, False, top_k=4),
-    Sampled(0.8, 1, True),  # a block of one slot
+    Sampled(temperature=0.8, k=2, draft_probs=True),
+    Sampled(temperature=1.5, k=2, draft_probs=False, top_k=4),
+    Sampled(temperature=0.8, k=1, draft_probs=True),  # a block of one slot
 ]
 ROWS = [
-    Sampled(0.7, 4, True),  # the whole vocabulary
-    Sampled(1.3, 3, False, top_p=0.8),
-    Sampled(1.0, 1, True, draft_temperature=0.7, top_k=3, top_p=0.95),
+    Sampled(temperature=0.7, k=4, draft_probs=True),  # the whole vocabulary
+    Sampled(temperature=1.3, k=3, draft_probs=False, top_p=0.8),
+    Sampled(temperature=1.0, k=1, draft_probs=True, draft_temperature=0.7, top_k=3, top_p=0.95),
 ]
 RunCertify = Callable[..., Certificate]
 

@@ -111,13 +111,6 @@ def test_the_table_names_the_heads() -> None:
     assert fmt.HEAD_NOTES["reference"] not in " ".join(printed(sample.report()).split())
 
 
-def test_the_table_names_the_engines() -> None:
-    rows = [sample.row(), sample.row(engine="vllm (V1, cpu)", expected_acceptance=None)]
-    text = printed(sample.report(rows), width=120)
-    assert table(text)[0].startswith(" draftlab-eager 0.1.0 ")
-    assert table(text)[1].startswith(" vllm (V1, cpu) 0.1.0 ")
-
-
 def test_batches_and_advice() -> None:
     report = sample.timed_report()
     text = printed(report)
@@ -138,14 +131,6 @@ def test_batches_and_advice() -> None:
     once = sample.report()
     assert "How many drafts?" not in printed(once)
     assert "batch" not in printed(once).partition("Measurements")[2]
-
-
-def test_without_times_there_are_no_columns_of_times() -> None:
-    rows = [sample.baseline(**sample.NOT_TIMED), sample.row(**sample.NOT_TIMED)]
-    text = printed(sample.report(rows))
-    for name in ("TPOT", "TTFT", "speed-up"):
-        assert name in printed(sample.report())
-        assert name not in text
 
 
 def test_missing_values_are_left_out() -> None:

@@ -48,13 +48,6 @@ def test_the_trained_k_of_several_heads_names_the_head() -> None:
     assert row_labels(rows) == ["T = 0, no drafting", "T = 0, a", "T = 0, b"]
 
 
-def test_a_baseline_has_no_conditions_of_a_head() -> None:
-    """Otherwise the head and K would differ in every report with a baseline."""
-    conditions = split_conditions(sample.report().rows)
-    assert list(conditions.varying) == ["drafting"]
-    assert conditions.shared["head"] == "runs/quickstart/head"
-
-
 def test_the_note_on_the_reference_head_is_true() -> None:
     tokens = load_config(reference_head()).provenance["tokens_seen"]
     assert f"on {tokens / 1e6:.0f} M tokens" in fmt.HEAD_NOTES["reference"]

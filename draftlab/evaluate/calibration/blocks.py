@@ -33,9 +33,7 @@ class DraftBlocks:
     prompt: np.ndarray
 
     def __post_init__(self) -> None:
-        n, k = self.confidence.shape
-        if not len(self.num_drafts) == len(self.accepted) == len(self.prompt) == n:
-            raise ValueError("expected as many counts and prompts as rows of confidence")
+        k = self.confidence.shape[1]
         in_order = (self.accepted >= 0) & (self.accepted <= self.num_drafts) & (self.num_drafts > 0)
         if not in_order.all() or (self.num_drafts > k).any():
             raise ValueError(f"expected 0 <= accepted <= num_drafts, and 1 to {k} drafts a step")

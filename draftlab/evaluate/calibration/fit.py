@@ -131,9 +131,7 @@ def _fit_position(
     return float(best.x[0]), float(best.x[1])
 
 
-def fit_temperatures(
-    blocks: DraftBlocks, grid: Sequence[float] | np.ndarray = TEMPERATURES
-) -> list[float]:
+def fit_temperatures(blocks: DraftBlocks) -> list[float]:
     """Return each position's temperature by sequential temperature scaling.
 
     The temperature of position k has the smallest calibration error of Π_{j≤k} σ(s_j / T_j); of
@@ -144,22 +142,21 @@ def fit_temperatures(
     for position in range(blocks.k):
         rows, survived = blocks.survivors(position)
         logits = blocks.confidence[:, position]
-        errors = [calibration_error(prefix[rows] * expit(logits[rows] / t), survived) for t in grid]
-        temperatures.append(float(grid[int(np.argmin(errors))]))
+        tried = [prefix[rows] * expit(logits[rows] / t) for t in TEMPERATURES]
+        errors = [calibration_error(predicted, survived) for predicted in tried]
+        temperatures.append(float(TEMPERATURES[int(np.argmin(errors))]))
         prefix = prefix * expit(logits / temperatures[-1])
     return temperatures
 
 
-def fit_common_temperature(
-    blocks: DraftBlocks, grid: Sequence[float] | np.ndarray = TEMPERATURES
-) -> float:
+def fit_common_temperature(blocks: DraftBlocks) -> float:
     """Return the one temperature with the smallest mean calibration error over the positions."""
     errors = []
-    for temperature in grid:
+    for temperature in TEMPERATURES:
         predicted = np.cumprod(expit(blocks.confidence / temperature), axis=1)
         of_positions = []
         for position in range(blocks.k):
             rows, survived = blocks.survivors(position)
             of_positions.append(calibration_error(predicted[rows, position], survived))
         errors.append(np.mean(of_positions))
-    return float(grid[int(np.argmin(errors))])
+    return float(TEMPERATURES[int(np.argmin(errors))])

@@ -140,10 +140,6 @@ def g_test(counts: np.ndarray, probability: np.ndarray) -> GTest:
         probability: probabilities of the same cells, which sum to one.
     """
     counts, probability = (np.asarray(x, dtype=np.float64) for x in (counts, probability))
-    if counts.shape != probability.shape:
-        raise ValueError(
-            f"expected the same cells twice, found {counts.shape} and {probability.shape}"
-        )
     counts, probability = counts.ravel(), probability.ravel()
     if counts[probability == 0].sum() > 0:
         return GTest(math.inf, 1, 0.0)

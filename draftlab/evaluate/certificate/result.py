@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
@@ -22,9 +20,10 @@ LEVELS: tuple[Level, ...] = ("L3", "L2", "LS", "L1")
 """All levels, the weakest first."""
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(BaseModel):
     """How a row at T > 0 is sampled."""
+
+    model_config = ConfigDict(frozen=True)
 
     temperature: float
     k: int
@@ -33,11 +32,6 @@ class Sampled:
     top_k: int | None = None
     top_p: float | None = None
     verification: Verification = "token"
-
-    @classmethod
-    def of(cls, arm: Mapping[str, Any]) -> Sampled:
-        """Return the sampling of one of a certificate's `arms` in a report of any version."""
-        return cls(**{field.name: arm[field.name] for field in fields(cls) if field.name in arm})
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -89,18 +83,11 @@ class JointTest(BaseModel):
         )
 
 
-class SamplingTest(BaseModel):
+class SamplingTest(Sampled):
     """The result of the tests of one row's sampling at T > 0."""
 
     model_config = ConfigDict(extra="forbid")
 
-    temperature: float
-    k: int
-    draft_probs: bool
-    draft_temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    verification: Verification = "token"
     level: Level
     test: str
     """What was tested."""

@@ -44,7 +44,7 @@ def test_the_correct_engine_is_certified(run_certify: RunCertify) -> None:
     assert certificate.prompts_equal == 1.0
     assert certificate.num_tests == 2 * len(rows)
     for row, arm in zip(rows, certificate.arms, strict=True):
-        assert Sampled.of(arm.model_dump()) == row
+        assert Sampled.model_validate(arm.model_dump()) == row
         assert arm.test == f"G-test of {row.k + 1} tokens, sampler and engine, {row.name}"
         assert [test.part for test in arm.tests] == ["sampler", "engine"]
         assert arm.p_value == min(test.p_value for test in arm.tests) >= 1e-3 / 12
@@ -63,7 +63,9 @@ def test_an_engine_that_cannot_be_tested_is_not_certified(
     run_certify: RunCertify, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(certify_module, "MIN_MARGIN", math.inf)
-    limited, free = run_certify(rows=[OFF, replace(OFF, top_k=None)], samples=500).arms
+    limited, free = run_certify(
+        rows=[OFF, OFF.model_copy(update={"top_k": None})], samples=500
+    ).arms
     assert (limited.level, free.level) == ("LS", "L1")
     certificate = run_certify(rows=[OFF], samples=500)
     assert (certificate.passed, certificate.level) == (True, "LS")
