@@ -232,8 +232,8 @@ class Pipeline:
 
     def _run_stage(self, stage: Stage, pool: WorkerPool | None) -> None:
         functions = {
-            "answers": lambda path: self.recording.answer(path, pool),
-            "store": lambda path: self.recording.record(path, pool),
+            "answers": lambda path: self.recording.write_answers(path, pool),
+            "store": lambda path: self.recording.write_store(path, pool),
             "head": self._head,
             "eval": self._evaluate,
             "export": self._export,

@@ -12,7 +12,6 @@ from typing import Any
 from draftlab.engine.sampling import Generation, Request
 from draftlab.formatting import size_text
 from draftlab.progress import Monitor
-from draftlab.recipe.recipe import Recipe
 from draftlab.run.stages import STAGES
 from draftlab.servers.openai_answers import ServerAnswers
 from draftlab.store.manifest import Manifest
@@ -57,22 +56,14 @@ def cache_line(store: Store) -> str:
 
 
 @dataclass
-class Recording:
-    """The stages of a run folder that need the target: answers and store.
+class Recording(TargetWorker):
+    """The stages of a run that need the target, answers and store, here or by a pool of workers.
 
     Attributes:
         trains: whether a head is trained next, whose rows have to hold the longest record.
-        here: the target in this process.
     """
 
-    recipe: Recipe
-    run: Path
-    monitor: Monitor
     trains: bool = field(default=False, init=False)
-    here: TargetWorker = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.here = TargetWorker(self.recipe, self.run, self.monitor)
 
     @cached_property
     def prompts(self) -> list[Conversation]:
@@ -92,17 +83,7 @@ class Recording:
                 self.monitor.say(f"warning: prompts: the chat template does not read {name!r}")
         return prompts
 
-    @property
-    def tokenizer(self) -> Any:
-        """The target's tokenizer."""
-        return self.here.tokenizer
-
-    @property
-    def target(self) -> Target:
-        """The target, which is loaded when it is first needed."""
-        return self.here.target
-
-    def answer(self, path: Path, pool: WorkerPool | None) -> None:
+    def write_answers(self, path: Path, pool: WorkerPool | None) -> None:
         """Write the target's answers to the prompts.
 
         Args:
@@ -112,7 +93,7 @@ class Recording:
         target: Target | TargetMetadata | None = None
         decode = answer_chunks = None
         if settings.enabled and settings.backend == "openai":
-            target = self.here.metadata
+            target = self.metadata
             decode = ServerAnswers(settings, self.tokenizer, self.monitor, target.vocab_size)
         elif settings.enabled and pool is not None:
             target = self._metadata(pool, "answers")
@@ -122,7 +103,7 @@ class Recording:
                 pool.finish()  # ends vLLM
 
         elif settings.enabled:
-            target, decode = self.here.answering_target, self.here.decode
+            target, decode = self.answering_target, self.decode
         try:
             if target is not None and self.recipe.prompts.source == SELF:
                 self._write_prompts(target, decode, pool)
@@ -138,7 +119,7 @@ class Recording:
                 answer_chunks=answer_chunks,
             )
         finally:
-            self.here.finish()  # ends vLLM
+            self.finish()  # ends vLLM
 
     def _write_prompts(
         self, target: Target | TargetMetadata, decode: Decode | None, pool: WorkerPool | None
@@ -171,13 +152,13 @@ class Recording:
         settings = self.recipe.target.model_copy(update=update)
         return TargetMetadata(settings, described.padding_reason)
 
-    def record(self, folder: Path, pool: WorkerPool | None) -> None:
+    def write_store(self, folder: Path, pool: WorkerPool | None) -> None:
         """Write the store.
 
         Args:
             pool: the workers that record; None: this process does.
         """
-        target = self.here.recorded_target if pool is None else self._metadata(pool, "store")
+        target = self.recorded_target if pool is None else self._metadata(pool, "store")
         record_shards = None
         if pool is not None:
 
@@ -186,7 +167,7 @@ class Recording:
                     yield tokens
                 pool.finish()
 
-        identity, samples = self._samples(target, self.monitor)
+        identity, samples = self.samples(target, self.monitor)
         record(
             target,
             samples,
@@ -194,16 +175,16 @@ class Recording:
             self.recipe.record,
             identity,
             monitor=self.monitor,
-            open_source=self.here.open_source if pool is None else None,
+            open_source=self.open_source if pool is None else None,
             record_shards=record_shards,
             held_out=held_out(self.recipe),
         )
 
-    def _samples(
+    def samples(
         self, target: Target | TargetMetadata, monitor: Monitor
     ) -> tuple[StoreIdentity, SampleTable]:
         """Return the identity and the samples of the store, whose lengths are checked."""
-        identity, samples = self.here.samples(target, monitor)
+        identity, samples = super().samples(target, monitor)
         if self.trains:
             settings, lengths = self.recipe.record, samples.lengths
             limit = min(settings.max_length or target.max_length, target.max_length)
@@ -219,7 +200,7 @@ class Recording:
         self, target: Target | TargetMetadata, monitor: Monitor
     ) -> tuple[Manifest, Selection]:
         """Return the plan of the store, and its samples."""
-        identity, samples = self._samples(target, monitor)
+        identity, samples = self.samples(target, monitor)
         return plan_recording(
             target,
             samples,
@@ -232,7 +213,7 @@ class Recording:
     def open_store(self) -> Store:
         """Return the recorded store. The target is freed: training gets the whole memory."""
         record, folder = self.recipe.record, self.run / STAGES["store"].artefact
-        self.here.free("target", "metadata")
+        self.free("target", "metadata")
         self.__dict__.pop("prompts", None)
         if record.window is not None:
             answers = self.run / STAGES["answers"].artefact
@@ -241,7 +222,7 @@ class Recording:
         else:
             store = Store.open(folder, url=record.url)
             if not store.files.is_local:  # counting tokens would download all shards
-                _, store.samples = self._plan(self.here.metadata, Monitor())
+                _, store.samples = self._plan(self.metadata, Monitor())
         if not store.files.is_local:
             self.monitor.say(cache_line(store))
         return store

@@ -116,18 +116,6 @@ def test_a_download_that_went_wrong_is_repeated(
     assert (tmp_path / "b").read_bytes() == (tmp_path / "a").read_bytes()
 
 
-def test_an_upload_that_is_always_cut_is_never_taken_for_whole(
-    server: FaultyServer, folder: UrlFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(object_store, "RETRY_S", 1.0)
-    new_file(tmp_path / "a")
-    server.faults = lambda method, path, number: "short" if method == "PUT" else None
-    with pytest.raises(UnreachableError) as caught:
-        folder.upload(tmp_path / "a", NAME)
-    assert "sent 300,000 bytes, and the server has 150,000" in caught.value.what
-    assert caught.value.where == f"{URL}/{NAME}"
-
-
 def test_a_changed_object_is_noticed(folder: UrlFolder, tmp_path: Path) -> None:
     digest = new_file(tmp_path / "a")
     new_file(tmp_path / "other")
