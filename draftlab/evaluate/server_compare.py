@@ -96,7 +96,8 @@ def compare(bench: ServerBench) -> Iterator[str]:
     if row.max_new_tokens != settings.max_new_tokens:
         yield f"  the report's answers have up to {row.max_new_tokens:,} tokens"
     # The same prompts vary together, so that the server's AL must lie in the report's interval.
-    ours = (al, al) if own is None or (same and interval) else own
+    is_known = interval is not None and interval[0] < interval[1]
+    ours = (al, al) if own is None or (same and is_known) else own
     theirs = interval or (expected, expected)
     differs = ours[1] < theirs[0] or theirs[1] < ours[0]
     names = ["interval" if low < high else "AL" for low, high in (ours, theirs)]
@@ -120,11 +121,13 @@ def _to_check(point: ServerPoint, served: Acceptance, more: bool, row: Row) -> I
         yield "the warnings above"
     if point.concurrency != 1:
         yield "--concurrency 1; a server may accept less of requests that run together"
-    first, expected = (served.acceptance_at or [0.0])[0], row.accepted_at[0] / row.drafts
+    expected = row.accepted_at[0] / row.drafts
+    first = served.acceptance_at[0] if served.acceptance_at else None  # as of SGLang
     if more:
         yield "the suite and its template arguments; a server that stops answers elsewhere"
-    elif first < WEAK_START * expected:
-        yield f"aux layers (the first draft: {first:.2f}, report {expected:.2f}), in its config"
+    elif first is None or first < WEAK_START * expected:
+        shown = "" if first is None else f" (the first draft: {first:.2f}, report {expected:.2f})"
+        yield f"aux layers{shown}, in its config"
         yield "other weights of the target or head: their revision, a converted vocabulary"
     else:
         yield f"a quantised target, head or KV cache; dtype: the report has {row.dtype}"

@@ -110,12 +110,14 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
     assert process.stdout is not None
     most, timer = MAX_BYTES + SHARE * len(request), Timer(_MAX_WAIT_S, process.kill)
     timer.start()
-    with suppress(BrokenPipeError):  # it ended: the code that it ended with is read below
-        process.stdin.write(request)
-        process.stdin.flush()
-    answer = process.stdout.readline(most)
-    is_late = not timer.is_alive()
-    timer.cancel()
+    try:
+        with suppress(BrokenPipeError):  # it ended: the code that it ended with is read below
+            process.stdin.write(request)
+            process.stdin.flush()
+        answer = process.stdout.readline(most)
+        is_late = not timer.is_alive()
+    finally:  # an interrupted process would wait for the timer
+        timer.cancel()
     if answer.endswith(b"\n"):
         return answer
     if is_late:

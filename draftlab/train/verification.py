@@ -30,8 +30,7 @@ class ShardVerification:
     not changed since. Rank 0 decides which shards are left, and the ranks share them.
 
     Args:
-        store: a store. One that is not on disk has nothing to hash, and of one at a URL each shard
-            is hashed when it is downloaded, before anything reads it.
+        store: of one at a URL each shard is hashed when it is downloaded, before anything reads it.
         folder: of the training. Rank 0 writes VERIFIED into it at each `update`: the digest of the
             store, and for each shard that had the right hash the time of its file's last change.
         ranks: the processes that train together.
@@ -117,8 +116,7 @@ class ShardVerification:
 
         Raises:
             UserError: in every process, if a shard has another hash than in the manifest. The
-                checkpoints
-                that were trained with it are set aside.
+                checkpoints that were trained with it are set aside.
         """
         if self.complete:
             return len(self.pending)
