@@ -135,7 +135,7 @@ def test_the_doctor_examines_it(trained: Path) -> None:
     result = draftlab(trained, "doctor", "runs/small/head", *options, "--json")
     diagnosis = json.loads(result.stdout)
     faults = [f["kind"] for f in diagnosis["findings"] if f["severity"] == "fault"]
-    assert (faults, diagnosis["state"]) == ([], "undecided")  # it has few prompts
+    assert (faults, diagnosis["state"]) == (["weak"], "weak")  # it is hardly trained
     assert len(diagnosis["readings"]) > 3
 
 
