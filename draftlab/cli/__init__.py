@@ -14,8 +14,9 @@ import typer
 
 from draftlab.cli.bench import bench
 from draftlab.cli.chat import chat
-from draftlab.cli.console import Debug, Json, Verbs, guard, monitor, output, show_report
+from draftlab.cli.console import Debug, Json, monitor, output, show_report
 from draftlab.cli.doctor import doctor
+from draftlab.cli.errors import Verbs, guard
 from draftlab.cli.eval import eval_
 from draftlab.cli.export import export, import_
 from draftlab.cli.hub import push
@@ -227,8 +228,8 @@ def recipe_schema(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON schema.")] = False,
 ) -> None:
     """Print every setting with its meaning, unit, type and default."""
+    from draftlab.recipe.commented_yaml import schema_lines
     from draftlab.recipe.recipe import Recipe
-    from draftlab.recipe.schema import schema_lines
 
     if as_json:
         echo_json(json.dumps(Recipe.model_json_schema(), indent=2))
@@ -241,8 +242,8 @@ def recipe_schema(
 def recipe_show(recipe: RecipeArg, overrides: Overrides = None, debug: Debug = False) -> None:
     """Print the settings of a recipe, and as comments those that it leaves at their defaults."""
     with guard(debug):
+        from draftlab.recipe.commented_yaml import shown_lines
         from draftlab.recipe.recipe import load_recipe
-        from draftlab.recipe.schema import shown_lines
 
         text = visible("\n".join(shown_lines(load_recipe(recipe, overrides or []))))
         typer.echo(text.encode())  # UTF-8, as recipes are read

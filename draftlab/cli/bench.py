@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from draftlab.cli.console import Debug, TrustRemoteCode, guard, monitor, output
+from draftlab.cli.console import Debug, TrustRemoteCode, monitor, output
+from draftlab.cli.errors import guard
 from draftlab.cli.plain_text import echo_json
 from draftlab.cli.settings_options import SettingsOptions
 from draftlab.errors import UserError

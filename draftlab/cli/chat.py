@@ -15,10 +15,10 @@ from draftlab.cli.console import (
     RunOption,
     TargetOption,
     TrustRemoteCode,
-    guard,
     monitor,
     output,
 )
+from draftlab.cli.errors import guard
 from draftlab.errors import UserError
 from draftlab.formatting import count_text, visible
 

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.cli.console import Debug, TrustRemoteCode, guard, monitor, output
+from draftlab.cli.console import Debug, TrustRemoteCode, monitor, output
+from draftlab.cli.errors import guard
 from draftlab.cli.plain_text import echo_json
 from draftlab.cli.settings_options import SettingsOptions
 from draftlab.doctor.settings import DoctorSettings

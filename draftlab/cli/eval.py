@@ -8,17 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from draftlab.cli.console import (
-    STARTS_OVER,
     Debug,
     HeadOption,
     Json,
     RunOption,
     TargetOption,
     TrustRemoteCode,
-    guard,
     monitor,
     show_report,
 )
+from draftlab.cli.errors import STARTS_OVER, guard
 from draftlab.cli.settings_options import SettingsOptions
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.target_model.settings import TargetSettings

@@ -14,9 +14,9 @@ from draftlab.cli.console import (
     RunOption,
     TargetOption,
     TrustRemoteCode,
-    guard,
     monitor,
 )
+from draftlab.cli.errors import guard
 from draftlab.cli.settings_options import SettingsOptions
 from draftlab.errors import UserError
 from draftlab.export.settings import ExportSettings

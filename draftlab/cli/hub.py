@@ -7,7 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.cli.console import Debug, TargetOption, TrustRemoteCode, guard, monitor
+from draftlab.cli.console import Debug, TargetOption, TrustRemoteCode, monitor
+from draftlab.cli.errors import guard
 from draftlab.cli.settings_options import SettingsOptions
 from draftlab.export.settings import ExportSettings
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from draftlab.cli.console import Debug, guard, monitor
+from draftlab.cli.console import Debug, monitor
+from draftlab.cli.errors import guard
 from draftlab.errors import UserError
 
 CPU = "cpu"

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from draftlab.cli.console import STARTS_OVER, Debug, guard, monitor
+from draftlab.cli.console import Debug, monitor
+from draftlab.cli.errors import STARTS_OVER, guard
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
 

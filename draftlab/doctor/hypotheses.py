@@ -16,7 +16,7 @@ from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS
 from draftlab.heads.rope import used_rope
 from draftlab.heads.validate import ascending_ids
-from draftlab.target_model.boundaries import default_boundaries
+from draftlab.target_model.default_boundaries import default_boundaries
 
 MARGIN = 0.05  # the least gain in accepted drafts per step that is reported
 NEXT_POSITION_MARGIN = 0.5

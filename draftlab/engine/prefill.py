@@ -18,7 +18,7 @@ from draftlab.engine.step import Step
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.kernels.sampling import sample_token
 from draftlab.kernels.step_layout import pack_results
-from draftlab.target_model.model import HiddenStates
+from draftlab.target_model.hidden_states import HiddenStates
 
 Tokens = tuple[int, ...]
 

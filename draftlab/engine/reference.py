@@ -22,7 +22,8 @@ from draftlab.engine.sampling import Generation, Request, sampling_metadata
 from draftlab.kernels.sampling import sample_token
 from draftlab.kernels.sampling.types import DraftDistribution
 from draftlab.kernels.verify import verify
-from draftlab.target_model.model import HiddenStates, Target
+from draftlab.target_model.hidden_states import HiddenStates
+from draftlab.target_model.model import Target
 
 
 class _Row(GenerationState):

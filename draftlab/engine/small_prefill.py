@@ -25,7 +25,7 @@ from draftlab.engine.prefill import emit_first_tokens
 from draftlab.engine.scheduler import MANY_SLOTS
 from draftlab.engine.step import GraphedStep, Step
 from draftlab.kernels.paged_attention import slot_mapping
-from draftlab.target_model.model import HiddenStates
+from draftlab.target_model.hidden_states import HiddenStates
 
 
 class PrefillShape(NamedTuple):

@@ -27,21 +27,13 @@ from typing import Any
 
 import numpy as np
 
+from draftlab.evaluate.metrics import suite_speedup
 from draftlab.evaluate.results import Row, Timing, drafting_pays
 
 Shape = tuple[int, int]
 """(batch, K)."""
 Conditions = tuple[str, str | None, float, bool]
 """Engine, head, temperature and drafter setting."""
-
-
-def suite_speedup(plain_ms: Any, step_ms: Any, tokens: Any) -> Any:
-    """Return plain_ms · tokens / step_ms, the speed-up of steps that emit so many tokens.
-
-    All are numbers or arrays. A step with drafts does all that one without does, so that it counts
-    as no faster, and the speed-up as no larger than `tokens`.
-    """
-    return plain_ms * tokens / np.maximum(step_ms, plain_ms)
 
 
 @dataclass(frozen=True)

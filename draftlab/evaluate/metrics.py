@@ -13,7 +13,6 @@ import torch
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
-from draftlab.evaluate.adviser import suite_speedup
 from draftlab.evaluate.results import Lossless, Row, Timing
 from draftlab.evaluate.self_check import self_check
 from draftlab.evaluate.timing import TimedRun
@@ -24,6 +23,15 @@ FASTEST_STEP = 0.99
 """Least time of a step with drafts over one without; below 1, since answers at temperatures above 0
 differ, and so do the lengths at which steps are timed."""
 Key = TypeVar("Key")
+
+
+def suite_speedup(plain_ms: Any, step_ms: Any, tokens: Any) -> Any:
+    """Return plain_ms · tokens / step_ms, the speed-up of steps that emit so many tokens.
+
+    All are numbers or arrays. A step with drafts does all that one without does, so that it counts
+    as no faster, and the speed-up as no larger than `tokens`.
+    """
+    return plain_ms * tokens / np.maximum(step_ms, plain_ms)
 
 
 def acceptance_fields(

@@ -20,8 +20,8 @@ import torch
 from draftlab.evaluate.decoding_config import more_ks
 from draftlab.evaluate.settings import MAX_K
 from draftlab.formatting import rounded_text, size_text
+from draftlab.plan.model_sizes import PROMPT_TOKENS, Conversations, HeadSize, TargetSize
 from draftlab.plan.preflight import check_head
-from draftlab.plan.sizes import PROMPT_TOKENS, Conversations, HeadSize, TargetSize
 from draftlab.recipe.hardware import GPUS
 from draftlab.recipe.head_spec import planned_identity, target_config
 from draftlab.recipe.recipe import Recipe

@@ -13,11 +13,11 @@ from pydantic import BaseModel
 from draftlab.export.layout import Layout
 from draftlab.heads.family import get_family
 from draftlab.plan.estimate import USABLE_MEMORY, RecipeSizes, estimate_table
-from draftlab.plan.sizes import PROMPT_TOKENS
+from draftlab.plan.model_sizes import PROMPT_TOKENS
+from draftlab.recipe.commented_yaml import comment_lines, setting_text
 from draftlab.recipe.hardware import GPUS
 from draftlab.recipe.head_spec import target_config
 from draftlab.recipe.recipe import Recipe, parse_recipe
-from draftlab.recipe.schema import comment_lines, setting_text
 from draftlab.run.stages import STAGES
 from draftlab.text.settings import SELF
 

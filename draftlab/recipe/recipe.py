@@ -17,8 +17,8 @@ from draftlab.evaluate.settings import EvalSettings
 from draftlab.export.settings import ExportSettings
 from draftlab.files import read_text
 from draftlab.heads.family import get_family
+from draftlab.recipe.commented_yaml import settings_in
 from draftlab.recipe.hardware import HardwareSettings
-from draftlab.recipe.schema import settings_in
 from draftlab.servers.settings import RegenerateSettings
 from draftlab.settings import Settings, describe_error, merged_errors
 from draftlab.store.settings import RecordSettings

@@ -24,7 +24,7 @@ from draftlab.store.record_index import RecordIndex
 from draftlab.store.samples import Sample, SampleTable, Selection
 from draftlab.store.settings import RecordSettings
 from draftlab.store.window import HeldOut, StoreWindow, check_window, planned_sizes
-from draftlab.target_model.boundaries import check_boundaries
+from draftlab.target_model.default_boundaries import check_boundaries
 from draftlab.target_model.metadata import TargetMetadata
 
 if TYPE_CHECKING:

@@ -23,13 +23,14 @@ from torch import Tensor, nn
 from draftlab.kernels.linear import DeferredNorm, linear, linear_then_norm, swiglu_linear
 from draftlab.kernels.paged_attention import attend_paged
 from draftlab.kernels.rope_write import rope_angles, rope_write
+from draftlab.target_model.hidden_states import HiddenStates
 from draftlab.target_model.known_layers import (
     LayerWeights,
     check_decode_path,
     has_known_layers,
     window_of,
 )
-from draftlab.target_model.model import HiddenStates, Target
+from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
 
 Pair = tuple[Tensor, Tensor]

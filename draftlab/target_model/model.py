@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,35 +21,12 @@ from draftlab.target_model.check_capabilities import (
     padding_reason,
 )
 from draftlab.target_model.fingerprint import fingerprint
+from draftlab.target_model.hidden_states import HiddenStates, recorded_inputs
 from draftlab.target_model.locate import max_positions
 from draftlab.target_model.packed_rows import PackedRow
 from draftlab.target_model.paged_cache import PagedCache
 from draftlab.target_model.parts import TargetParts, model_parts, text_decoder
 from draftlab.target_model.recurrent_layer import recurrent_layers
-
-
-@dataclass(frozen=True)
-class HiddenStates:
-    """The hidden states of a forward pass.
-
-    Attributes:
-        features: [B, M, F], the states at the requested boundaries, concatenated.
-        last: [B, M, Ht], the states before the final norm.
-    """
-
-    features: Tensor
-    last: Tensor
-
-    @classmethod
-    def of(cls, features: Sequence[Tensor], last: Tensor) -> HiddenStates:
-        """Concatenate boundary states, [B, M, Ht] as `last` or flat, [B · M, Ht]."""
-        joined = torch.cat(features, -1) if features else last[..., :0]
-        return cls(joined.view(*last.shape[:-1], joined.shape[-1]), last)
-
-    @classmethod
-    def join(cls, parts: Sequence[HiddenStates]) -> HiddenStates:
-        """Concatenate passes along their first dimension."""
-        return cls(torch.cat([p.features for p in parts]), torch.cat([p.last for p in parts]))
 
 
 class DecodePath(Protocol):
@@ -213,17 +189,9 @@ class Target:
             Features [B, M, len(boundaries) · Ht] in boundary order, and the last state [B, M, Ht]
             before the final norm.
         """
-        recorded: dict[int, Tensor] = {}
-
-        def record_input(boundary: int, _module: Any, args: tuple, kwargs: dict) -> None:
-            recorded[boundary] = args[0] if args else kwargs["hidden_states"]
-
+        modules = {b: self.layers[b] for b in boundaries if b < self.num_layers}
         with ExitStack() as stack:
-            for boundary in {*boundaries, self.num_layers}:
-                module = self.norm if boundary == self.num_layers else self.layers[boundary]
-                hook = partial(record_input, boundary)
-                handle = module.register_forward_pre_hook(hook, with_kwargs=True)
-                stack.callback(handle.remove)
+            recorded = stack.enter_context(recorded_inputs(modules | {self.num_layers: self.norm}))
             if packed_row is not None:
                 stack.enter_context(attention_inputs(packed_row=packed_row))
                 # Without a mask transformers searches for packed sequences and waits for the GPU.
@@ -245,25 +213,15 @@ class Target:
                     use_cache=True,
                     **{cache_name(self.decoder.forward): cache},
                 )
-        if skipped := sorted({*boundaries} - recorded.keys()):
+        try:
+            decoder = type(self.decoder).__name__
+            return HiddenStates.of_boundaries(recorded, boundaries, self.num_layers, decoder)
+        except ValueError as error:
             raise UserError(
-                f"expected states at every boundary, found none at {skipped}: these layers of "
-                f"{type(self.decoder).__name__} do not run for text alone",
+                str(error),
                 where=self.folder,
                 do="use another target, such as the text model that this one was made of",
-            )
-        last = recorded[self.num_layers]
-        for boundary, state in recorded.items():
-            if state.numel() != last.numel():
-                raise UserError(
-                    f"expected states of width {last.shape[-1]} at boundary {boundary}, found "
-                    f"{list(state.shape)} for {list(token_ids.shape)} tokens: layers of "
-                    f"{type(self.decoder).__name__} pass on several streams",
-                    where=self.folder,
-                    do="use another target",
-                )
-        # Pipeline-parallel layers leave their states on their own devices.
-        return HiddenStates.of([recorded[b].to(last.device) for b in boundaries], last)
+            ) from None
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from draftlab.store.manifest import StoreIdentity
 from draftlab.store.record import RecordSettings, record
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store
-from draftlab.target_model.boundaries import default_boundaries
+from draftlab.target_model.default_boundaries import default_boundaries
 from draftlab.target_model.model import Target
 from eval.bench.random_models import random_target, target_config
 from eval.measurements import Measurements, PrintMonitor, add_options, require

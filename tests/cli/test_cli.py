@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from draftlab.cli import app
-from draftlab.cli.console import ConsoleMonitor, guard
+from draftlab.cli.console import ConsoleMonitor
+from draftlab.cli.errors import guard
 from draftlab.cli.store import store_app
 from draftlab.errors import UserError
 from draftlab.evaluate.evaluator import Evaluator

@@ -18,7 +18,8 @@ from rich.table import Table
 from rich.text import Text
 
 from draftlab.cli import plain_text
-from draftlab.cli.console import ConsoleMonitor, guard
+from draftlab.cli.console import ConsoleMonitor
+from draftlab.cli.errors import guard
 from draftlab.cli.plain_text import PlainConsole
 from draftlab.errors import UserError
 from draftlab.formatting import visible, visible_json

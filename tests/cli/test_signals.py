@@ -10,7 +10,8 @@ import time
 import pytest
 from rich.console import Console
 
-from draftlab.cli.console import ConsoleMonitor, guard
+from draftlab.cli.console import ConsoleMonitor
+from draftlab.cli.errors import guard
 from draftlab.errors import UserError
 from draftlab.signals import ENDING_SIGNALS, deliver_ending_signal, on_ending_signal
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from draftlab.plan.sizes import HeadSize
+from draftlab.plan.model_sizes import HeadSize
 from draftlab.recipe.head_spec import planned_head, target_config
 from draftlab.recipe.recipe import Recipe, parse_recipe
 from draftlab.store.manifest import StoreIdentity

@@ -12,7 +12,7 @@ from draftlab.progress import Monitor
 from draftlab.store.record import RecordSettings, record
 from draftlab.store.samples import Sample
 from draftlab.store.store import Store, StoreIdentity
-from draftlab.target_model.model import HiddenStates
+from draftlab.target_model.hidden_states import HiddenStates
 from draftlab.target_model.packed_rows import PackedRow
 
 VOCAB, WIDTH, BOUNDARIES = 50, 4, (1, 3)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from draftlab.errors import UserError
+from draftlab.recipe.commented_yaml import schema_lines, shown_lines
 from draftlab.recipe.recipe import (
     Recipe,
     flatten,
@@ -18,7 +19,6 @@ from draftlab.recipe.recipe import (
     parse_recipe,
     to_yaml,
 )
-from draftlab.recipe.schema import schema_lines, shown_lines
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 

@@ -16,8 +16,9 @@ from draftlab.errors import UserError
 from draftlab.kernels.cpu_prepacked_linear import why_no_prepacking
 from draftlab.kernels.linear import MAX_ROWS
 from draftlab.target_model.fused_decoder import FusedDecoder, fused_decoder, has_known_layers
+from draftlab.target_model.hidden_states import HiddenStates
 from draftlab.target_model.known_layers import check_decode_path
-from draftlab.target_model.model import HiddenStates, Target
+from draftlab.target_model.model import Target
 from draftlab.target_model.prepacked_decoder import (
     PrepackedDecoder,
     describe_products,

@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
-from draftlab.plan.sizes import TargetSize
+from draftlab.plan.model_sizes import TargetSize
 from draftlab.recipe.recipe import Recipe
 from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.locate import load_config

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.target_model.boundaries import check_boundaries, default_boundaries
 from draftlab.target_model.cache import RowCache
+from draftlab.target_model.default_boundaries import check_boundaries, default_boundaries
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import text_decoder
 from tests.helpers.ragged import paged_cache, row_cache, run_ragged

@@ -10,7 +10,7 @@ import pytest
 from transformers import Llama4Config
 
 from draftlab.plan.estimate import RecipeSizes, estimate_table
-from draftlab.plan.sizes import Conversations, TargetSize
+from draftlab.plan.model_sizes import Conversations, TargetSize
 from draftlab.recipe.hardware import GPUS
 from draftlab.recipe.head_spec import planned_head, planned_identity, target_config
 from draftlab.run.stages import STAGES

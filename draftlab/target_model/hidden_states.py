@@ -1,0 +1,79 @@
+"""Hidden states of a forward pass at layer boundaries. Boundary b is the input of layer b."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """The hidden states of a forward pass.
+
+    Attributes:
+        features: [B, M, F], the states at the requested boundaries, concatenated.
+        last: [B, M, Ht], the states before the final norm.
+    """
+
+    features: Tensor
+    last: Tensor
+
+    @classmethod
+    def of(cls, features: Sequence[Tensor], last: Tensor) -> HiddenStates:
+        """Concatenate boundary states, [B, M, Ht] as `last` or flat, [B · M, Ht]."""
+        joined = torch.cat(features, -1) if features else last[..., :0]
+        return cls(joined.view(*last.shape[:-1], joined.shape[-1]), last)
+
+    @classmethod
+    def of_boundaries(
+        cls, states: Mapping[int, Tensor], boundaries: Sequence[int], num_layers: int, decoder: str
+    ) -> HiddenStates:
+        """Return those of a decoder's pass from the states at its boundaries.
+
+        Raises:
+            ValueError: there are none at a boundary, or they have another width than the last.
+        """
+        if skipped := sorted({*boundaries} - states.keys()):
+            raise ValueError(
+                f"expected states at every boundary, found none at {skipped}: these layers of "
+                f"{decoder} do not run for text alone"
+            )
+        last = states[num_layers]
+        for boundary, state in states.items():
+            if state.numel() != last.numel():
+                raise ValueError(
+                    f"expected states of width {last.shape[-1]} at boundary {boundary}, found "
+                    f"{list(state.shape)}: layers of {decoder} pass on several streams"
+                )
+        # Pipeline-parallel layers leave their states on their own devices.
+        return cls.of([states[b].to(last.device) for b in boundaries], last)
+
+    @classmethod
+    def join(cls, parts: Sequence[HiddenStates]) -> HiddenStates:
+        """Concatenate passes along their first dimension."""
+        return cls(torch.cat([p.features for p in parts]), torch.cat([p.last for p in parts]))
+
+
+@contextmanager
+def recorded_inputs(modules: Mapping[int, nn.Module]) -> Iterator[dict[int, Tensor]]:
+    """Yield a mapping that takes the hidden states that enter modules, by boundary."""
+    recorded: dict[int, Tensor] = {}
+
+    def record(boundary: int, _module: Any, args: tuple, kwargs: dict) -> None:
+        recorded[boundary] = args[0] if args else kwargs["hidden_states"]
+
+    handles = [
+        module.register_forward_pre_hook(partial(record, boundary), with_kwargs=True)
+        for boundary, module in modules.items()
+    ]
+    try:
+        yield recorded
+    finally:
+        for handle in handles:
+            handle.remove()
