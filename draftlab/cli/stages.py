@@ -125,7 +125,7 @@ def launch_verb(
     check_gpus(gpus, loaded.train.device)
     ranks, environment = gpus, {}
     if loaded.record.rolls:
-        from draftlab.workers.window.training import RECORDERS, split_gpus
+        from draftlab.workers.window.devices import RECORDERS, split_gpus
 
         ranks, recorders = split_gpus(gpus, loaded.target.gpus)
         environment = {RECORDERS: str(recorders)}

@@ -48,7 +48,7 @@ from draftlab.text.settings import SELF
 from draftlab.train.distributed.ranks import Ranks, num_launched
 from draftlab.version import git_commit
 from draftlab.workers.pool import LocalPool, WorkerPool, worker_devices
-from draftlab.workers.window.training import local_window_pool, num_recorders
+from draftlab.workers.window.devices import local_window_pool, num_recorders
 
 if TYPE_CHECKING:
     from draftlab.workers.ray_cluster import RayCluster

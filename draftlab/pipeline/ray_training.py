@@ -51,7 +51,7 @@ from draftlab.workers.ray_cluster import (
     target_resources,
     wait_for_files,
 )
-from draftlab.workers.window.training import split_gpus
+from draftlab.workers.window.devices import split_gpus
 
 FAILURES = 3
 """Times that training may fail without a new checkpoint before the run ends."""

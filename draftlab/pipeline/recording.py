@@ -17,7 +17,7 @@ from draftlab.servers.openai_answers import ServerAnswers
 from draftlab.store.manifest import Manifest
 from draftlab.store.record import record
 from draftlab.store.recording_plan import plan_recording
-from draftlab.store.samples import SampleTable, Selection
+from draftlab.store.sample_table import SampleTable, Selection
 from draftlab.store.shard_cache import SIZE
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store, StoreIdentity

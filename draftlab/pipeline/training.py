@@ -27,7 +27,7 @@ from draftlab.train.loop import Trainer
 from draftlab.train.metrics import NOT_TRAINING
 from draftlab.train.validation import Validation
 from draftlab.version import git_commit
-from draftlab.workers.window.training import NewPool, window_recording
+from draftlab.workers.window.devices import NewPool, window_recording
 
 
 def train_and_save(

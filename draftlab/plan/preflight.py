@@ -58,7 +58,7 @@ from draftlab.text.tokenizer_check import check_tokenizer
 from draftlab.train.fast.choose_forward import check_fp8_device, check_fp8_sizes
 from draftlab.train.initial_weights import check_start
 from draftlab.train.metrics import check_trackers
-from draftlab.workers.window.training import check_memory_for_vllm
+from draftlab.workers.window.devices import check_memory_for_vllm
 
 MOST_GIVEN = 64
 """Conversations of which prompts or given answers are rendered before a run."""

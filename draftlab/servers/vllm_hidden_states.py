@@ -36,7 +36,7 @@ from draftlab.store.extraction import (
 )
 from draftlab.store.manifest import Manifest, Shard
 from draftlab.store.receipts import lock_folder
-from draftlab.store.samples import Sample
+from draftlab.store.sample_table import Sample
 from draftlab.store.settings import RecordSettings
 from draftlab.store.shard_writer import SHARDS_AT_ONCE
 from draftlab.target_model.metadata import TargetMetadata

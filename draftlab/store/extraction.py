@@ -20,7 +20,7 @@ from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.store.fp8 import E4M3, quantise
 from draftlab.store.manifest import Manifest, Shard, StoreIdentity
 from draftlab.store.recording_plan import SIDE_BY_SIDE
-from draftlab.store.samples import NO_TEACHER, Sample, teacher_mask
+from draftlab.store.sample_table import NO_TEACHER, Sample, teacher_mask
 from draftlab.store.shard_file import DTYPES
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target

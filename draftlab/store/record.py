@@ -27,7 +27,7 @@ from draftlab.store.extraction import HiddenStateExtractor, StateSource
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.receipts import Receipts, lock_folder, resume_plan
 from draftlab.store.recording_plan import check_same_recording, plan_recording
-from draftlab.store.samples import Sample
+from draftlab.store.sample_table import Sample
 from draftlab.store.settings import NotFinitePolicy, RecordSettings
 from draftlab.store.shard_files import (
     METADATA,

@@ -21,7 +21,7 @@ from draftlab.store.manifest import (
 )
 from draftlab.store.prompt_split import hold_out
 from draftlab.store.record_index import RecordIndex
-from draftlab.store.samples import Sample, SampleTable, Selection
+from draftlab.store.sample_table import Sample, SampleTable, Selection
 from draftlab.store.settings import RecordSettings
 from draftlab.store.window import HeldOut, StoreWindow, check_window, planned_sizes
 from draftlab.target_model.default_boundaries import check_boundaries

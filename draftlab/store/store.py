@@ -24,7 +24,7 @@ from draftlab.formatting import count_text
 from draftlab.store.columns import Numbers
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
-from draftlab.store.samples import Sample, SampleTable, Selection
+from draftlab.store.sample_table import Sample, SampleTable, Selection
 from draftlab.store.shard import ShardSizes
 from draftlab.store.shard_file import map_shard
 from draftlab.store.shard_files import ShardFiles, locate_store, open_shard_files

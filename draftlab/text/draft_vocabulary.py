@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.store.samples import prediction_mask
+from draftlab.store.sample_table import prediction_mask
 from draftlab.store.store import Store
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, known_sha256, read_fields, try_lock
 from draftlab.progress import Monitor
-from draftlab.store.samples import MAX_MODES, Sample, SampleTable, read_index, write_index
+from draftlab.store.sample_table import MAX_MODES, Sample, SampleTable, read_index, write_index
 from draftlab.text.chat_template import (
     Chat,
     RenderError,

@@ -26,7 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.record import RecordSettings, record
-from draftlab.store.samples import Sample
+from draftlab.store.sample_table import Sample
 from draftlab.store.store import Store
 from draftlab.target_model.default_boundaries import default_boundaries
 from draftlab.target_model.model import Target

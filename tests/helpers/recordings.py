@@ -15,7 +15,7 @@ import torch
 
 from draftlab.progress import Monitor
 from draftlab.store.record import RecordSettings, RecordShards, record
-from draftlab.store.samples import Sample
+from draftlab.store.sample_table import Sample
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target

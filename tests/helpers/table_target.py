@@ -10,7 +10,7 @@ import torch
 
 from draftlab.progress import Monitor
 from draftlab.store.record import RecordSettings, record
-from draftlab.store.samples import Sample
+from draftlab.store.sample_table import Sample
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.target_model.hidden_states import HiddenStates
 from draftlab.target_model.packed_rows import PackedRow

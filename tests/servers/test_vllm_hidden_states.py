@@ -20,7 +20,7 @@ from draftlab.servers import vllm_hidden_states as hidden_states
 from draftlab.servers.vllm_hidden_states import VllmStateSource
 from draftlab.servers.vllm_process import PYTHON_VARIABLE, VllmProcess
 from draftlab.store.record import record
-from draftlab.store.samples import Sample
+from draftlab.store.sample_table import Sample
 from draftlab.store.settings import RecordSettings
 from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target

@@ -18,7 +18,7 @@ from draftlab.progress import Monitor
 from draftlab.store.manifest import Manifest
 from draftlab.store.record_index import RECORDS, RecordIndex
 from draftlab.store.recording_plan import plan_recording
-from draftlab.store.samples import Sample
+from draftlab.store.sample_table import Sample
 from draftlab.store.shard import SHARDS, ShardTable, WrittenShard, shard_file
 from draftlab.store.store import Store
 from tests.helpers.recordings import file_hashes

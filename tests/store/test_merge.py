@@ -14,7 +14,7 @@ from draftlab.progress import Monitor
 from draftlab.run.inspect import count_predicted, length_histogram
 from draftlab.store.merge import merge
 from draftlab.store.prompt_split import group_by_prompt
-from draftlab.store.samples import Sample, SampleTable
+from draftlab.store.sample_table import Sample, SampleTable
 from draftlab.store.store import Store
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import copy_of_finished, draftlab

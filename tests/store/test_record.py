@@ -16,7 +16,7 @@ from draftlab.store import extraction, receipts
 from draftlab.store import record as record_module
 from draftlab.store.record import RecordSettings, record
 from draftlab.store.recording_plan import PASS_TOKENS, cut_batches
-from draftlab.store.samples import Sample, teacher_mask
+from draftlab.store.sample_table import Sample, teacher_mask
 from draftlab.target_model.model import Target
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.recordings import (

@@ -25,7 +25,7 @@ from draftlab.store.merge import merge
 from draftlab.store.receipts import Receipts
 from draftlab.store.record import RecordSettings, open_recorder
 from draftlab.store.recording_plan import plan_recording
-from draftlab.store.samples import Sample
+from draftlab.store.sample_table import Sample
 from draftlab.store.store import Store
 from draftlab.target_model.model import Target
 from draftlab.train.batch.loss_rows import loss_reach

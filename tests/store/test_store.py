@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from draftlab.errors import UserError
 from draftlab.files import sha256_file
-from draftlab.store.samples import Sample, prediction_mask, teacher_mask
+from draftlab.store.sample_table import Sample, prediction_mask, teacher_mask
 from draftlab.store.shard import NO_TIME, ShardSizes, shard_file
 from draftlab.store.shard_file import map_shard
 from draftlab.store.store import Store, StoreIdentity

@@ -13,7 +13,7 @@ import pytest
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.store.samples import Sample
+from draftlab.store.sample_table import Sample
 from draftlab.text.chat_template import prompt_ids
 from draftlab.text.conversations import Answer, Conversation, write_conversations
 from draftlab.text.samples import ANSWERS_HELP, build_samples, highlight_answers, open_samples

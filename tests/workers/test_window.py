@@ -25,8 +25,8 @@ from draftlab.store.store import Store
 from draftlab.store.window import StoreWindow
 from draftlab.train.batch.window_order import WindowOrder
 from draftlab.workers.pool import MAX_ATTEMPTS
+from draftlab.workers.window import devices as window_training
 from draftlab.workers.window import recorder as window_recorder
-from draftlab.workers.window import training as window_training
 from draftlab.workers.window.recorder import WindowFollower, WindowSession, WindowState
 from draftlab.workers.window.shards import DamagedShardError
 from tests.helpers.small_run import draftlab, new_workshop, write_prompts

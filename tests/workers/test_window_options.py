@@ -17,8 +17,8 @@ from draftlab.recipe.recipe import load_recipe
 from draftlab.servers import vllm_hidden_states as hidden_states
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
-from draftlab.workers.window import training as window_training
-from draftlab.workers.window.training import RECORDERS, check_memory_for_vllm, recording_devices
+from draftlab.workers.window import devices as window_training
+from draftlab.workers.window.devices import RECORDERS, check_memory_for_vllm, recording_devices
 from tests.helpers.small_run import RECIPES, draftlab, new_workshop, write_prompts
 from tests.helpers.thread_pool import ThreadPool
 from tests.helpers.vllm_stand_in import StandIn

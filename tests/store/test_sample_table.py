@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from draftlab.store import samples as module
-from draftlab.store.samples import (
+from draftlab.store import sample_table as module
+from draftlab.store.sample_table import (
     NEVER,
     Sample,
     SampleTable,
