@@ -173,9 +173,15 @@ class Receipts:
         Raises:
             UserError: a shard has no receipt of this plan.
         """
+        boundaries = self.plan.identity.fp8_boundaries
+        table = ShardTable.of(self.plan.index, boundaries, self._written())
+        self.plan.completed(table).write(self.folder)
+
+    def _written(self) -> Iterator[WrittenShard]:
+        """Yield the fields of all shards; of a million, few are in memory at a time."""
         num_kept = num_kept_shards(self.plan)
-        written = [self.read(shard) for shard in self.plan.shards[:num_kept]]
-        for shard, receipt in zip(self.plan.shards, written, strict=False):
+        for shard in self.plan.shards:
+            receipt = self.read(shard) if shard.number < num_kept else NOT_WRITTEN
             if receipt is None:  # a process that works on a former plan has replaced it
                 raise UserError(
                     "expected a shard of this recording, found one that another process has "
@@ -184,9 +190,7 @@ class Receipts:
                     do="end all other processes that record into this folder, and run the same "
                     "command again: whole shards are kept",
                 )
-        written += [NOT_WRITTEN] * (len(self.plan.shards) - num_kept)
-        boundaries = self.plan.identity.fp8_boundaries
-        self.plan.completed(ShardTable.of(self.plan.index, boundaries, written)).write(self.folder)
+            yield receipt
 
     def clear(self) -> None:
         """Remove receipts after the store is complete."""
