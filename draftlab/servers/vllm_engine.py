@@ -1,6 +1,6 @@
 """vLLM as a decoding engine: prompts through an installed vLLM, with its own counters and times.
 
-vLLM runs in an environment of its own: `vllm/vllm_client/` is the program there, and its answers
+vLLM runs in an environment of its own: `vllm_client/` is the program there, and its answers
 become `Generation`s here. What vLLM does not report stays empty: `expected` is (), and of the steps
 only the accepted drafts are reported.
 """

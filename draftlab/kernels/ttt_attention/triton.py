@@ -14,7 +14,7 @@ Backward, with softmax weights p, Δ = Σ dO · O and dS = p · (dO · V − Δ)
 arXiv:2307.08691, §3.1.2): dQ = dS · K takes a tile of rows, dK = dSᵀ · Q and dV = pᵀ · dO a tile of
 keys and all rows that see it. There are no atomics, so the same inputs give the same bits. A step
 key is visible to one row, so the tile of that row computes its complete gradient; several rows see
-a key of parallel drafting, whose gradient is in `parallel_attention/triton.py`. Scores are kept as
+a key of parallel drafting, whose gradient is that of `d_slot_keys_kernel`. Scores are kept as
 powers of two (2^x is one instruction).
 """
 
