@@ -260,7 +260,7 @@ def _block(program: str) -> tuple[Refusal, ...]:
             "use the head in draftlab alone, or export an EAGLE3 head for this target",
         ),
         Refusal(
-            lambda h, e: (h.boundaries[0] == 0 or _reads_last(h)) and h.target_num_layers - 1,
+            lambda h, e: (h.boundaries[0] == 0 or _reads_last(h)) and f"{h.target_num_layers - 1}",
             program + " reads outputs of the layers below the last one, boundaries 1 to {found}; "
             "this head has {boundaries}",
             "record and train with other boundaries",

@@ -89,7 +89,7 @@ def rows_of(source: Source, alternative: str = "") -> Iterator[Any]:
     and refuses those of another. A line of a JSONL file that is no JSON comes as its bytes.
 
     Args:
-        alternative: what a user can do without the Hub or the package.
+        alternative: what a user can do without the Hub or the package, of a data set to be kept.
 
     Raises:
         UserError: the rows cannot be read.
@@ -107,7 +107,11 @@ def rows_of(source: Source, alternative: str = "") -> Iterator[Any]:
                 source.path, source.config, revision=source.revision
             )
         _check_format(builder, source)
-        yield from builder.as_streaming_dataset(source.split)
+        if alternative:  # it is small: kept, it is read again without a network
+            builder.download_and_prepare()
+            yield from builder.as_dataset(source.split)
+        else:
+            yield from builder.as_streaming_dataset(source.split)
     except (
         *(ValueError, RuntimeError, OSError, EOFError, HTTPError),
         datasets.exceptions.DatasetsError,
@@ -145,7 +149,7 @@ def datasets_package(where: str | Path, alternative: str = "") -> Any:
 def _check_format(builder: Any, source: Source) -> None:
     """Refuse formats whose reading may run what is in the files, such as pickle."""
     kind = type(builder).__module__.rpartition(".")[2]
-    if kind not in ("parquet", "json"):
+    if kind not in ("parquet", "json", "cache"):  # of what `datasets` has kept, as Arrow
         raise UserError(
             f"expected a data set of Parquet or JSON files, found one of the kind {kind!r}",
             where=source.path,

@@ -240,6 +240,20 @@ def test_errors_of_the_hub_and_of_a_missing_package_say_what_to_do(
         monkeypatch.setitem(sys.modules, "datasets", None)
 
 
+def test_a_benchmark_of_the_hub_is_read_again_without_a_network(
+    tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    datasets = pytest.importorskip("datasets")
+    file = tmp_path / "gsm8k" / "test.parquet"
+    file.parent.mkdir()
+    datasets.Dataset.from_list(GSM8K).to_parquet(file)
+    builder = datasets.load_dataset_builder(str(file.parent), cache_dir=str(tmp_path / "cache"))
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
+    first = load("gsm8k", tokenizer)
+    file.unlink()
+    assert load("gsm8k", tokenizer) == first
+
+
 def test_a_conversations_prompt_ends_before_its_first_answer(tokenizer, tmp_path: Path) -> None:
     row = {"id": "a", "messages": [user("Hi"), assistant("Hello"), user("Hi")]}
     file = write(tmp_path / "c.jsonl", [row])
