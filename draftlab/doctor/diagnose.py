@@ -13,6 +13,7 @@ from draftlab.doctor.head_files import (
     identity_findings,
     read_foreign_head,
     scored_tensors,
+    served_config_findings,
     shape_findings,
     tensor_findings,
 )
@@ -51,10 +52,8 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
     changed = changed_file_findings(folder)
     try:
         if layout == "draftlab":
-            files, findings = (
-                HeadFiles(load_config(folder), read_weights(folder, "head's weights")),
-                [],
-            )
+            files = HeadFiles(load_config(folder), read_weights(folder, "head's weights"))
+            findings = served_config_findings(folder, files)
         else:
             files, findings = read_foreign_head(folder, session)
     except UserError as error:

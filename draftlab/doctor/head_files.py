@@ -20,12 +20,13 @@ from draftlab.errors import UserError
 from draftlab.export.foreign_config import ForeignHead, boundary_readings, read_foreign_config
 from draftlab.export.importing import foreign_head_config, rename_tensors
 from draftlab.export.weight_files import read_weights, weight_files
-from draftlab.files import sha256_file
+from draftlab.files import read_json, sha256_file
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.folder import meta_head
+from draftlab.heads.folder import NATIVE, meta_head
 from draftlab.heads.head import EMBEDDINGS
 from draftlab.heads.rope import used_rope
 from draftlab.heads.validate import D2T, T2D, tensor_faults
+from draftlab.heads.vllm_config import native_config
 from draftlab.run.resolve import run_of
 from draftlab.run.stages import STAGES, read_record, record_path
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256
@@ -58,6 +59,26 @@ class HeadFiles:
     config: HeadConfig
     tensors: dict[str, Tensor]
     boundaries: tuple[tuple[int, ...], ...] = ()
+
+
+def served_config_findings(folder: Path, files: HeadFiles) -> list[Finding]:
+    """Return a finding if config.json is not the one that draftlab.json gives."""
+    dtype = str(files.tensors["fc.weight"].dtype) if "fc.weight" in files.tensors else ""
+    expected = native_config(files.config, dtype.removeprefix("torch."))
+    path = folder / NATIVE
+    actual = read_json(path, kind="head's config.json") if path.is_file() else None
+    if not expected or actual == expected:  # no server loads heads of some families
+        return []
+    what = "config.json is missing: vLLM cannot load the folder as it stands"
+    if actual is not None:
+        leaves = actual if isinstance(actual, dict) else {}
+        what = "config.json, which vLLM reads, differs from draftlab.json: " + "; ".join(
+            f"{key} is {leaves.get(key, 'not there')}, by draftlab.json "
+            f"{expected.get(key, 'not there')}"
+            for key in sorted(expected.keys() | leaves.keys())
+            if leaves.get(key, "not there") != expected.get(key, "not there")
+        )
+    return [fault("config.json", what, "export the head again, which writes it")]
 
 
 def tensor_findings(files: HeadFiles) -> tuple[list[Finding], bool]:

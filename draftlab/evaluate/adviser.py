@@ -348,7 +348,9 @@ def _text(best: Prediction, predictions: Sequence[Prediction], batch: int) -> st
     refuted = [(abs(p.error), p.k, p.error) for p in predictions if p.error and not p.met]
     if refuted:
         _, k, error = max(refuted)
-        text += f"; the prediction of K = {k} from the other timed K's is off by {error:+.0%}"
+        text += (
+            f"; the prediction of K = {k} from the other timed K's is off by {100 * error:+.0f} %"
+        )
     pays = drafting_pays(best.speedup_ci)
     if pays is False:
         text += "; drafting does not pay here"
@@ -368,7 +370,7 @@ def _check(predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     if worst is not None:
         text = (
             f"{met} of {len(checked)} speed-ups at a timed K, predicted from the other timed K's, "
-            f"lie in the measured interval; the error is {worst:.0%} at most"
+            f"lie in the measured interval; the error is {100 * worst:.0f} % at most"
         )
     return {"timed": len(checked), "met": met, "worst_error": worst, "text": text}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 
@@ -16,12 +17,13 @@ from draftlab.doctor.head_files import (
     HeadFiles,
     config_findings,
     identity_findings,
+    served_config_findings,
     shape_findings,
     tensor_findings,
 )
 from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
-from draftlab.heads.folder import CONFIG, WEIGHTS, load_config
+from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
 from draftlab.heads.validate import draft_vocabulary_fault
 from draftlab.run.resolve import reference_head
 from tests.helpers.diagnosis import CopyHead, Tensors
@@ -106,6 +108,20 @@ def test_d2t_must_agree_with_t2d() -> None:
     assert "other tokens" in message(torch.tensor([0, 0, 0]))
     assert "outside" in message(torch.tensor([9, 9, 9]), None)
     assert "do not ascend" in message(torch.tensor([5, 0, 0]), None)
+
+
+def test_a_changed_config_json_is_named(copy_head: CopyHead) -> None:
+    folder = copy_head()
+    files = HeadFiles(load_config(folder), load_file(folder / WEIGHTS))
+    assert served_config_findings(folder, files) == []
+    native = json.loads((folder / NATIVE).read_text()) | {"max_position_embeddings": 512}
+    del native["norm_output"]
+    (folder / NATIVE).write_text(json.dumps(native))
+    what = only(served_config_findings(folder, files), "config.json")
+    assert "max_position_embeddings is 512, by draftlab.json 2048" in what
+    assert "norm_output is not there, by draftlab.json False" in what
+    (folder / NATIVE).unlink()
+    assert "missing" in only(served_config_findings(folder, files), "config.json")
 
 
 def test_unreadable_files_are_a_diagnosis(copy_head: CopyHead, session: TargetSession) -> None:
