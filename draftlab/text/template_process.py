@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from threading import Lock, Timer
+from threading import Event, Lock, Timer
 from typing import Any
 
 import jinja2
@@ -108,19 +108,24 @@ def _exchange(process: subprocess.Popen[bytes], request: bytes) -> bytes:
     """Send a batch, and return the line that answers it."""
     assert process.stdin is not None
     assert process.stdout is not None
-    most, timer = MAX_BYTES + SHARE * len(request), Timer(_MAX_WAIT_S, process.kill)
+    most, is_late = MAX_BYTES + SHARE * len(request), Event()
+
+    def end() -> None:
+        is_late.set()  # before the answer's end, which the killed process's is
+        process.kill()
+
+    timer = Timer(_MAX_WAIT_S, end)
     timer.start()
     try:
         with suppress(BrokenPipeError):  # it ended: the code that it ended with is read below
             process.stdin.write(request)
             process.stdin.flush()
         answer = process.stdout.readline(most)
-        is_late = not timer.is_alive()
     finally:  # an interrupted process would wait for the timer
         timer.cancel()
     if answer.endswith(b"\n"):
         return answer
-    if is_late:
+    if is_late.is_set():
         raise _LimitError(f"it takes more than {_MAX_WAIT_S:.0f} seconds")
     if len(answer) == most:
         raise _LimitError(f"it writes more than {most:,} bytes")
