@@ -366,7 +366,7 @@ def _check(predictions: Sequence[dict[str, Any]]) -> dict[str, Any]:
     checked = [p for p in predictions if p["error"] is not None]
     met = sum(p["met"] for p in checked)
     worst = max((abs(p["error"]) for p in checked), default=None)
-    text = "no prediction was checked: too few timed K's"
+    text = "no prediction was checked: too few timed K's or timed prompts"
     if worst is not None:
         text = (
             f"{met} of {len(checked)} speed-ups at a timed K, predicted from the other timed K's, "

@@ -88,9 +88,10 @@ def load_config(folder: Path) -> HeadConfig:
     """
     if (folder / NATIVE).is_file() and not (folder / CONFIG).is_file():
         raise UserError(
-            "expected a head folder with draftlab.json, found a head in another program's layout",
+            "expected a head folder with draftlab.json, found a model in another program's layout",
             where=folder,
-            do=f"`draftlab import {quote(str(folder))} --to FOLDER` makes a head folder of it",
+            do=f"if it is a head, `draftlab import {quote(str(folder))} --to FOLDER` makes a head "
+            "folder of it",
         )
     fields = read_json(folder / CONFIG, kind="head's draftlab.json")
     if not isinstance(fields, dict):

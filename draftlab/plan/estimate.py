@@ -228,7 +228,7 @@ class RecipeSizes:
         note = f"{as_count(head.trained)} parameters to train on {as_count(self.trained)} positions"
         records = recipe.record.rolls and hardware.gpus * hardware.nodes <= recipe.target.gpus
         if records:
-            note += ", on the GPU that records the window meanwhile"
+            note += ", on the device that records the window meanwhile"
         checkpoint = 12 * head.trained  # weights and two moments
         return Estimate(
             "head",
