@@ -67,7 +67,13 @@ def split_conditions(rows: Sequence[Row]) -> Conditions:
             varying[name] = [NONE if value is None else value for value in values]
         elif distinct:
             shared[name] = distinct.pop()
-    for name in (fmt.suite_name, lambda row: row.suite) if "suite" in varying else ():
+    # The shared conditions have the whole names, with the hashes.
+    short_names: tuple[Callable[[Row], str], ...] = (
+        fmt.suite_name,
+        lambda row: row.suite,
+        lambda row: row.suite_sha256[:6],
+    )
+    for name in short_names if "suite" in varying else ():
         short = [name(row) for row in rows]
         if len(set(short)) == len(set(varying["suite"])):
             shared["suites"] = ", ".join(dict.fromkeys(varying["suite"]))

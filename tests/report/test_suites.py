@@ -71,6 +71,15 @@ def test_what_differs_between_suites_is_shown() -> None:
     assert "max tokens" not in printed(of_suite("a"), of_suite("b")).split("Measurements")[1]
 
 
+def test_other_prompts_of_one_suite_have_the_start_of_their_hash() -> None:
+    one, two = of_suite("embedded:heldout"), of_suite("embedded:heldout")
+    other = [row.model_copy(update={"suite_sha256": "4b346e3e7419"}) for row in two.rows]
+    text = printed(one, two.model_copy(update={"rows": other}), width=80)
+    conditions, table = text.split("Measurements")
+    assert "embedded:heldout (sha256 of its tokens 4b346e3e7419)" in " ".join(conditions.split())
+    assert sum(" 4b346e " in line for line in table.splitlines()) == len(other)
+
+
 def test_different_targets_and_empty_reports_are_refused() -> None:
     one = of_suite("a")
     other = one.model_copy(update={"target": {"name": "other", "fingerprint": "0" * 64}})
