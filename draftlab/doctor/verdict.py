@@ -168,7 +168,9 @@ def make_diagnosis(
     else:
         state = "weak" if {f.kind for f in faults} == {"weak"} else "faulty"
         undecided = any(f.kind == TOO_FEW for f in findings)
-        verdict = faults[0].what if undecided or not verdict else verdict
+        if undecided or not verdict:
+            accepted = f"; {al(search.stored)} all the same" if search and not verdict else ""
+            verdict = faults[0].what + accepted
         if len(faults) > 1:
             verdict += f" (and {len(faults) - 1} more)"
     return Diagnosis(

@@ -64,6 +64,8 @@ class RecordSettings(Settings):
 
     @model_validator(mode="after")
     def _window_fits(self) -> RecordSettings:
+        if self.window is not None and self.window < 10_000:  # a unit was forgotten
+            raise ValueError(f"window: expected a size such as 200GB, found {self.window} bytes")
         if self.rolls and self.url is not None:
             raise ValueError(
                 "expected url, or a window whose shards are deleted, found both: keep=all keeps "

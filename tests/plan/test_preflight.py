@@ -38,6 +38,7 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("seed=99999999999999999999999", "seed: expected a number less than 9223372036854775808"),
         ("eval.seed=-1", "eval.seed: expected a number"),
         ("record.window=lots", "a size such as 200GB or 1.5TB, found 'lots'"),
+        ("record.window=4", "window: expected a size such as 200GB, found 4 bytes"),
         ("head.family=peagle head.mask_token=nonsense", "where: head.mask_token"),
         ("head.num_attention_heads=5", "5 attention heads are not a multiple of 2 key-value heads"),
         ("head.num_key_value_heads=0", "head.num_key_value_heads: expected a number greater than"),
