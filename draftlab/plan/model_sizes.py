@@ -187,8 +187,8 @@ def _token_bytes(recipe: Recipe, lines: list[bytes], path: Path) -> float:
             prompts = with_arguments(parsed, recipe.target.modes, recipe.seed)
             found = list(encode_prompts(tokenizer, map(Chat.of, prompts)))
             tokens = {n: len(one.ids) for n, one in enumerate(found) if isinstance(one, Encoded)}
-            if tokens:
-                return sum(len(lines[n]) for n in tokens) / sum(tokens.values())
+            if total := sum(tokens.values()):  # a template may write nothing
+                return sum(len(lines[n]) for n in tokens) / total
     return BYTES_PER_TOKEN
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from draftlab.recipe.recipe import Recipe, flatten
@@ -150,6 +150,7 @@ PIECES = st.sampled_from(
 
 @examples(12)
 @given(st.lists(PIECES, max_size=6))
+@example([])  # it writes nothing
 def test_chat_templates(folder: Path, pieces: list[str]) -> None:
     config = folder / "toy/tokenizer_config.json"
     template = folder / "toy/chat_template.jinja"
