@@ -46,7 +46,7 @@ def vllm_text(export: Export, path: Path, *, alone: bool = False) -> str:
     Args:
         alone: whether vLLM can read target, method and K from config.json, of a target on the Hub.
     """
-    family = get_family(export.head.family)
+    family = export.family
     config = {"model": str(path), "method": family.vllm_method, "num_speculative_tokens": export.k}
     config |= family.vllm_options
     serving = export.serving
@@ -172,7 +172,7 @@ def block_sglang_text(export: Export, path: Path) -> str:
     serving = export.serving
     temperatures = serving is not None and serving.temperatures is not None
     sts = [f"--speculative-dspark-confidence-sts-path {shlex.quote(str(path / STS))}"]
-    algorithm = get_family(export.head.family).vllm_method.upper()
+    algorithm = export.family.vllm_method.upper()
     slots = f"--speculative-num-draft-tokens {export.head.k_trained + 1}"
     command = _sglang_command(export, path, algorithm, slots, *sts * temperatures)
     load = _sglang_load_text(export)
@@ -201,7 +201,7 @@ def llamacpp_text(export: Export, path: Path) -> str:
     if export.target_name.endswith(".gguf"):
         folder = local_target(TargetSettings(path=export.target_name))
         model, target, made = target, shlex.quote(str(folder)), []
-    family = get_family(export.head.family)
+    family = export.family
     method = family.vllm_method
     passes = "all in one pass" if family.drafting == "parallel" else "one a pass"
     commands = code_block(

@@ -15,15 +15,8 @@ from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, fastest_k
 from draftlab.export.destination import atomic_folder, check_destination
 from draftlab.export.launch_text import cached_target_text, readme_text, template_text
-from draftlab.export.layout import (
-    CONFIG,
-    LAUNCH,
-    README,
-    Export,
-    Layout,
-    layout_for,
-    serving_warnings,
-)
+from draftlab.export.layout import CONFIG, LAUNCH, README, Export, Layout, layout_for
+from draftlab.export.refusals import serving_warnings
 from draftlab.export.serving_tables import calibrated_k, read_serving_tables
 from draftlab.export.settings import check_program
 from draftlab.export.weight_files import (

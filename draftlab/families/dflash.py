@@ -22,7 +22,7 @@ class Dflash(Family):
     head_type = "draftlab.heads.block:BlockHead"
     drafter_type = "draftlab.engine.block_drafter:BlockDrafter"
     native_type = "draftlab.heads.vllm_config:dflash_native_config"
-    layouts_type = "draftlab.export.layout:block_layouts"
+    layouts_type = "draftlab.export.layout_table:block_layouts"
     title = "DFlash"
     description = "DFlash draft head (a block of draft tokens in one pass)"
     drafting = "parallel"

@@ -21,7 +21,7 @@ class Eagle(Family):
     head_type = "draftlab.heads.eagle:EagleHead"
     drafter_type = "draftlab.engine.drafter:ChainDrafter"
     native_type = "draftlab.heads.vllm_config:eagle_native_config"
-    layouts_type = "draftlab.export.layout:eagle_layouts"
+    layouts_type = "draftlab.export.layout_table:eagle_layouts"
     title = "first-generation EAGLE"
     description = "EAGLE draft head of the first generation"
     reads_last_state = True

@@ -21,7 +21,7 @@ class Eagle3(Family):
     head_type = "draftlab.heads.eagle3:Eagle3Head"
     drafter_type = "draftlab.engine.drafter:ChainDrafter"
     native_type = "draftlab.heads.vllm_config:eagle3_native_config"
-    layouts_type = "draftlab.export.layout:eagle3_layouts"
+    layouts_type = "draftlab.export.layout_table:eagle3_layouts"
     title = "EAGLE3"
     description = "EAGLE3 draft head (a chain: one draft token a pass)"
     max_layers = 1

@@ -18,7 +18,7 @@ class EagleLlama4(Eagle):
     config_type = "draftlab.heads.llama4:EagleLlama4Config"
     head_type = "draftlab.heads.llama4:EagleLlama4Head"
     native_type = "draftlab.heads.vllm_config:eagle_llama4_native_config"
-    layouts_type = "draftlab.export.layout:eagle_llama4_layouts"
+    layouts_type = "draftlab.export.layout_table:eagle_llama4_layouts"
     title = "dense Llama 4"
     description = "dense Llama 4 EAGLE draft head"
     options = frozenset({"llama4"})

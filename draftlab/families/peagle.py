@@ -19,7 +19,7 @@ class Peagle(Eagle3):
     config_type = "draftlab.heads.peagle:PeagleConfig"
     head_type = "draftlab.heads.peagle:PeagleHead"
     drafter_type = "draftlab.engine.drafter:ParallelDrafter"
-    layouts_type = "draftlab.export.layout:peagle_layouts"
+    layouts_type = "draftlab.export.layout_table:peagle_layouts"
     title = "parallel (P-EAGLE)"
     description = "parallel draft head (P-EAGLE: all draft tokens in one pass)"
     drafting = "parallel"

@@ -19,7 +19,8 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from draftlab.errors import UserError
 from draftlab.evaluate.vllm_compare import check_settings
-from draftlab.export.layout import Export, layout_for, serving_warnings
+from draftlab.export.layout import Export, layout_for
+from draftlab.export.refusals import serving_warnings
 from draftlab.files import known_sha256
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_config

@@ -6,13 +6,16 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoConfig
 
 from draftlab.errors import UserError
-from draftlab.export.layout import serving_warnings
+from draftlab.export.layout import Export
+from draftlab.export.refusals import serving_warnings
 from draftlab.recipe.recipe import parse_recipe
 from draftlab.target_model.stand_in import check_architecture
 from tests.helpers.multimodal_zoo import random_folder
@@ -306,9 +309,9 @@ def test_a_template_that_ends_prompts_as_its_answers_begin_needs_no_generation_p
 def test_targets_that_vllm_cannot_draft_for_are_named(
     family: str, program: str, kind: str, warned: bool
 ) -> None:
-    head = SimpleNamespace(family=family)
+    head: Any = SimpleNamespace(family=family)
     for config in ({"model_type": kind}, {"text_config": {"model_type": kind}}):
-        export = SimpleNamespace(head=head, target=config)
+        export = Export(head, config, "target", 3, torch.float32)
         assert ("has no SupportsEagle3" in " ".join(serving_warnings(program, export))) is warned
 
 
