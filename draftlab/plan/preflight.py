@@ -31,9 +31,9 @@ from draftlab.run.head_workspace import input_files
 from draftlab.run.held_out_prompts import check_suite
 from draftlab.run.resolve import find_head
 from draftlab.servers.vllm_process import find_python
-from draftlab.store.object_store import check_scheme
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.shard_files import open_shard_files
+from draftlab.store.urls import check_scheme
 from draftlab.target_model.adapter import read_adapter
 from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.default_boundaries import default_boundaries

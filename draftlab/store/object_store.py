@@ -9,24 +9,21 @@ from __future__ import annotations
 import base64
 import errno
 import hashlib
-import json
 import re
-import socket
 import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
-from uuid import uuid4
 
 from draftlab.errors import UserError
-from draftlab.files import read_json, sha256_file, write_json
-from draftlab.formatting import pip_install
+from draftlab.files import sha256_file
+from draftlab.store.urls import scheme_error
+from draftlab.url_secrets import without_secrets
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -41,28 +38,13 @@ PART_BYTES = 1 << 26
 _BLOCK = 1 << 24
 DAMAGED_DOWNLOADS = 3
 """Downloads of the right size with a wrong hash after which the object counts as damaged."""
-CLAIM = "claim.json"
-_NO_STORES = ("http", "https", "ftp")
-"""Schemes that fsspec knows and at which it cannot replace files as a whole."""
 _PERMANENT = (PermissionError, ImportError, ValueError, TypeError, NotImplementedError)
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _NO_CREDENTIALS = re.compile(r"Credential|ProfileNotFound|SSO|TokenRetrieval")
-_SECRETS = re.compile(
-    r"(?<=//)[^/@\s]+@|(?<=[?&])(?:X-Amz-\w+|AWSAccessKeyId|Signature|sig|token)=[^&\s'\"]+", re.I
-)
 
 
 class UnreachableError(UserError):
     """A URL that does not answer. Nothing is known of the files there."""
-
-
-class LostClaimError(UserError):
-    """Another process has claimed the URL."""
-
-
-def plain_error(error: BaseException) -> str:
-    """Return an error's text without credentials that a URL in it may have."""
-    return _SECRETS.sub("…", str(error)) or "no message"
 
 
 def _damaged(found: str, where: str) -> UserError:
@@ -74,41 +56,6 @@ def _damaged(found: str, where: str) -> UserError:
             "only missing shards are computed"
         )
     return UserError(found, where=where, do=do)
-
-
-def check_scheme(url: str) -> None:
-    """Check, without asking its server, that a store can be written to a URL.
-
-    Raises:
-        UserError: its files do not outlive the process, cannot be written, or need a package that
-            is not installed.
-    """
-    import fsspec
-
-    scheme = url.partition("://")[0].lower()
-    if scheme == "memory" or scheme in _NO_STORES:
-        kind = "whose files outlive this process" if scheme == "memory" else "that can be written"
-        raise UserError(
-            f"expected a URL {kind}, found {scheme}://",
-            where=url,
-            do="name a bucket, such as s3://bucket/folder, or a folder, file:///folder",
-        )
-    try:
-        fsspec.get_filesystem_class(scheme)
-    except (ImportError, ValueError) as error:
-        raise _scheme_error(url, error) from None
-
-
-def _scheme_error(url: str, error: Exception) -> UserError:
-    scheme = url.partition("://")[0]
-    extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
-    return UserError(
-        f"{scheme}:// URLs cannot be opened: {plain_error(error)}",
-        where=url,
-        do=pip_install(extra)
-        if extra
-        else f"correct the URL, or install the package with which fsspec reads {scheme}://",
-    )
 
 
 class UrlFolder:
@@ -134,7 +81,7 @@ class UrlFolder:
             # Listings and sizes must be the server's present ones.
             return fsspec.core.url_to_fs(self.url, use_listings_cache=False)  # type: ignore[return-value]
         except (ImportError, ValueError) as error:
-            raise _scheme_error(self.url, error) from None
+            raise scheme_error(self.url, error) from None
 
     def where(self, name: str) -> str:
         """Return the URL of a file."""
@@ -343,8 +290,7 @@ class UrlFolder:
                 if absent:
                     return absent[0]
                 raise UserError(
-                    f"{doing} failed, since there is no such bucket or folder: "
-                    f"{plain_error(error)}",
+                    f"{doing} failed, since there is no such bucket or folder: {error}",
                     where=where,
                     do="make the bucket, or correct the URL",
                 ) from None
@@ -354,7 +300,7 @@ class UrlFolder:
                 kind, passed = type(error).__name__, time.monotonic() - started
                 if isinstance(error, _PERMANENT) or _NO_CREDENTIALS.search(kind):
                     raise UserError(
-                        f"{doing} was refused: {kind}: {plain_error(error)}",
+                        f"{doing} was refused: {kind}: {error}",
                         where=where,
                         do="check the credentials and the endpoint in the environment "
                         "(docs/guide/scale.md has their names)",
@@ -362,15 +308,15 @@ class UrlFolder:
                 if self.cancelled.is_set() or passed + wait > RETRY_S:
                     raise UnreachableError(
                         f"{doing} failed again and again for {passed:.0f} s, at last with "
-                        f"{kind}: {plain_error(error)}",
+                        f"{kind}: {error}",
                         where=where,
                         do="check the network and the server, and the endpoint in the environment; "
                         "nothing is lost: the same command goes on where it stopped",
                     ) from None
                 if wait == _WARNED_WAIT_S:
                     warnings.warn(
-                        f"{doing} {where} failed: {kind}: {plain_error(error)}; it is repeated for "
-                        f"{RETRY_S:.0f} s",
+                        without_secrets(f"{doing} {where} failed: {kind}: {error}")
+                        + f"; it is repeated for {RETRY_S:.0f} s",
                         RuntimeWarning,
                         stacklevel=2,
                     )
@@ -388,94 +334,3 @@ def _md5_forms(path: Path) -> set[str]:
     joined = hashlib.md5(b"".join(parts), usedforsecurity=False).hexdigest()
     forms = {whole.hexdigest(), base64.b64encode(whole.digest()).decode()}
     return forms | {f"{joined}-{len(parts)}"}
-
-
-class UrlClaim:
-    """The claim of a URL: one process may write there, the last one that claimed it.
-
-    Object stores have no locks that end with their holder. So a claim is a small object, and the
-    holder keeps a copy of it in a folder of its own. Before it writes, a process compares the two.
-    A machine that is lost keeps nobody waiting: another one claims the URL, and the first ends with
-    an error if it still runs.
-
-    Args:
-        remote: the folder at the URL.
-        folder: where the holder keeps its copy; all its processes see it.
-    """
-
-    def __init__(self, remote: UrlFolder, folder: Path) -> None:
-        self.remote, self._file, self.is_held = remote, folder / CLAIM, False
-
-    def take(self, purpose: str) -> str:
-        """Claim the URL.
-
-        Args:
-            purpose: what is written there; a claim with another one is not replaced.
-
-        Returns:
-            Whose claim has been replaced, and when it was made; "": there was none, or it
-            was of a process that had the same folder.
-
-        Raises:
-            UserError: there is a claim with another purpose, or the URL does not answer.
-        """
-        since = datetime.now(UTC).isoformat(timespec="seconds")
-        own = {"id": uuid4().hex, "host": socket.gethostname(), "since": since, "of": purpose}
-        content, former = json.dumps(own).encode(), None
-        if not self.remote.create(CLAIM, content):
-            former = self._read()
-            if former is not None and former.get("of") != purpose:
-                raise UserError(
-                    f"another run writes there ({_holder(former)})",
-                    where=self.remote.url,
-                    do="name another folder; or, if that run has been given up, remove "
-                    f"{self.remote.where(CLAIM)}",
-                )
-            self.remote.write(CLAIM, content)
-        is_ours = former is None or former.get("id") == self._id
-        write_json(self._file, own)
-        self.__dict__["_id"], self.is_held = own["id"], True
-        return "" if is_ours or former is None else _holder(former)
-
-    @cached_property
-    def _id(self) -> str:
-        return str(read_json(self._file).get("id")) if self._file.is_file() else ""
-
-    def _read(self) -> dict[str, Any] | None:
-        content = self.remote.read(CLAIM)
-        if content is None:
-            return None
-        with suppress(ValueError, RecursionError):
-            if isinstance(claim := json.loads(content), dict):
-                return claim
-        return {}
-
-    def check(self) -> None:
-        """Check that no other process has claimed the URL since this one did.
-
-        Raises:
-            LostClaimError: one has.
-            UserError: the URL does not answer.
-        """
-        claim = self._read()
-        if not self._id or claim is None or claim.get("id") != self._id:
-            raise LostClaimError(
-                f"another process has begun to write there ({_holder(claim)}), so this one ends"
-                if claim
-                else f"{CLAIM}, with which this process claimed the URL, has been removed",
-                where=self.remote.url,
-                do="let one process work; the same command goes on from what is at the URL",
-            )
-
-    def release(self) -> None:
-        """Remove the claim. One that the URL does not let go is replaced by the next process."""
-        with suppress(UserError):
-            self.check()
-            self.remote.remove(CLAIM)
-        self._file.unlink(missing_ok=True)
-        self.is_held = False
-
-
-def _holder(claim: dict[str, Any]) -> str:
-    """Return on which machine the process with a claim is, and when it made the claim."""
-    return f"on {claim.get('host', 'an unknown machine')}, begun {claim.get('since', '?')}"

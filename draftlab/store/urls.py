@@ -9,9 +9,14 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+from draftlab.errors import UserError
+from draftlab.formatting import pip_install
+
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BUCKET_SCHEMES = ("s3", "s3a", "gs", "gcs", "hf")
+_NO_STORES = ("http", "https", "ftp")
+"""Schemes that fsspec knows and at which it cannot replace files as a whole."""
 _EXAMPLE = "expected the URL of a folder, such as s3://bucket/store"
 
 
@@ -52,6 +57,42 @@ def check_url(url: str) -> str:
         raise ValueError(f"{_EXAMPLE}, found one with '..'")
     local_folder(url)
     return url.rstrip("/") if rest.strip("/") else url
+
+
+def check_scheme(url: str) -> None:
+    """Check, without asking its server, that a store can be written to a URL.
+
+    Raises:
+        UserError: its files do not outlive the process, cannot be written, or need a package that
+            is not installed.
+    """
+    import fsspec
+
+    scheme = url.partition("://")[0].lower()
+    if scheme == "memory" or scheme in _NO_STORES:
+        kind = "whose files outlive this process" if scheme == "memory" else "that can be written"
+        raise UserError(
+            f"expected a URL {kind}, found {scheme}://",
+            where=url,
+            do="name a bucket, such as s3://bucket/folder, or a folder, file:///folder",
+        )
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        raise scheme_error(url, error) from None
+
+
+def scheme_error(url: str, error: Exception) -> UserError:
+    """Return the error of a URL that fsspec cannot open."""
+    scheme = url.partition("://")[0]
+    extra = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}.get(scheme)
+    return UserError(
+        f"{scheme}:// URLs cannot be opened: {error}",
+        where=url,
+        do=pip_install(extra)
+        if extra
+        else f"correct the URL, or install the package with which fsspec reads {scheme}://",
+    )
 
 
 def local_folder(url: str) -> Path | None:

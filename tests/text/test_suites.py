@@ -14,9 +14,10 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
+from draftlab.text.benchmarks import parse_benchmark
 from draftlab.text.chat_template import prompt_ids, template_sha256
 from draftlab.text.data_sets import Source
-from draftlab.text.suites import NO_TEMPLATE, load_suite, parse_benchmark, suite_sha256
+from draftlab.text.suites import NO_TEMPLATE, load_suite, suite_sha256
 from tests.helpers.messages import assistant, user
 from tests.helpers.monitors import RecordingMonitor
 
@@ -219,7 +220,7 @@ def test_a_benchmark_without_a_path_comes_from_the_hub(
         assert alternative == f"give a local copy: {one.name}:PATH"
         return FIRST_TURNS[one.name][0]
 
-    monkeypatch.setattr("draftlab.text.suites.rows_of", rows_of)
+    monkeypatch.setattr("draftlab.text.benchmarks.rows_of", rows_of)
     assert len(load(source, tokenizer)) == (1 if "#" in source else 2)
     assert asked == [dataset]
     assert suite_sha256(source) is None
