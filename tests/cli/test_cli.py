@@ -30,7 +30,7 @@ from tests.helpers.small_run import draftlab, finished, snapshot
 
 VERBS = (
     "run", "prepare", "record", "train", "eval", "bench", "chat", "doctor", "export", "import",
-    "push", "new", "inspect", "recipe", "store", "version",
+    "push", "new", "inspect", "recipe", "serve", "store", "version",
 )  # fmt: skip
 
 
@@ -179,7 +179,7 @@ def test_mistakes_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
         "eval --engine fast", "eval --dtype float8", "export --to ggfu", "export --k 0",
         "train none.yaml", "train small.yaml train.stepz=1", "run small.yaml eval.k=[0]",
         "train small.yaml --gpu x", "doctor x --k 0", "push x noname", "push x a/b --to ggfu",
-        "recipe show small.yaml", "recipe schema", "version",
+        "recipe show small.yaml", "recipe schema", "version", "serve x --with tgi",
     ]  # fmt: skip
     code = (
         "import shlex, sys; from draftlab.cli import app\n"

@@ -32,8 +32,8 @@ class BenchServer(ThreadingHTTPServer):
 
     daemon_threads = True
 
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+    def __init__(self, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), _Handler)
         self.url = f"http://127.0.0.1:{self.server_port}"
         self.program, self.faults, self.others, self.restart_at = "vllm", [], 0, 0
         self.own, self.drafts, self.step_s = False, True, 0.0
