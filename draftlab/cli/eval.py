@@ -33,7 +33,6 @@ OPTIONS = SettingsOptions(
             "draft_probs",
             "verification",
             "compare",
-            "draft_temperature",
             "top_k",
             "top_p",
             "certify",

@@ -25,7 +25,6 @@ class HeadDrafter(Drafter):
         k: draft tokens a step.
         draft_probs: whether rows with temperature > 0 sample drafts from
             q = softmax(logits / temperature); otherwise every draft is the argmax.
-        draft_temperature: temperature of q; None: that of the row.
         verification: how the drafts will be verified. Block verification looks at drafts behind a
             rejected one, so each step draws its drafts from noise of its own.
         confidence: whether proposals state the confidence of each draft.
@@ -45,13 +44,11 @@ class HeadDrafter(Drafter):
         k: int,
         *,
         draft_probs: bool = True,
-        draft_temperature: float | None = None,
         verification: Verification = "token",
         confidence: bool = False,
     ) -> None:
         head.check_drafts(k)
-        self.head, self.k, self.draft_probs = head, k, draft_probs
-        self.draft_temperature, self.verification = draft_temperature, verification
+        self.head, self.k, self.draft_probs, self.verification = head, k, draft_probs, verification
         self.boundaries = head.config.boundaries
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
         self.draft_index = draft_index(self.draft_ids, len(head.t2d))
@@ -114,11 +111,7 @@ class HeadDrafter(Drafter):
         """Compute what no pass changes."""
 
     def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        sampled = keys.temperature > 0
-        temperature = keys.temperature
-        if self.draft_temperature is not None:
-            temperature = torch.full_like(temperature, self.draft_temperature)
-        return temperature * sampled, sampled
+        return keys.temperature, keys.temperature > 0
 
     @torch.inference_mode()
     def extend_cache(self, verified: VerifiedFeatures) -> None:

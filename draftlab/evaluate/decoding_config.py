@@ -63,14 +63,12 @@ class DecodingConfig:
         drafts = "sampled" if self.draft_probs and temperature > 0 else "argmax"
         return f"{self.head.name}, K={self.k}, {drafts} drafts"
 
-    def confidence_temperature(self, temperature: float, settings: EvalSettings) -> float:
+    def confidence_temperature(self, temperature: float) -> float:
         """Return the temperature of the draft probabilities that rows state as confidence.
 
         Argmax drafts state them at 1, sampled drafts at the temperature they are sampled at.
         """
-        if not self.draft_probs or temperature == 0:
-            return 1.0
-        return settings.draft_temperature or temperature
+        return temperature if self.draft_probs and temperature > 0 else 1.0
 
 
 PLAIN_DECODING = DecodingConfig()

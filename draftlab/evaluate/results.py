@@ -138,7 +138,6 @@ class Row(BaseModel):
     temperature: float
     top_k: int | None
     top_p: float | None
-    draft_temperature: float | None
     draft_probs: bool
     verification: Literal["token", "block"] = "token"
     prompts: int

@@ -63,8 +63,6 @@ class EvalSettings(Settings):
     """token: accept or reject each sampled draft by itself. block: judge the drafts of a step
     together, which accepts at least as many on average; the output's distribution stays the
     target's. Both are the same at temperature 0 and with draft_probs off."""
-    draft_temperature: float | None = Field(default=None, gt=0)
-    """Temperature of sampled drafts; None: the temperature of the row."""
     top_k: int | None = Field(default=None, ge=1)
     """Keep the k most likely tokens of the target; None: off."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -116,7 +114,6 @@ class EvalSettings(Settings):
             raise ValueError("template_arguments has no effect: raw prompts have no template")
         sampled = self.draft_probs != "off" and any(self.temperatures)
         idle = {
-            "draft_temperature": self.draft_temperature is not None and not sampled,
             "verification": self.verification == "block" and not sampled,
             "top_k": self.top_k is not None and not any(self.temperatures),
             "top_p": self.top_p is not None and not any(self.temperatures),

@@ -20,19 +20,13 @@ def check_settings(settings: EvalSettings) -> None:
     """Check that vLLM can measure with these settings, before draftlab's engine spends minutes.
 
     Raises:
-        UserError: vLLM lacks one of the settings, or no vLLM is installed.
+        UserError: vLLM lacks block verification, or no vLLM is installed.
     """
-    unsupported = []
-    if settings.draft_temperature:
-        unsupported.append(f"draft_temperature = {settings.draft_temperature:g}")
     if settings.verification == "block":
-        unsupported.append("verification = block")
-    if unsupported:
         raise UserError(
-            f"expected settings that vLLM has too, found {' and '.join(unsupported)}",
+            "expected settings that vLLM has too, found verification = block",
             where="engine = vllm",
-            do="leave them out (vLLM drafts at the request's temperature and verifies token by "
-            "token), or measure without vLLM",
+            do="leave it out (vLLM verifies token by token), or measure without vLLM",
         )
     find_python()
 

@@ -240,7 +240,6 @@ def new_engine(
             config.head.head,
             config.k,
             draft_probs=config.draft_probs,
-            draft_temperature=settings.draft_temperature,
             verification=settings.verification,
             confidence=settings.calibrate and expect,
         )

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from draftlab.export.foreign_config import ForeignConfig
     from draftlab.train.objectives.objective import Objective
 
-LAYER_OPTIONS = ("is_causal", "sliding_window", "layer_types")
+LAYER_OPTIONS = ("is_causal", "sliding_window")
 """Settings of `HeadSettings` that a block head's config has too."""
 
 

@@ -224,6 +224,9 @@ _LLAMA4_NAMES = (
     "use_qk_norm",
 )
 REMOVED_SETTINGS = {
+    "eval.draft_temperature": "drafts are sampled at the temperature of their row",
+    "head.layer_types": "all layers of a block head have head.sliding_window, or none",
+    "train.weight_decay": "train.early_stopping or more conversations help against overfitting",
     "train.replay": "a head trains on recorded answers alone",
     "record.online": "record.window=4GB stores no more than that, and records while training reads",
     "target.compile": "layers without a fast path of draftlab run as transformers writes them",

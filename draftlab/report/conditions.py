@@ -24,11 +24,6 @@ _CONDITIONS: dict[str, Callable[[Row], str | None]] = {
     "head": _with_drafter(lambda row: row.head or "unnamed"),
     "drafter": _with_drafter(lambda row: row.drafter),
     "drafting": _with_drafter(fmt.drafting),
-    "draft temperature": _with_drafter(
-        lambda row: (
-            "as the target's" if row.draft_temperature is None else f"{row.draft_temperature:g}"
-        )
-    ),
     "verification": _with_drafter(lambda row: row.verification),
     "engine": lambda row: f"{row.engine} {row.engine_version}".strip(),
     "device": lambda row: row.device,

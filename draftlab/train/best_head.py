@@ -109,7 +109,7 @@ class BestHead:
         self.say(
             f"validation was better at step {self.step:,} (predicted AL {self.al:.3f}, now "
             f"{al:.3f}), so the head may overfit: that head is in {self.folder}; "
-            "train.early_stopping, more conversations or more train.weight_decay help"
+            "train.early_stopping or more conversations help"
         )
 
     def restore(self, head: DraftHead) -> dict[str, Any]:

@@ -39,35 +39,36 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
 def new_optimizer(
     head: DraftHead, settings: TrainSettings, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of the trained parameters; weight decay applies to matrices only.
+    """Return the optimizer of the trained parameters, which has no weight decay.
 
     Muon steps the matrices of fc and of the layers; of a tensor [n, m, k], such as that of n
     experts, each matrix by itself. Those with a row for each token (embeddings and
     `DraftHead.draft_tables`) and all vectors have AdamW, as Muon's author recommends.
     """
-    weights = list(trainable(head).values())
-    # A matrix of one row or column is a learned vector (mask_hidden).
-    vectors = [p for p in weights if p.ndim < 2 or 1 in p.shape[-2:]]
-    matrices = [p for p in weights if not (p.ndim < 2 or 1 in p.shape[-2:])]
-    groups: list[dict[str, Any]] = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+
+    def is_vector(p: Tensor) -> bool:
+        return p.ndim < 2 or 1 in p.shape[-2:]  # one row or column: a learned vector (mask_hidden)
+
+    # The order decides the last bits of the norm by which gradients are clipped.
+    weights = sorted(trainable(head).values(), key=is_vector)
+    groups: list[dict[str, Any]] = [{"params": weights}]
     kind: type[torch.optim.AdamW] = torch.optim.AdamW
     if settings.optimizer == "muon":
         kind = Muon
         rate = settings.adamw_learning_rate or settings.learning_rate
-        for group in groups:
-            group["rate_factor"] = rate / settings.learning_rate
         embeddings = [m for m in head.modules() if isinstance(m, nn.Embedding)]
         by_token = {id(module.weight) for module in (*embeddings, *head.draft_tables())}
-        groups[0]["params"] = [p for p in matrices if id(p) in by_token]
-        hidden = [p for p in matrices if id(p) not in by_token]
-        groups.append({"params": hidden, "weight_decay": settings.weight_decay, "muon": True})
+        hidden = [p for p in weights if not is_vector(p) and id(p) not in by_token]
+        others = [p for p in weights if is_vector(p) or id(p) in by_token]
+        groups = [
+            {"params": others, "rate_factor": rate / settings.learning_rate},
+            {"params": hidden, "muon": True},
+        ]
     return kind(
-        [group for group in groups if group["params"]],
+        groups,
         lr=settings.learning_rate,
         betas=(0.9, 0.95),
+        weight_decay=0.0,
         fused=device.type == "cuda",
     )
 
@@ -89,14 +90,12 @@ class Muon(torch.optim.AdamW):
         for group in self.param_groups:
             matrices = [p for p in group["params"] if p.grad is not None and group.get("muon")]
             if matrices:
-                self._step_matrices(matrices, group["lr"], group["weight_decay"])
+                self._step_matrices(matrices, group["lr"])
             for parameter in matrices:
                 parameter.grad = None  # which AdamW passes over
         return super().step(closure)
 
-    def _step_matrices(
-        self, matrices: list[Tensor], learning_rate: float, weight_decay: float
-    ) -> None:
+    def _step_matrices(self, matrices: list[Tensor], learning_rate: float) -> None:
         for parameter in matrices:
             if "momentum" not in self.state[parameter]:
                 self.state[parameter]["momentum"] = torch.zeros_like(parameter)
@@ -104,7 +103,6 @@ class Muon(torch.optim.AdamW):
         momenta = [self.state[parameter]["momentum"] for parameter in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
         updates = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # Nesterov's momentum
-        torch._foreach_mul_(matrices, 1 - learning_rate * weight_decay)
         # Matrices of one size, upright or not, are one batch: small ones take the GPU less time
         # than the host.
         by_size: dict[tuple[int, ...], list[int]] = {}

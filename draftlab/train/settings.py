@@ -79,8 +79,6 @@ class HeadSettings(Settings):
     sliding_window: int | None = Field(default=None, ge=2)
     """dspark, dflash: number of keys that a slot sees up to its own, more than a block has; None:
     all. A long context then costs less, and positions beyond the trained ones hurt less."""
-    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None
-    """dspark, dflash: which layers have the sliding window; None: all."""
     mask_token: int | str = "auto"
     """peagle, dspark, dflash: token of the masked slots, by name or id; "auto": a mask or reserved
     token, or a row of the embeddings that no token uses."""
@@ -100,11 +98,6 @@ class HeadSettings(Settings):
     @model_validator(mode="after")
     def _fits_family(self) -> HeadSettings:
         get_family(self.family).check_settings(self)
-        if self.sliding_window and set(self.layer_types or ()) == {"full_attention"}:
-            raise ValueError(
-                "head.sliding_window: expected a layer with sliding_attention in head.layer_types, "
-                "found full_attention alone: leave one of the two out"
-            )
         return self
 
     def chosen_options(self) -> set[str]:
@@ -112,7 +105,7 @@ class HeadSettings(Settings):
         flags = {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm"}
         chosen = {name for name in flags if getattr(self, name)}
         defaults = HeadSettings.model_fields
-        for name in ("mask_token", "markov_rank", "is_causal", "sliding_window", "layer_types"):
+        for name in ("mask_token", "markov_rank", "is_causal", "sliding_window"):
             if getattr(self, name) != defaults[name].default:
                 chosen.add(name)
         if any(value is not None for _, value in self.llama4):
@@ -177,8 +170,6 @@ class TrainSettings(Settings):
     """wsd: share of the steps, at the end, in which the learning rate falls."""
     final_learning_rate: float = Field(default=0.02, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Weight decay, on matrices only."""
     clip: float = Field(default=0.5, gt=0)
     """Gradient norm above which gradients are clipped."""
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"

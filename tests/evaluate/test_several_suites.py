@@ -116,8 +116,6 @@ def test_calibration_wants_one_suite() -> None:
 @pytest.mark.parametrize(
     ("idle", "effective"),
     [
-        ({"draft_temperature": 0.5, "draft_probs": "off"}, {"draft_probs": "on"}),
-        ({"draft_temperature": 0.5, "temperatures": 0}, {"temperatures": [0, 0.8]}),
         ({"verification": "block", "temperatures": 0}, {"temperatures": 1}),
         ({"verification": "block", "draft_probs": "off"}, {"draft_probs": "both"}),
         ({"top_k": 5, "temperatures": 0}, {"temperatures": [0, 0.8]}),

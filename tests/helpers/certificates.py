@@ -16,8 +16,8 @@ from draftlab.target_model.model import Target
 
 VOCAB = 5
 SETTINGS = CertifySettings(samples=4000, context=3, contexts=12, prompts=6, tokens=16, batch=1024)
-# Every cell occurs at this temperature; drafts are cooler.
-ON = Sampled(temperature=1.0, k=2, draft_probs=True, draft_temperature=0.7, top_k=4)
+# Every cell occurs at this temperature.
+ON = Sampled(temperature=1.0, k=2, draft_probs=True, top_k=4)
 OFF = Sampled(temperature=1.0, k=2, draft_probs=False, top_k=4)
 BLOCK = ON.model_copy(update={"verification": "block"})
 PROMPTS = [
@@ -33,7 +33,7 @@ MARKOV_ROWS = [
 ROWS = [
     Sampled(temperature=0.7, k=4, draft_probs=True),  # the whole vocabulary
     Sampled(temperature=1.3, k=3, draft_probs=False, top_p=0.8),
-    Sampled(temperature=1.0, k=1, draft_probs=True, draft_temperature=0.7, top_k=3, top_p=0.95),
+    Sampled(temperature=1.0, k=1, draft_probs=True, top_k=3, top_p=0.95),
 ]
 RunCertify = Callable[..., Certificate]
 

@@ -38,21 +38,17 @@ class Case:
     top_k: int = 0
     top_p: float = 1.0
     draft_probs: bool = True
-    draft_temperature: float | None = None
     verification: Literal["token", "block"] = "token"
 
 
 CASES = {
     "draft probabilities": Case(),
     "hotter": Case(temperature=1.4),
-    "another draft temperature": Case(draft_temperature=0.6),
     "top-k": Case(top_k=3),
     "top-p": Case(temperature=1.3, top_p=0.8),
     "block": Case(temperature=0.8, verification="block"),
     "block, hotter": Case(temperature=1.5, verification="block"),
-    "block, cooler drafts and limits": Case(
-        temperature=1.2, top_k=4, top_p=0.9, draft_temperature=0.6, verification="block"
-    ),
+    "block, limits": Case(temperature=1.2, top_k=4, top_p=0.9, verification="block"),
     "argmax drafts": Case(draft_probs=False),
     "argmax drafts, limits": Case(temperature=1.2, top_k=4, top_p=0.9, draft_probs=False),
 }
@@ -117,7 +113,6 @@ def make_drafter(case: Case, device: str = "cpu") -> ChainDrafter:
         head,
         K,
         draft_probs=case.draft_probs,
-        draft_temperature=case.draft_temperature,
         verification=case.verification,
     )
     table = HEAD.to(device)

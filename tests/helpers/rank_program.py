@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 -m tests.helpers.rank_program FOLDER CASE …
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -16,7 +17,9 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.kernels.devices import free_memory
+from draftlab.train import loop
 from draftlab.train.loop import Trainer
+from draftlab.train.optimizer import learning_rate
 from tests.helpers import synthetic
 from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor
@@ -31,11 +34,7 @@ SIGNALLED = "ddp-eagle3-signalled"
 """A case in which rank 1 receives a SIGTERM after step 5."""
 DIVERGING = tuple(f"{parallel}-eagle3-diverging" for parallel in ("ddp", "zero1", "zero3"))
 MUON = {"optimizer": "muon", "learning_rate": 2e-3, "adamw_learning_rate": 1e-3}
-SETTINGS: dict[str, dict[str, Any]] = {
-    name: {"learning_rate": 10.0, "final_learning_rate": 1.0, "weight_decay": 1e38, "warmup": 0.0}
-    for name in DIVERGING
-}
-"""Settings of cases; a name that ends in muon or muon-resumed has those of Muon too."""
+"""Cases whose learning rate is infinite. Names that contain -muon have the settings of `MUON`."""
 
 
 def train(
@@ -54,7 +53,6 @@ def train(
         "micro_rows": 1,
         "checkpoint_every": CUT,
         "log_every": 1,
-        "weight_decay": 0.01,
     }
     config, monitor = synthetic.config(family=family), monitor or RecordingMonitor()
     trainer = trained(folder, store, target, monitor, config, **fields | settings)
@@ -73,11 +71,8 @@ def main() -> None:
         rank, monitor = os.environ["RANK"], RecordingMonitor()
         if name == SIGNALLED and rank == "1":
             monitor = SignallingMonitor(signal.SIGTERM, 5)
-        settings = {
-            "parallel": parallel,
-            **SETTINGS.get(name, {}),
-            **(MUON if "-muon" in name else {}),
-        }
+        settings = {"parallel": parallel, **(MUON if "-muon" in name else {})}
+        loop.learning_rate = (lambda *_: math.inf) if name in DIVERGING else learning_rate
         try:
             trainer, monitor = train(folder / name, family, monitor, **settings)
         except (UserError, SystemExit) as error:

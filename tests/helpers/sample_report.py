@@ -29,7 +29,6 @@ COMMON: dict[str, Any] = {
     "seed": 0,
     "top_k": None,
     "top_p": None,
-    "draft_temperature": None,
 }
 
 

@@ -19,7 +19,7 @@ LAUNCH = "# Serving this head with vLLM\n\n```\nvllm serve org/base\n```\n"
 def sampling_test(**fields: object) -> SamplingTest:
     """Return a passed test at T > 0 of level L1."""
     values = {
-        "temperature": 0.8, "k": 4, "draft_probs": True, "draft_temperature": None, "top_k": None,
+        "temperature": 0.8, "k": 4, "draft_probs": True, "top_k": None,
         "top_p": None, "level": "L1", "test": "G-test", "passed": True, "p_value": 0.5, "n": 4000,
         "tests": [],
     }  # fmt: skip

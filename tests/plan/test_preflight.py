@@ -13,10 +13,8 @@ import torch
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers import AutoConfig
 
-from draftlab.errors import UserError
 from draftlab.export.layout import Export
 from draftlab.export.refusals import serving_warnings
-from draftlab.recipe.recipe import parse_recipe
 from draftlab.target_model.stand_in import check_architecture
 from tests.helpers.multimodal_zoo import random_folder
 from tests.helpers.small_run import draftlab, new_workshop
@@ -269,13 +267,6 @@ def test_an_architecture_without_a_small_model_is_tested_after_loading(
     output = " ".join(result.output.split())
     assert "only once the weights are loaded" in output
     assert "no small model of it (ValueError: expected 7 heads)" in output
-
-
-def test_a_window_that_no_layer_has_is_refused() -> None:
-    head = {"family": "dflash", "sliding_window": 64, "num_layers": 1}
-    with pytest.raises(UserError, match=r"head\.sliding_window: expected a layer with sliding"):
-        parse_recipe({"name": "r", "head": head | {"layer_types": ["full_attention"]}})
-    parse_recipe({"name": "r", "head": head | {"layer_types": ["sliding_attention"]}})
 
 
 def test_a_mask_token_of_ordinary_text_is_refused(tmp_path: Path) -> None:

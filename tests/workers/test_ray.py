@@ -18,8 +18,10 @@ import pytest
 
 pytest.importorskip("ray", reason="needs the extra draftlab[ray]")
 from ray.exceptions import RayActorError
+from safetensors.torch import load_file, save_file
 
 from draftlab.errors import UserError
+from draftlab.heads.folder import WEIGHTS
 from draftlab.recipe.hardware import HardwareSettings
 from draftlab.recipe.recipe import load_recipe
 from draftlab.workers import ray_cluster as ray_cluster_module
@@ -219,7 +221,11 @@ def test_a_node_that_joins_late_works(tmp_path: Path) -> None:
 def test_the_first_error_names_its_node(cluster: Any, tmp_path: Path) -> None:
     copy_of_finished(tmp_path)
     command = ("small.yaml", "--force", "--ray", cluster.address)
-    diverges = ("train.learning_rate=10", "train.weight_decay=1.0e+30")
+    wild = tmp_path / "wild"
+    shutil.copytree(tmp_path / "runs/small/head", wild)
+    weights = load_file(wild / WEIGHTS)
+    save_file(weights | {"fc.weight": 1e38 * weights["fc.weight"]}, wild / WEIGHTS)
+    diverges = (f"head.init={wild}",)
     driver = Driver(tmp_path, "train", *command, *diverges)
     assert driver.wait() == 2, driver.text
     assert re.search(r"error: node \S+: expected finite numbers", driver.text), driver.text

@@ -172,7 +172,7 @@ def calibrate_rows(workload: Workload, results: EngineResults) -> list[Calibrati
             named = config.head
             blocks = DraftBlocks.from_generations(results.generations[t, config])
             own = getattr(named.head.config, "confidence", False)
-            drafts_at = config.confidence_temperature(t, workload.settings)
+            drafts_at = config.confidence_temperature(t)
             try:
                 calibration = calibrate(
                     blocks,

@@ -225,7 +225,6 @@ class _Certification:
             self.head,
             row.k,
             draft_probs=row.draft_probs,
-            draft_temperature=row.draft_temperature,
             verification=row.verification,
         )
         tests = [self._test_sampler(row, drafter)]

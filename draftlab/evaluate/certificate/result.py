@@ -28,7 +28,6 @@ class Sampled(BaseModel):
     temperature: float
     k: int
     draft_probs: bool
-    draft_temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
     verification: Verification = "token"
@@ -48,8 +47,6 @@ class Sampled(BaseModel):
         limits = [f"{name} {value:g}" for name, value in
                   (("top-k", self.top_k), ("top-p", self.top_p)) if value]  # fmt: skip
         probs = f"draft probabilities {'on' if self.draft_probs else 'off'}"
-        if self.draft_temperature:
-            probs += f" (drafts at T = {self.draft_temperature:g})"
         block = ["block verification"] if self.verification == "block" else []
         return ", ".join([f"T = {self.temperature:g}", *limits, f"K = {self.k}", probs, *block])
 

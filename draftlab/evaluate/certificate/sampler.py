@@ -68,7 +68,7 @@ class KnownModel:
             errors = torch.linspace(*ERRORS, len(base))[:, None]
             draft = base + torch.randn(base.shape, generator=noise) * errors
             target = _with_tail(base, tail) * row.temperature
-            draft = _with_tail(draft[:, ids], 2 * tail) * (row.draft_temperature or row.temperature)
+            draft = _with_tail(draft[:, ids], 2 * tail) * row.temperature
             self.target = target.to(self.device, dtype)
             self.draft = draft.to(self.device, drafter.dtype)
             self.tree = build_tree(self._logits_after, context, row.widths, row)

@@ -48,8 +48,7 @@ def test_every_drafting_row_is_calibrated(
     block_heads: dict[str, BlockHead],
 ) -> None:
     heads = {"chain": head, "parallel": parallel_head} | block_heads
-    drafts_at = {"draft_temperature": 0.6}
-    report, _ = evaluate(target, heads, 40, calibrate=True, **drafts_at)
+    report, _ = evaluate(target, heads, 40, calibrate=True)
     drafted = [row for row in report.rows if row.head]
     keys = ("engine", "head", "temperature", "k", "draft_probs", "suite", "suite_sha256")
     assert [[getattr(c, key) for key in keys] for c in report.calibrations] == [
@@ -60,13 +59,13 @@ def test_every_drafting_row_is_calibrated(
         assert one.prompts == one.fitted_prompts == 20
         own = row.head in ("dspark", "causal")
         assert one.source == ("confidence head" if own else "draft probability")
-        expected = 0.6 if row.draft_probs and row.temperature else 1.0
+        expected = row.temperature if row.draft_probs and row.temperature else 1.0
         assert one.confidence_temperature == (None if own else expected)
         assert one.head_sha256 is None  # it is in no folder
         for k, position in enumerate(one.positions):
             assert position.survived <= row.accepted_at[k]
             assert 0 <= position.error_after <= 1
-    plain, _ = evaluate(target, heads, 40, **drafts_at)
+    plain, _ = evaluate(target, heads, 40)
     assert plain.calibrations == []
     assert [row.counters for row in plain.rows] == [row.counters for row in report.rows]
 

@@ -41,8 +41,10 @@ def small_16_bit(small: Target) -> Target:
 
 @pytest.fixture(scope="package")
 def poor_head(small: Target) -> Eagle3Head:
-    """An untrained head without the target's token 0; a good head would hide faults."""
-    return untrained_head(small, 2, VOCAB - 1).eval().requires_grad_(False)
+    """An untrained, too sure head without the target's token 0; a good head would hide faults."""
+    head = untrained_head(small, 2, VOCAB - 1).eval().requires_grad_(False)
+    head.lm_head.weight *= 2
+    return head
 
 
 @pytest.fixture(scope="module", params=[VOCAB, VOCAB - 1], ids=["whole", "reduced"])

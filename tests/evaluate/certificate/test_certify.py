@@ -109,10 +109,7 @@ def test_of_a_16_bit_target_the_sampler_is_tested(
 def test_the_false_alarm_rate_in_16_bits(small: Target, device: str, row: Sampled) -> None:
     """At a level of 5 % about 5 % of right samplers fail; ten times as many would be an error."""
     head = untrained_head(small, 2, VOCAB - 1).to(device).eval().requires_grad_(False)
-    drafter = new_drafter(
-        head.bfloat16(), row.k, draft_temperature=row.draft_temperature,
-        verification=row.verification,
-    )  # fmt: skip
+    drafter = new_drafter(head.bfloat16(), row.k, verification=row.verification)
     model, failed = KnownModel(drafter, VOCAB, torch.bfloat16, row), 0
     assert {model.target.dtype, model.draft.dtype} == {torch.bfloat16}
     for seed in range(60):
