@@ -96,6 +96,8 @@ class FusedBlock(EagerBlock):
         head: on CUDA, in one dtype.
     """
 
+    supports = staticmethod(is_on_gpu_in_one_dtype)
+
     @torch.no_grad()
     def __init__(self, head: BlockHead) -> None:
         super().__init__(head)
@@ -113,11 +115,6 @@ class FusedBlock(EagerBlock):
         self.context_weight = torch.cat(
             [p.weight for attention in attentions for p in (attention.k_proj, attention.v_proj)]
         )
-
-    @staticmethod
-    def supports(head: BlockHead) -> bool:
-        """Return whether the fused kernels compute this head."""
-        return is_on_gpu_in_one_dtype(head)
 
     def write_context(
         self, features: Tensor, positions: Tensor, slots: Tensor, pools: Pools

@@ -188,12 +188,7 @@ class Recording(TargetWorker):
         if self.trains:
             settings, lengths = self.recipe.record, samples.lengths
             limit = min(settings.max_length or target.max_length, target.max_length)
-            kept = (
-                lengths[lengths <= limit]
-                if settings.overlong == "skip"
-                else lengths.clip(max=limit)
-            )
-            check_row_tokens(kept, self.recipe.train.row_tokens)
+            check_row_tokens(lengths.clip(max=limit), self.recipe.train.row_tokens)
         return identity, samples
 
     def _plan(

@@ -228,6 +228,7 @@ REMOVED_SETTINGS = {
     "head.layer_types": "all layers of a block head have head.sliding_window, or none",
     "train.weight_decay": "train.early_stopping or more conversations help against overfitting",
     "train.replay": "a head trains on recorded answers alone",
+    "record.overlong": "samples longer than record.max_length are cut at their end",
     "record.online": "record.window=4GB stores no more than that, and records while training reads",
     "target.compile": "layers without a fast path of draftlab run as transformers writes them",
     "eval.adaptive": "servers choose how many drafts they verify; every row here has a fixed K",

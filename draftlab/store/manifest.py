@@ -172,8 +172,6 @@ class Counts(_Strict):
 class Dropped(_Strict):
     """Numbers of samples that are not in the store, by reason."""
 
-    overlong: int = 0
-    """Samples longer than max_length, with overlong: skip."""
     nothing_to_predict: int = 0
     """Samples without an answer of two tokens after truncation. The target itself always generates
     an answer's first token."""

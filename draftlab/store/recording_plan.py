@@ -72,9 +72,8 @@ def plan_recording(
     table = SampleTable.of(samples)
     _check_samples(table, identity.vocab_size)
     too_long = table.lengths > max_length
-    overlong = too_long & (settings.overlong == "skip")
-    unanswered = ~overlong & (table.first_label >= np.minimum(table.lengths, max_length))
-    rows, num_held_out = np.flatnonzero(~overlong & ~unanswered), 0
+    unanswered = table.first_label >= np.minimum(table.lengths, max_length)
+    rows, num_held_out = np.flatnonzero(~unanswered), 0
     if settings.window is None:
         held_out = None
     elif held_out is None:
@@ -84,8 +83,10 @@ def plan_recording(
         rows, num_held_out = rows[np.concatenate([validation, training])], len(validation)
     recorded = Selection(table, rows, max_length)
     truncated = rows[too_long[rows]]
-    num_overlong, num_unanswered = int(overlong.sum()), int(unanswered.sum())
-    num_unanswered_by_cut = int((unanswered & too_long).sum())
+    num_unanswered, num_unanswered_by_cut = (
+        int(unanswered.sum()),
+        int((unanswered & too_long).sum()),
+    )
     loss_tokens = int(table.loss_tokens[rows[~too_long[rows]]].sum())
     loss_tokens += sum(np.count_nonzero(table[row].spans[:max_length]) for row in truncated)
     lengths = np.minimum(table.lengths[rows], max_length)
@@ -94,7 +95,6 @@ def plan_recording(
         no_answer += f"; {num_unanswered_by_cut:,} of them after truncation"
     for count, text in (
         (len(truncated), f"truncated to {max_length:,} tokens"),
-        (num_overlong, f"skipped: they have more than {max_length:,} tokens"),
         (num_unanswered, no_answer),
     ):
         if count:
@@ -102,7 +102,7 @@ def plan_recording(
     if not recorded:
         raise UserError(
             f"expected conversations with an answer to predict, found none among {len(samples)}: "
-            f"{num_overlong + num_unanswered_by_cut} longer than {max_length} tokens, "
+            f"{num_unanswered_by_cut} longer than {max_length} tokens, "
             f"{num_unanswered - num_unanswered_by_cut} without an answer of two tokens",
             do="check the chat template's assistant spans (draftlab inspect) and max_length",
         )
@@ -112,7 +112,6 @@ def plan_recording(
         samples_sha256=table.sha256,
         settings={
             "max_length": max_length,
-            "overlong": settings.overlong,
             "shard_tokens": settings.shard_tokens,
             "batch_tokens": settings.batch_tokens,
             "target_dtype": str(target.dtype).removeprefix("torch."),
@@ -122,13 +121,13 @@ def plan_recording(
             **template_arguments_setting(table.modes),
         },
         counts=Counts(records=len(recorded), tokens=int(lengths.sum()), loss_tokens=loss_tokens),
-        dropped=Dropped(overlong=num_overlong, nothing_to_predict=num_unanswered),
+        dropped=Dropped(nothing_to_predict=num_unanswered),
         truncated=len(truncated),
     )
     if settings.window is not None and held_out is not None:
         ends = manifest.index.shard_ends
         first = int(np.searchsorted(ends, num_held_out)) + 1 if num_held_out else 0
-        window = StoreWindow(settings.window, settings.keep, *held_out, num_held_out, first)
+        window = StoreWindow(settings.window, settings.rolls, *held_out, num_held_out, first)
         check_window(window, planned_sizes(manifest)[first:])
         manifest.settings |= window.settings()
     return manifest, recorded

@@ -32,8 +32,6 @@ class RecordSettings(Settings):
     max_length: Annotated[int, Field(gt=2)] | None = None
     """Maximum number of tokens of a sample; None: as many as the target has positions, which is the
     limit for larger values too."""
-    overlong: Literal["truncate", "skip"] = "truncate"
-    """What happens to samples longer than max_length: they are truncated at the end, or skipped."""
     window: Size | None = None
     """Most disk space of the shards that training reads, such as 200GB; None: all are recorded
     before the training. With a window they are recorded while the training reads others, a shard

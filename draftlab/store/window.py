@@ -32,14 +32,14 @@ class StoreWindow:
 
     Attributes:
         size: most bytes of shards that come and go.
-        keep: "window": they are deleted once they are read; "all": they stay.
+        rolls: whether they are deleted once they are read.
         validation_share, seed: what decided the held-out records.
         validation_records, validation_shards: numbers of the first records and shards, which are
             the held-out ones.
     """
 
     size: int
-    keep: str
+    rolls: bool
     validation_share: float
     seed: int
     validation_records: int
@@ -54,11 +54,6 @@ class StoreWindow:
     def settings(self) -> dict[str, Any]:
         """Return the entry of a manifest's settings."""
         return {KEY: asdict(self)}
-
-    @property
-    def rolls(self) -> bool:
-        """Whether shards are deleted."""
-        return self.keep == "window"
 
 
 def num_kept_shards(manifest: Manifest) -> int:

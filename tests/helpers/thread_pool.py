@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
-from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe
-from draftlab.workers.pool import CallHandler, Outcome, Worker, WorkerPool
+from draftlab.workers.pool import CallHandler, LocalPool, Outcome, Worker
 
 
 class LostError(Exception):
@@ -48,8 +47,8 @@ class ThreadWorker(Worker):
         self._thread.shutdown(cancel_futures=True)
 
 
-class ThreadPool(WorkerPool):
-    """A pool of threads, which replaces `LocalPool`.
+class ThreadPool(LocalPool):
+    """A pool of threads in place of processes.
 
     Attributes:
         faults: of all workers together, by the number of the call of `record_ahead`.
@@ -60,18 +59,13 @@ class ThreadPool(WorkerPool):
 
     def __init__(
         self,
-        recipe: Recipe,
-        run: Path,
-        devices: Sequence[str],
-        monitor: Monitor,
-        *,
-        restarts: int = 0,
+        *arguments: Any,
         faults: dict[int, Exception] | None = None,
         num_workers: int = 2,
+        **options: Any,
     ) -> None:
-        super().__init__(monitor)
-        self.recipe, self.run_folder, self.num_workers = recipe, run, num_workers
-        self.faults, self.calls = faults or {}, Counter()
+        super().__init__(*arguments, **options)
+        self.num_workers, self.faults, self.calls = num_workers, faults or {}, Counter()
 
     def start_workers(self, num_tasks: int) -> None:
         while len(self.workers) < self.num_workers:

@@ -96,7 +96,7 @@ def test_an_unknown_setting_unlike_any_lists_the_known(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("train:", "train: expected a mapping, found null"),
-        ("record: {overlong: cut}", "record.overlong: expected 'truncate' or 'skip', found 'cut'"),
+        ("record: {keep: some}", "record.keep: expected 'window' or 'all', found 'some'"),
         (
             "eval: {k: [0]}",
             "fit:\n  eval.k.0: expected a number greater than or equal to 1, found 0\n",

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-
 from draftlab.store.store import Store
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import error_of, pipeline
@@ -49,21 +47,16 @@ def test_conversations_without_an_answer_are_counted(folder: Path) -> None:
     assert len(Store.open(Path("runs/other/store"))) == 2
 
 
-@pytest.mark.parametrize("what", ["truncate", "skip"])
-def test_overlong_samples_are_cut_or_left_out_and_counted(folder: Path, what: str) -> None:
+def test_long_samples_are_cut_and_counted(folder: Path) -> None:
     chats = [[f"hi {number}", "the user " * 12] for number in range(3)]
     long = write_conversations(Path("long.jsonl"), *chats, ["hi", "the on"])
     monitor = RecordingMonitor()
-    limit = ("record.max_length=30", f"record.overlong={what}")
-    pipeline(long, NO_REGENERATION, "name=other", *limit, monitor=monitor).make("store")
+    limit = "record.max_length=30"
+    pipeline(long, NO_REGENERATION, "name=other", limit, monitor=monitor).make("store")
     manifest = Store.open(Path("runs/other/store")).manifest
-    count = {"truncate": "3 of 4 samples truncated", "skip": "3 of 4 samples skipped"}[what]
-    assert any(count in line for line in monitor.lines), monitor.lines
-    if what == "truncate":
-        assert (manifest.truncated, manifest.dropped.overlong, manifest.counts.records) == (3, 0, 4)
-        assert sorted(Store.open(Path("runs/other/store")).lengths)[1:] == [30] * 3
-    else:
-        assert (manifest.truncated, manifest.dropped.overlong, manifest.counts.records) == (0, 3, 1)
+    assert "3 of 4 samples truncated" in monitor.text
+    assert (manifest.truncated, manifest.counts.records) == (3, 4)
+    assert sorted(Store.open(Path("runs/other/store")).lengths)[1:] == [30] * 3
 
 
 def test_mistakes_that_show_later_are_refused(folder: Path) -> None:

@@ -115,7 +115,7 @@ def test_dropped_and_truncated_samples_are_counted(target: Target, tmp_path: Pat
     assert store.ids == ["whole", "long"]
     assert store.lengths == [10, 12]
     assert manifest.truncated == 1
-    assert manifest.dropped.model_dump() == {"overlong": 0, "nothing_to_predict": 3}
+    assert manifest.dropped.model_dump() == {"nothing_to_predict": 3}
     assert manifest.counts.model_dump() == {"records": 2, "tokens": 22, "loss_tokens": 14}
     assert "1 of 5 samples truncated to 12" in monitor.text
     (line,) = (line for line in monitor.lines if "3 of 5 samples dropped" in line)
@@ -123,14 +123,6 @@ def test_dropped_and_truncated_samples_are_counted(target: Target, tmp_path: Pat
     assert monitor.last_progress[1:3] == (22, 22)
     with pytest.raises(UserError, match="1 longer than 12 tokens, 0 without an answer"):
         record_store(target, tmp_path / "none", samples[-1:], max_length=12)
-
-    monitor = RecordingMonitor()
-    skip = {"max_length": 12, "overlong": "skip"}
-    store = record_store(target, tmp_path / "skip", samples, monitor, **skip)
-    assert store.ids == ["whole"]
-    assert store.manifest.truncated == 0
-    assert store.manifest.dropped.model_dump() == {"overlong": 2, "nothing_to_predict": 2}
-    assert "2 of 5 samples skipped" in monitor.text
 
 
 @pytest.mark.parametrize(

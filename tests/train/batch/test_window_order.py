@@ -28,7 +28,7 @@ def planned(window: int, num_shards: int = 40, seed: int = 0) -> Manifest:
         index,
         identity=IDENTITY,
         samples_sha256="0",
-        settings=StoreWindow(window, "window", 0.1, 0, HELD_OUT, 1).settings(),
+        settings=StoreWindow(window, True, 0.1, 0, HELD_OUT, 1).settings(),
         counts=Counts(records=len(ids), tokens=int(lengths.sum()), loss_tokens=1),
         dropped=Dropped(),
         truncated=0,
@@ -112,7 +112,7 @@ def test_the_needed_groups_are_those_that_steps_read() -> None:
 def test_windows_that_are_too_small_are_refused() -> None:
     order = WindowOrder(planned(1_000_000), 0)
     largest = int(order.sizes.max())
-    window = StoreWindow(3 * largest, "window", 0.1, 0, HELD_OUT, 1)
+    window = StoreWindow(3 * largest, True, 0.1, 0, HELD_OUT, 1)
     with pytest.raises(UserError, match="at least four shards"):
         check_window(window, order.sizes)
     order = WindowOrder(planned(5 * largest), 0)
