@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
-from draftlab.evaluate.server_schedule import Schedule
 from draftlab.export.gguf import FILE
 from draftlab.export.layout import LAUNCH
 from draftlab.export.serving_tables import STS
@@ -38,16 +37,17 @@ _TAKEN = {
 }
 _TARGET = {"vllm": "", "sglang": "--model-path", "llamacpp": "-m"}
 """The option whose value is the target; vLLM's has none."""
-_SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "parallel_drafting")
+_SPECULATIVE_KEYS = (
+    "method",
+    "num_speculative_tokens",
+    "parallel_drafting",
+    "num_speculative_tokens_per_batch_size",
+)
 _VALUE = re.compile(r"[\w.][\w.-]*|\{.*\}")
 
 
 def launch_arguments(
-    folder: Path,
-    program: str,
-    target: str | None = None,
-    k: int | None = None,
-    schedule: Schedule = (),
+    folder: Path, program: str, target: str | None = None, k: int | None = None
 ) -> tuple[str, list[str]]:
     """Return the target as a program reads it, and the arguments that serve an export.
 
@@ -55,8 +55,7 @@ def launch_arguments(
         folder: the export, at whatever place it is now.
         program: key of `PROGRAMS`.
         target: another target than launch.md names, or for llama.cpp its GGUF file.
-        k: other drafts a step.
-        schedule: drafts by load, up to k or those of the export.
+        k: other drafts a step, at any load.
 
     Raises:
         UserError: it is no export for the program, or `target` or `k` does not fit.
@@ -74,7 +73,8 @@ def launch_arguments(
     if program == "vllm":
         config = _speculative_config(options[_SPECULATIVE], file, again)
         config |= {"model": str(folder)} | ({} if k is None else {"num_speculative_tokens": k})
-        config |= {"num_speculative_tokens_per_batch_size": schedule} if schedule else {}
+        if k is not None:
+            config.pop("num_speculative_tokens_per_batch_size", None)
         options = {_SPECULATIVE: json.dumps(config, ensure_ascii=False)}
         return model, [model, *_flat(options | taken)]
     if program == "sglang":

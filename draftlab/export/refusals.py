@@ -81,6 +81,15 @@ def refuse_block(program: str) -> tuple[Refusal, ...]:
     )
 
 
+def _one_layer(program: str) -> Refusal:
+    """Refuse a chain of several layers."""
+    return Refusal(
+        lambda h, e: h.num_layers > 1 and str(h.num_layers),
+        f"{program} loads EAGLE3 heads of one layer, this one has {{found}}",
+        f"{USE_VLLM}, or train with head.num_layers=1",
+    )
+
+
 SGLANG_EMBEDDINGS = Refusal(
     lambda h, e: h.embeddings == "own" and h.hidden_size == h.target_hidden_size,
     f"SGLang cannot serve a head with embeddings of its own: it replaces them by the target's, and "
@@ -88,6 +97,7 @@ SGLANG_EMBEDDINGS = Refusal(
 )
 SGLANG_EAGLE3 = (
     refuse_width("SGLang's"),
+    _one_layer("SGLang"),
     *_flags(
         "SGLang",
         qk_norm=_NO_QK_NORM,
@@ -115,6 +125,7 @@ SGLANG_EAGLE3 = (
 )
 LLAMACPP_EAGLE3 = (
     refuse_width("llama.cpp's"),
+    _one_layer("llama.cpp"),
     *_flags(
         "llama.cpp",
         qk_norm=_NO_QK_NORM,

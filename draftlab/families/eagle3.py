@@ -24,7 +24,6 @@ class Eagle3(Family):
     layouts_type = "draftlab.export.layout_table:eagle3_layouts"
     title = "EAGLE3"
     description = "EAGLE3 draft head (a chain: one draft token a pass)"
-    max_layers = 1
     options = frozenset(
         {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm"}
     )

@@ -23,7 +23,6 @@ class Peagle(Eagle3):
     title = "parallel (P-EAGLE)"
     description = "parallel draft head (P-EAGLE: all draft tokens in one pass)"
     drafting = "parallel"
-    max_layers = 4
     options = frozenset(
         {"norm_before_residual", "norm_before_fc", "fc_norm", "qk_norm", "mask_token"}
     )

@@ -47,6 +47,7 @@ RESIDUAL = {"norm_before_residual": True}
             for fields in (
                 RESIDUAL,
                 {"norm_before_fc": True},
+                {"num_layers": 3},
                 {"fc_norm": True, "norm_output": True},
                 RESIDUAL | {"qk_norm": True, "boundaries": (2,)},
             )

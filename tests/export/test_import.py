@@ -255,7 +255,7 @@ def test_copies_of_the_targets_tensors_are_recognised(
         ({"num_aux_hidden_states": 4}, "num_aux_hidden_states is 4"),
         ({"vocab_size": 300}, "vocab_size 300, this one has 289"),
         ({"target_hidden_size": 64}, "target_hidden_size 64, this one has 32"),
-        ({"num_hidden_layers": 2}, "at most 1 layer, found num_layers 2"),
+        ({"num_hidden_layers": 5}, "at most 4 layers, found num_layers 5"),
         ({"rope_theta": 10000.0}, "rope_theta 20000.0 in rope_parameters against 10000.0"),
         ({"intermediate_size": 95}, r"mlp\.down_proj\.weight: expected shape \[32, 95\]"),
         (

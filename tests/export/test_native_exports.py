@@ -113,6 +113,7 @@ def test_a_parallel_head_has_the_mask_token_under_all_names(export_head: ExportH
         ("sglang", PEAGLE, "no masked slots.*--to vllm"),
         ("llamacpp", PEAGLE, "no masked slots.*--to vllm"),
         ("sglang", {"norm_before_residual": True}, "norm_before_residual(?s:.*)--to vllm"),
+        *((p, {"num_layers": 2}, "heads of one layer, .* has 2") for p in ("sglang", "llamacpp")),
         ("sglang", {"qk_norm": True}, "norms of queries and keys"),
         ("sglang", {"rope_parameters": YARN | {"truncate": False}}, "rounds the bounds of YaRN"),
         ("llamacpp", {"rope_parameters": YARN}, "YaRN has not been tried"),

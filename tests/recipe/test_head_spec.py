@@ -229,7 +229,7 @@ def test_template_arguments_that_nothing_reads_are_reported_before_the_run() -> 
             },
             "one number for each of the head's 1 layers, found [1, 0]\nat: head",
         ),
-        ({"head": {"num_layers": 2}}, "at most 1 layer, found num_layers 2\nat: head"),
+        ({"head": {"num_layers": 5}}, "at most 4 layers, found num_layers 5\nat: head"),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_refused_by_the_plan_and_by_the_run(

@@ -69,7 +69,7 @@ def test_a_store_with_boundaries_serves_it_too(tmp_path: Path) -> None:
         ((*EAGLE, "record.dtype=fp8"), "fp8 is for features at boundaries"),
         ((*EAGLE, "head.norm_output=true"), "heads have no norm_output"),
         (("head.fc_norm=true", "head.norm_before_fc=true"), "exclude each other"),
-        (("head.num_layers=2",), "at most 1 layer, found num_layers 2"),
+        (("head.num_layers=5",), "at most 4 layers, found num_layers 5"),
         (("head.mask_token=7",), "EAGLE3 heads have no mask_token"),
         (("head.family=peagle", "head.num_layers=5"), "at most 4 layers, found num_layers 5"),
         ((*PEAGLE, "head.mask_token=<|eot_id|>"), "head.mask_token"),

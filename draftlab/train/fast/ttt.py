@@ -3,7 +3,8 @@
 - The products of q, k and v with a token's normed embedding are computed once a token and shared by
   all steps. The norm's weights are folded into the projection, so that the frozen embeddings need
   no gradient: W (n ⊙ w) = (W ⊙ w) n.
-- Only rows that carry loss are run. They are padded to a common length for attention alone.
+- Only rows that carry loss are run. They are padded to a common length for attention alone. All
+  layers but the last run step 0 at every position.
 - Weights and the operations between products are those of `train/fast/layers.py`.
 - Steps can be recomputed in the backward pass, so that long rows need little memory.
 """
@@ -16,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from draftlab.heads.eagle3 import Eagle3Head, Eagle3Layer
-from draftlab.heads.head import DraftHead
+from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import Attention
 from draftlab.kernels.ttt_attention import StepKeyValues, document_starts, ttt_attention
 from draftlab.train.batch.loss_rows import StepRows
@@ -44,15 +45,15 @@ class FastUnroll(FastForward):
     def supports(head: DraftHead) -> bool:
         return (
             type(head) is Eagle3Head
-            and len(head.layers) == 1
             and type(head.layer) is Eagle3Layer
-            and type(head.layer.self_attn) is Attention
+            and all(type(layer) is DecoderLayer for layer in head.layers[1:])
+            and all(type(layer.self_attn) is Attention for layer in head.layers)
         )
 
     def outputs(self, head: Eagle3Head, batch: Batch, steps: list[StepRows]) -> list[Tensor]:
         outputs: list[Tensor] = []
         unrolled = _Unroll(head, batch, self.dtype, self.ops)
-        output, step_keys = unrolled.projected, None
+        output, step_keys = unrolled.every_position(), [None] * len(head.layers)
         for k in range(len(steps)):
             if self.recompute:
                 results = checkpoint(unrolled.step, k, output, step_keys, use_reentrant=False)
@@ -71,60 +72,95 @@ class _Unroll:
 
     def __init__(self, head: Eagle3Head, batch: Batch, dtype: torch.dtype, ops: FusedOps) -> None:
         self.head, self.batch, self.eps = head, batch, head.config.rms_norm_eps
-        layer = head.layer
+        first, *later = head.layers
         # q, k and v read cat[embedding, hidden]; only the hidden half changes from step to step.
-        halves = (weight.chunk(2, 1) for weight in qkv_weights(layer))
+        halves = (weight.chunk(2, 1) for weight in qkv_weights(first))
         embedding_weights, hidden_weights = zip(*halves, strict=True)
-        self.weights = weights = LayerWeights(layer, dtype, ops, hidden_weights)
+        self.weights = [
+            LayerWeights(first, dtype, ops, hidden_weights),
+            *(LayerWeights(layer, dtype, ops) for layer in later),
+        ]
         self.starts = document_starts(batch.documents)
         positions = batch.positions.flatten()
-        projection = (torch.cat(embedding_weights) * layer.input_layernorm.weight).to(dtype)
+        projection = (torch.cat(embedding_weights) * first.input_layernorm.weight).to(dtype)
         embeddings = head.embed_tokens(batch.tokens).flatten(0, 1).to(dtype)
         embedded = Shared(F.linear(normed(embeddings, None, self.eps), projection))
         features = head.normed_features(batch.features.flatten(0, 1).to(dtype))
-        projected = F.linear(features, head.fc.weight.to(dtype))
+        self.projected = F.linear(features, head.fc.weight.to(dtype))
         # Row t of step k reads the token of slot t + 1 + k at position t + k.
         teachers = [rows.teacher_index for rows in batch.steps]
         angles = head.rope.angles(torch.cat([positions, positions[torch.cat(teachers)] - 1]))
         sizes = [len(positions), *map(len, teachers)]
-        first, *self.angles = zip(*(x.split(sizes) for x in angles), strict=True)
-        every = weights.projections(self.eps, layer.hidden_norm.weight)
-        self.every = every = every._replace(
-            embedded=embedded, norm_before_residual=layer.norm_before_residual
+        self.every_angle, *self.angles = zip(*(x.split(sizes) for x in angles), strict=True)
+        norms = [first.hidden_norm, *(layer.input_layernorm for layer in later)]
+        self.projections = [
+            weights.projections(self.eps, norm.weight)
+            for weights, norm in zip(self.weights, norms, strict=True)
+        ]
+        self.projections[0] = self.projections[0]._replace(
+            embedded=embedded, norm_before_residual=first.norm_before_residual
         )
-        self.queries = every._replace(key_value=None)
-        keys = every._replace(query=None)
+        self.keys: list[tuple[Tensor, Tensor]] = []  # keys and values of step 0, for each layer
+
+    def every_position(self) -> Tensor:
+        """Run step 0 up to the keys of the last layer, and return this layer's input [B · S, H]."""
+        hidden, shape = self.projected, self.batch.tokens.shape
+        everywhere = torch.arange(len(hidden), device=hidden.device)
         # Each position reads the token of the next one. The last position reads the first's; no
         # query sees its key.
-        following = torch.arange(len(positions), device=positions.device).roll(-1)
-        inputs = layer_inputs(keys, projected, first, index=following)
-        self.projected = inputs.previous
-        self.key, self.value = (
-            x.unflatten(0, batch.tokens.shape) for x in (inputs.key, inputs.value)
-        )
+        index, origin = everywhere.roll(-1), everywhere
+        for weights, projections in zip(self.weights, self.projections, strict=True):
+            last = weights is self.weights[-1]
+            inputs = layer_inputs(
+                projections._replace(query=None) if last else projections,
+                hidden,
+                self.every_angle,
+                origin=None if last else origin,
+                index=index,
+            )
+            self.keys.append((inputs.key.unflatten(0, shape), inputs.value.unflatten(0, shape)))
+            if last:
+                return inputs.previous
+            query, slots = inputs.query.unflatten(0, shape), everywhere[: shape[1]].expand(shape)
+            attended = ttt_attention(query, *self.keys[-1], slots, self.starts, None)
+            residual = inputs.previous if inputs.residual is None else inputs.residual
+            hidden = weights.run_output(attended.flatten(0, 1).flatten(1), residual, self.eps)
+            index = origin = None
+        raise AssertionError("a head has a layer")
 
     def step(
-        self, k: int, previous: Tensor, step_keys: StepKeyValues | None
-    ) -> tuple[Tensor, Tensor, StepKeyValues | None]:
+        self, k: int, previous: Tensor, step_keys: list[StepKeyValues | None]
+    ) -> tuple[Tensor, Tensor, list[StepKeyValues | None]]:
         """Run step k.
 
         Args:
-            previous: output of the previous step; at step 0 the projected features.
-            step_keys: keys and values of steps 1..k−1.
+            previous: output of the previous step; at step 0 the last layer's input.
+            step_keys: for each layer, keys and values of steps 1..k−1.
 
         Returns:
             `previous` (a branch point of the graph), the output [n, H], and `step_keys` up to k.
         """
-        rows = self.batch.steps[k]
-        projections = self.queries if k == 0 else self.every
-        inputs = layer_inputs(
-            projections, previous, self.angles[k], origin=rows.origin, index=rows.teacher_index
-        )
-        if k > 0:
-            key_value = (pad_rows(x, rows) for x in (inputs.key, inputs.value))
-            step_keys = StepKeyValues.extend(step_keys, *key_value, rows.select)
-        query, starts = pad_rows(inputs.query, rows), row_starts(self.starts, rows)
-        attended = ttt_attention(query, self.key, self.value, rows.index, starts, step_keys)
-        attended = unpad_rows(attended, rows).flatten(1)
-        output = self.weights.run_output(attended, inputs.residual, self.eps)
-        return inputs.previous, self.head.output_norm(output), step_keys
+        rows, step_keys = self.batch.steps[k], [*step_keys]
+        starts, hidden, origin = row_starts(self.starts, rows), previous, rows.origin
+        for number in range(len(self.weights) - 1 if k == 0 else 0, len(self.weights)):
+            projections = self.projections[number]
+            inputs = layer_inputs(
+                projections._replace(key_value=None) if k == 0 else projections,
+                hidden,
+                self.angles[k],
+                origin=origin,
+                index=rows.teacher_index if number == 0 else None,
+            )
+            if origin is not None:
+                previous = inputs.previous
+            if k > 0:
+                key_value = (pad_rows(x, rows) for x in (inputs.key, inputs.value))
+                step_keys[number] = StepKeyValues.extend(step_keys[number], *key_value, rows.select)
+            query = pad_rows(inputs.query, rows)
+            attended = ttt_attention(
+                query, *self.keys[number], rows.index, starts, step_keys[number]
+            )
+            attended = unpad_rows(attended, rows).flatten(1)
+            residual = inputs.previous if inputs.residual is None else inputs.residual
+            hidden, origin = self.weights[number].run_output(attended, residual, self.eps), None
+        return previous, self.head.output_norm(hidden), step_keys

@@ -53,6 +53,8 @@ OPTIONS: list[dict[str, object]] = [
     {"norm_output": True},
     {"norm_before_fc": True},
     {"fc_norm": True},
+    {"num_layers": 2, "norm_before_residual": True},
+    {"num_layers": 3, "qk_norm": True},
     PEAGLE,
     PEAGLE | {"num_layers": 2},
     PEAGLE | {"num_layers": 3, "qk_norm": True},
