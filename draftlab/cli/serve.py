@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from shlex import join, quote
 from typing import Annotated
 
@@ -36,6 +37,14 @@ def serve(
     k: Annotated[
         int | None, typer.Option("--k", help="Drafts a step; by default the export's.", min=1)
     ] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="Files of `draftlab bench` at vLLM with several K, which then drafts the fastest "
+            "one by load.",
+            metavar="FILE,…",
+        ),
+    ] = None,
     port: Annotated[int, typer.Option(help="Port on this machine.", min=1, max=65535)] = 8000,
     debug: Debug = False,
 ) -> None:
@@ -48,10 +57,14 @@ def serve(
         if program not in PROGRAMS:  # before torch is imported
             what = f"expected a program out of {', '.join(PROGRAMS)}, found {program!r}"
             raise UserError(what, where="--with", do="name one of these")
+        if schedule and program != "vllm":
+            what = "expected no schedule, since vLLM alone reads drafts by load; found one"
+            raise UserError(what, where="--schedule", do="leave it out")
         from draftlab.run.serve import plan_server
         from draftlab.servers.server_process import ServerProcess
 
-        planned = plan_server(head, program, target, k, port, more or ())
+        files = [Path(file).expanduser() for file in (schedule or "").split(",") if file]
+        planned = plan_server(head, program, target, k, files, port, more or ())
         monitor.say(f"serve: {join(planned.command)}")
         with ServerProcess(planned.name, planned.command, port) as server:
             monitor.say(f"serve: its log is {server.log}")

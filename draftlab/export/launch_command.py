@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
+from draftlab.evaluate.server_schedule import Schedule
 from draftlab.export.gguf import FILE
 from draftlab.export.layout import LAUNCH
 from draftlab.export.serving_tables import STS
@@ -37,17 +38,16 @@ _TAKEN = {
 }
 _TARGET = {"vllm": "", "sglang": "--model-path", "llamacpp": "-m"}
 """The option whose value is the target; vLLM's has none."""
-_SPECULATIVE_KEYS = (
-    "method",
-    "num_speculative_tokens",
-    "parallel_drafting",
-    "num_speculative_tokens_per_batch_size",
-)
+_SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "parallel_drafting")
 _VALUE = re.compile(r"[\w.][\w.-]*|\{.*\}")
 
 
 def launch_arguments(
-    folder: Path, program: str, target: str | None = None, k: int | None = None
+    folder: Path,
+    program: str,
+    target: str | None = None,
+    k: int | None = None,
+    schedule: Schedule = (),
 ) -> tuple[str, list[str]]:
     """Return the target as a program reads it, and the arguments that serve an export.
 
@@ -55,7 +55,8 @@ def launch_arguments(
         folder: the export, at whatever place it is now.
         program: key of `PROGRAMS`.
         target: another target than launch.md names, or for llama.cpp its GGUF file.
-        k: other drafts a step, at any load.
+        k: other drafts a step.
+        schedule: drafts by load, up to k or those of the export.
 
     Raises:
         UserError: it is no export for the program, or `target` or `k` does not fit.
@@ -73,8 +74,7 @@ def launch_arguments(
     if program == "vllm":
         config = _speculative_config(options[_SPECULATIVE], file, again)
         config |= {"model": str(folder)} | ({} if k is None else {"num_speculative_tokens": k})
-        if k is not None:
-            config.pop("num_speculative_tokens_per_batch_size", None)
+        config |= {"num_speculative_tokens_per_batch_size": schedule} if schedule else {}
         options = {_SPECULATIVE: json.dumps(config, ensure_ascii=False)}
         return model, [model, *_flat(options | taken)]
     if program == "sglang":

@@ -49,9 +49,6 @@ def vllm_text(export: Export, path: Path, *, alone: bool = False) -> str:
     family = export.family
     config = {"model": str(path), "method": family.vllm_method, "num_speculative_tokens": export.k}
     config |= family.vllm_options
-    serving = export.serving
-    if serving and serving.source and serving.source.is_vllm and serving.schedule:
-        config["num_speculative_tokens_per_batch_size"] = serving.schedule
     parallel = family.drafting == "parallel"
     options = json.dumps(config, ensure_ascii=False)
     override, more = generation_override(export.target), ""
@@ -86,32 +83,14 @@ def vllm_text(export: Export, path: Path, *, alone: bool = False) -> str:
 
 
 def vllm_load_text(export: Export) -> str:
-    """Return what vLLM can do under load: drafts by batch size, and by confidence (servers §13)."""
-    serving = export.serving
-    if serving is None:
+    """Return what vLLM can do under load by the confidence of drafts (servers §13)."""
+    if export.serving is None or not export.serving.temperatures:
         return ""
-    parts = []
-    if serving.schedule and serving.source:
-        schedule = json.dumps({"num_speculative_tokens_per_batch_size": serving.schedule})[1:-1]
-        if serving.source.is_vllm:
-            parts.append(
-                "The drafts by batch size (first, last, drafts) were measured in "
-                f"{serving.source}, and hold for that device and target alone.\n"
-            )
-        else:
-            parts.append(
-                f"Drafts by batch size (first, last, drafts), measured in {serving.source}:\n\n"
-                f"{code_block(schedule)}\n"
-                "The command above leaves them out, since the time of a step is your server's: "
-                "`draftlab eval --calibrate --engine vllm --timing-batches 1,8,32 --k 1,3,5` "
-                "measures them in vLLM.\n"
-            )
-    if serving.temperatures:
-        parts.append(
-            '`"enable_adaptive_verification": true` in the speculative config lets vLLM verify the '
-            f"drafts with the largest confidence, as many as pay. {_baked_text(export)}\n"
-        )
-    return "\n## Under load\n\n" + "\n".join(parts) if parts else ""
+    return (
+        '\n## Under load\n\n`"enable_adaptive_verification": true` in the speculative config lets '
+        "vLLM verify the drafts with the largest confidence, as many as pay. "
+        f"{_baked_text(export)}\n"
+    )
 
 
 def _baked_text(export: Export) -> str:
@@ -176,12 +155,11 @@ def block_sglang_text(export: Export, path: Path) -> str:
     slots = f"--speculative-num-draft-tokens {export.head.k_trained + 1}"
     command = _sglang_command(export, path, algorithm, slots, *sts * temperatures)
     load = _sglang_load_text(export)
-    if serving and temperatures and serving.step_rates:
+    if temperatures:
         load = (
             "\n## Under load\n\nsts.json calibrates the confidence. SGLang verifies fewer drafts "
-            "only with a table of step rates, `--speculative-dspark-sps-table-path`. sps.json is "
-            f"one of {serving.source}: it shows the form. SGLang's profiler "
-            "(`sglang.benchmark.dspark_sps_profiler`) measures yours.\n"
+            "only with a table of step rates, `--speculative-dspark-sps-table-path`, which its "
+            "profiler measures (`sglang.benchmark.dspark_sps_profiler`).\n"
         )
     return (
         f"# Serving this head with SGLang\n\n{command}\nDrafts: {export.head.k_trained} tokens a "

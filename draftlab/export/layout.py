@@ -16,7 +16,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.export.launch_text import vllm_text
-from draftlab.export.serving_tables import CALIBRATION, SPS, STS, ServingTables
+from draftlab.export.serving_tables import CALIBRATION, STS, ServingTables
 from draftlab.export.settings import check_program
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import Family, get_family
@@ -154,8 +154,6 @@ class Layout:
         files = {CALIBRATION: serving.as_json()}
         if self.reads_confidence and serving.temperatures is not None:
             files[STS] = serving.sts_json()
-            if serving.step_rates:
-                files[SPS] = serving.sps_json()
         return files
 
 

@@ -1,60 +1,25 @@
-"""What servers read of a report: calibrated confidence, drafts by batch size, rates of steps.
-
-Confidence belongs to the head and holds in every server. The time of a step belongs to a server on
-its machine: a table of steps that were timed in another engine names that engine, and no launch
-command uses it (servers §13).
-"""
+"""What servers read of a report: the calibrated confidence of a head (servers §13)."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.evaluate.calibration.result import Calibration
-from draftlab.evaluate.results import Report, Timing
+from draftlab.evaluate.results import Report
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS
 
 REPORT = "report.json"
 CALIBRATION = "calibration.json"
 """File of an export with the calibration that its launch command and other files are made of."""
-STS, SPS = "sts.json", "sps.json"
-"""SGLang's files: temperatures of the confidence, and rates of steps (servers §13)."""
-SCHEMA = 1
-
-
-VLLM = "vllm"
-"""The start of the engine name in rows that were measured in vLLM."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """The engine, its version and the device that steps were timed on."""
-
-    engine: str
-    version: str
-    device: str
-
-    @property
-    def is_vllm(self) -> bool:
-        """Return whether vLLM itself was timed."""
-        return self.engine.startswith(VLLM)
-
-    def __str__(self) -> str:
-        """Return the words for a table, which say whose engine it was."""
-        name = f"{self.engine} {self.version} on {self.device}"
-        return name if self.is_vllm else f"draftlab's engine, not yours ({name})"
-
-
-Steps = list[tuple[int, Timing]]
-"""Drafts a step (0: none), and what was timed with them."""
+STS = "sts.json"
+"""SGLang's file with the temperatures of the confidence (servers §13)."""
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -64,18 +29,11 @@ class ServingTables:
     Attributes:
         report_sha256: of report.json.
         calibration: of the exported head, at the exported K.
-        source: where the steps were timed; None: at fewer than two batch sizes.
-        schedule: (first, last batch size, drafts a step), in vLLM's form.
-        step_rates: the rate of steps by the tokens of a step, in SGLang's form; None: the report
-            has fewer than two points.
         baked_temperature: the common temperature that the export's confidence head is divided by.
     """
 
     report_sha256: str
     calibration: Calibration
-    source: Source | None = None
-    schedule: tuple[tuple[int, int, int], ...] = ()
-    step_rates: dict[str, Any] | None = None
     baked_temperature: float | None = None
 
     @property
@@ -104,10 +62,6 @@ class ServingTables:
             "ece_after": [p.error_temperature for p in one.positions],
         }
 
-    def sps_json(self) -> dict[str, Any]:
-        """Return SGLang's table of steps per second; SGLang skips the key `measured_in`."""
-        return (self.step_rates or {}) | {"measured_in": str(self.source)}
-
     def as_json(self) -> dict[str, Any]:
         """Return calibration.json, which says what the export's other files were made of."""
         one = self.calibration
@@ -124,8 +78,6 @@ class ServingTables:
             **fields,
             **{key: [p[name] for p in positions] for key, name in names.items()},
             "baked_temperature": self.baked_temperature,
-            "schedule": [list(entry) for entry in self.schedule],
-            "steps_measured_in": self.source and str(self.source),
         }
 
 
@@ -193,13 +145,9 @@ def read_serving_tables(
             where="export.bake_temperature",
             do="leave it out",
         )
-    source, steps = measured_steps(report, calibration)
     return ServingTables(
         known_sha256(path),
         calibration,
-        source,
-        batch_schedule(steps, k),
-        step_rates(steps),
         calibration.common_temperature if bake else None,
     )
 
@@ -227,63 +175,3 @@ def _find_calibration(
     return min(
         (one for one in candidates if one.temperature == first), key=lambda one: one.draft_probs
     )
-
-
-def measured_steps(report: Report, calibration: Calibration) -> tuple[Source | None, Steps]:
-    """Return the steps of the calibrated head, temperature and drafter setting, and their source.
-
-    vLLM's come first. Without two timed batch sizes there are none.
-    """
-    names = ("head", "temperature", "draft_probs")
-    timed: dict[Source, Steps] = defaultdict(list)
-    for row in report.rows:
-        if all(getattr(row, name) == getattr(calibration, name) for name in names):
-            source = Source(row.engine, row.engine_version, row.device)
-            timed[source] += [(row.k, timing) for timing in row.timings]
-    several = [one for one in timed.items() if len({timing.batch for _, timing in one[1]}) > 1]
-    return next((one for one in several if one[0].is_vllm), several[0] if several else (None, []))
-
-
-def batch_schedule(steps: Steps, k: int) -> tuple[tuple[int, int, int], ...]:
-    """Return ranges of batch sizes with the fastest number of drafts, at most `k`; 0: none.
-
-    A batch size between two measured ones has the drafts of the nearer one, by their ratio. The
-    result is empty if fewer than two batch sizes were measured.
-    """
-    speedups: dict[int, dict[int, float]] = defaultdict(lambda: {0: 1.0})
-    for drafts, timing in sorted(steps, key=lambda step: (step[1].batch, step[0])):
-        if 0 < drafts <= k and timing.speedup is not None:
-            speedups[timing.batch][drafts] = timing.speedup
-    if len(speedups) < 2:
-        return ()
-    best = {batch: max(known, key=known.__getitem__) for batch, known in speedups.items()}
-    batches = list(best)
-    ends = [math.isqrt(a * b) for a, b in pairwise(batches)] + batches[-1:]
-    schedule: list[tuple[int, int, int]] = []
-    start = 1
-    for batch, end in zip(batches, ends, strict=True):
-        if schedule and schedule[-1][2] == best[batch]:
-            start = schedule.pop()[0]
-        schedule.append((start, end, best[batch]))
-        start = end + 1
-    return tuple(schedule)
-
-
-def step_rates(steps: Steps) -> dict[str, Any] | None:
-    """Return the steps per second by the tokens that a step verifies, batch · (K + 1).
-
-    Equal numbers of tokens have the median of their times. Steps without drafts are left out, since
-    their time lacks the head's. None with fewer than two points.
-    """
-    times: dict[int, list[float]] = defaultdict(list)
-    for drafts, timing in steps:
-        if drafts and timing.step_ms:
-            times[timing.batch * (drafts + 1)].append(timing.step_ms)
-    if len(times) < 2:
-        return None
-    tokens = sorted(times)
-    return {
-        "sample_batch_tokens": tokens,
-        "sample_steps_per_sec": [1e3 / median(times[n]) for n in tokens],
-        "max_batch_tokens": tokens[-1],
-    }

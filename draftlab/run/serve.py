@@ -8,6 +8,7 @@ from pathlib import Path
 from shlex import quote
 
 from draftlab.errors import UserError
+from draftlab.evaluate.server_schedule import read_schedule
 from draftlab.export.launch_command import launch_arguments
 from draftlab.export.layout import LAUNCH
 from draftlab.recipe.recipe import RECIPE
@@ -37,20 +38,30 @@ class PlannedServer:
 
 
 def plan_server(
-    name: str, program: str, target: str | None, k: int | None, port: int, more: Sequence[str]
+    name: str,
+    program: str,
+    target: str | None,
+    k: int | None,
+    schedule: Sequence[Path],
+    port: int,
+    more: Sequence[str],
 ) -> PlannedServer:
     """Return how a program serves the export of a run, or an export's folder.
 
     Args:
         name: a run, by name or path, or the export.
         target, k: see `launch_arguments`.
+        schedule: files of `read_schedule`, whose largest K is the default of `k`.
         more: options of the program's own, which come last and win.
 
     Raises:
         UserError: there is no such export, its target is not there, or the program is missing.
     """
     folder = _find_export(name, program).resolve()
-    model, arguments = launch_arguments(folder, program, target, k)
+    drafts = read_schedule(schedule) if schedule else ()
+    if drafts and k is None:
+        k = max(*(entry[2] for entry in drafts), 1)
+    model, arguments = launch_arguments(folder, program, target, k, drafts)
     address = ["--host", "127.0.0.1", "--port", str(port)]
     command = [*find_server(program), *arguments, *address, *_COUNTERS[program], *more]
     run = run_of(folder)

@@ -22,7 +22,6 @@ from typing import Any
 SITE = Path(sysconfig.get_paths()["purelib"])
 DSPARK = "sglang/srt/speculative/dspark_components"
 LARGEST_BATCH = 256
-MOST_TOKENS = 2048
 
 
 def load(path: str) -> ModuleType:
@@ -69,10 +68,6 @@ def read(export: Path) -> dict[str, Any]:
             name: getattr(calibration, name)
             for name in ("temperatures", "dataset", "num_samples", "ece_before", "ece_after")
         }
-    if (path := export / "sps.json").exists():
-        table = load(f"{DSPARK}/dspark_sps.py").load_sps_table_from_path(str(path))
-        result["sps"] = [table.lookup(tokens) for tokens in range(1, MOST_TOKENS + 1)]
-        result["max_batch_tokens"] = table.max_batch_tokens
     config = speculative_config((export / "launch.md").read_text())
     if config is not None:
         result["unknown_fields"] = sorted(config.keys() - config_fields())

@@ -159,6 +159,7 @@ def test_what_is_refused(exports: Path, tmp_path: Path, monkeypatch: pytest.Monk
             "target's GGUF file, found target.gguf",
         ),
         ((vllm, "--with", "tgi"), "expected a program out of vllm"),
+        ((vllm, "--with", "sglang", "--schedule", "b.json"), "vLLM alone reads drafts by load"),
         (("none", "--with", "vllm"), "expected a run"),
     ):
         assert expected in refused(tmp_path, "serve", *arguments)
@@ -182,11 +183,12 @@ def test_the_options_of_an_export(exports: Path, tmp_path: Path) -> None:
     launch = folder / "launch.md"
     text = launch.read_text().replace('"method"', '"worker_cls": "evil", "method"')
     launch.write_text(text.replace("--spec", "--trust-remote-code --worker-cls evil --spec"))
-    _, words = launch_arguments(folder, "vllm", None, 3)
+    _, words = launch_arguments(folder, "vllm", None, 3, [(1, 8, 3), (9, 64, 0)])
     assert len(words) == 3
     assert json.loads(words[2]) == {
         "method": "eagle3",
         "num_speculative_tokens": 3,
+        "num_speculative_tokens_per_batch_size": [[1, 8, 3], [9, 64, 0]],
         "model": str(folder),
     }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from bisect import bisect_right
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 
+from draftlab.evaluate.server_schedule import read_schedule
+from tests.evaluate.test_server_schedule import write_benches
 from tests.export.conftest import make_head, target
-from tests.export.test_serving import VLLM, K, calibration, command, timed_rows, write_report
+from tests.export.test_serving import K, calibration, write_report
 from tests.helpers.export_toys import DSPARK, export
-from tests.helpers.server_files import drafts_by_batch, read_sps, read_sts
+from tests.helpers.server_files import drafts_by_batch, read_sts
 
 __all__ = ["make_head", "target"]
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,7 @@ def read_by_servers(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("bake", [False, True])
-def test_sglang_reads_temperatures_and_rates(
+def test_sglang_reads_temperatures(
     make_head: Callable[..., Path], target: Path, tmp_path: Path, bake: bool
 ) -> None:
     head = make_head(**DSPARK, dtype=torch.float32)
@@ -54,25 +55,15 @@ def test_sglang_reads_temperatures_and_rates(
     assert found["sts"]["temperatures"] == read_sts(out / "sts.json", K)
     assert found["sts"]["num_samples"] > 0
     assert len(found["sts"]["ece_before"]) == len(found["sts"]["ece_after"]) == K
-    rates = read_sps(out / "sps.json")
-    tokens = list(rates)
-    expected = [
-        rates[tokens[max(bisect_right(tokens, n) - 1, 0)]] for n in range(1, len(found["sps"]) + 1)
-    ]
-    assert found["sps"] == expected
-    assert found["max_batch_tokens"] == tokens[-1]
 
 
-def test_vllm_reads_the_schedule(
-    make_head: Callable[..., Path], target: Path, tmp_path: Path
-) -> None:
-    head = make_head(**DSPARK)
-    report = write_report(tmp_path / "eval", [calibration(head)], timed_rows(**VLLM))
-    out = export(head, target, tmp_path / "out", "vllm", calibration=report)
-    found = read_by_servers(out)
+def test_vllm_reads_the_schedule(tmp_path: Path) -> None:
+    write_benches(tmp_path)
+    entries = read_schedule(sorted(tmp_path.glob("*.json")))
+    config = {"num_speculative_tokens": 7, "num_speculative_tokens_per_batch_size": entries}
+    launch = f"vllm serve T --speculative-config '{json.dumps(config)}'\n"
+    (tmp_path / "launch.md").write_text(launch)
+    found = read_by_servers(tmp_path)
     assert found["unknown_fields"] == []
-    words = command(out, "vllm serve")
-    config = json.loads(words[words.index("--speculative-config") + 1])
-    entries = config["num_speculative_tokens_per_batch_size"]
-    assert found["drafts"] == drafts_by_batch(entries, K, len(found["drafts"]))
+    assert found["drafts"] == drafts_by_batch([*map(list, entries)], 7, len(found["drafts"]))
     assert len(set(found["drafts"])) == 3

@@ -7,7 +7,6 @@ import json
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,14 +18,13 @@ from draftlab.errors import UserError
 from draftlab.evaluate.calibration.calibrate import calibrate
 from draftlab.evaluate.calibration.result import Calibration
 from draftlab.evaluate.results import Row
-from draftlab.export.serving_tables import batch_schedule, measured_steps, step_rates
 from draftlab.export.settings import ExportSettings
 from draftlab.heads.folder import load_config
 from draftlab.run.head_workspace import export_files
 from tests.helpers import sample_report as sample
 from tests.helpers.draft_blocks import simulate
 from tests.helpers.export_toys import DFLASH, DSPARK, export, read_tensors
-from tests.helpers.server_files import drafts_by_batch, read_sps, read_sts
+from tests.helpers.server_files import read_sts
 
 K = 7
 NAME = "runs/quickstart/head"
@@ -101,13 +99,7 @@ def test_sglang_reads_a_temperature_for_each_slot(head: Path, target: Path, tmp_
     path = words[words.index("--speculative-dspark-confidence-sts-path") + 1]
     assert Path(path) == (out / "sts.json").resolve()
     assert words[words.index("--speculative-num-draft-tokens") + 1] == str(K + 1)
-    # Steps of another engine: the table names it, and the command leaves it out.
-    rates = read_sps(out / "sps.json")
-    assert rates == {n: 1e3 / STEPS[b][k] for b in STEPS for k in (3, K) if (n := b * (k + 1))}
-    source = json.loads((out / "sps.json").read_text())["measured_in"]
-    assert source.startswith("draftlab's engine, not yours (draftlab-eager 0.1.0")
-    assert "--speculative-dspark-sps-table-path" not in words
-    assert "draftlab's engine, not yours" in (out / "launch.md").read_text()
+    assert "dspark_sps_profiler" in (out / "launch.md").read_text()
     facts = json.loads((out / "calibration.json").read_text())
     assert facts["slopes"] == one.slopes
     assert (
@@ -191,65 +183,6 @@ def test_llamacpp_takes_no_cutoff_of_another_temperature(
     write_report(tmp_path / "eval", [at_1])
     words = command(export(head, target, tmp_path / "out", "llamacpp", **options), "llama-server")
     assert words[words.index("--spec-draft-p-min") + 1] == f"{at_1.cutoff:.2g}"
-
-
-def test_vllm_has_the_schedule_that_vllm_measured(
-    make_head: Callable[..., Path], target: Path, tmp_path: Path
-) -> None:
-    head = make_head()
-    one = calibration(head, own=False)
-    rows = timed_rows() + timed_rows(**VLLM)
-    report = write_report(tmp_path / "eval", [one], rows)
-    out = export(head, target, tmp_path / "out", "vllm", calibration=report)
-    words = command(out, "vllm serve")
-    config = json.loads(words[words.index("--speculative-config") + 1])
-    assert config["num_speculative_tokens"] == K
-    entries = config["num_speculative_tokens_per_batch_size"]
-    drafts = drafts_by_batch(entries, K, 100)
-    speedups = {(t.batch, row.k): t.speedup for row in rows[3:] if row.k for t in row.timings}
-    for batch in STEPS:
-        best = max((0, 3, K), key=lambda k, b=batch: speedups.get((b, k), 1.0))
-        assert drafts[batch - 1] == best
-    assert drafts[0] == K
-    assert drafts[63:] == [0] * 37
-    assert "measured in vllm (V2) 0.33.0 on NVIDIA H100" in (out / "launch.md").read_text()
-    # Of draftlab's engine the command has no schedule, and the text names the engine.
-    report = write_report(tmp_path / "eval", [one])
-    out = export(head, target, tmp_path / "out", "vllm", calibration=report)
-    text = (out / "launch.md").read_text()
-    words = command(out, "vllm serve")
-    config = json.loads(words[words.index("--speculative-config") + 1])
-    assert "num_speculative_tokens_per_batch_size" not in config
-    assert "draftlab's engine, not yours" in text
-    assert '"num_speculative_tokens_per_batch_size": [[1, ' in text
-    assert not {"sts.json", "sps.json"} & {p.name for p in out.iterdir()}
-
-
-def steps(milliseconds: dict[int, dict[int, float]]) -> list:
-    """Return steps of which each emits 1 + K / 2 tokens."""
-    return [
-        (k, SimpleNamespace(batch=batch, step_ms=ms, speedup=k and by_k[0] / ms * (1 + k / 2)))
-        for batch, by_k in milliseconds.items()
-        for k, ms in by_k.items()
-    ]
-
-
-def test_schedules_and_rates_need_two_batches() -> None:
-    costs = {1: {0: 5.0, 3: 6.0, K: 7.0}, 8: {0: 5.0, 3: 7.0, K: 20.0}, 64: {0: 5.0, 3: 13.0}}
-    assert batch_schedule(steps({1: costs[1]}), K) == ()
-    assert step_rates(steps({1: {0: 5.0, 3: 6.0}})) is None
-    assert batch_schedule(steps(costs), K) == ((1, 2, K), (3, 22, 3), (23, 64, 0))
-    assert batch_schedule(steps(costs), 3) == ((1, 22, 3), (23, 64, 0))  # equal neighbours
-    assert batch_schedule([], K) == ()
-
-
-def test_steps_of_vllm_come_first(head: Path) -> None:
-    one = calibration(head)
-    source, found = measured_steps(sample.report(timed_rows() + timed_rows(**VLLM)), one)
-    assert source is not None
-    assert source.is_vllm
-    assert {timing.batch for _, timing in found} == set(STEPS)
-    assert measured_steps(sample.report(), one) == (None, [])
 
 
 def test_adaptive_verification_is_named_for_heads_with_a_confidence(
@@ -367,5 +300,5 @@ def test_dflash_has_no_temperatures(
     head = make_head(**DFLASH)
     report = write_report(tmp_path / "eval", [calibration(head, own=False)])
     out = export(head, target, tmp_path / "out", "sglang", calibration=report)
-    assert not {"sts.json", "sps.json"} & {p.name for p in out.iterdir()}
+    assert "sts.json" not in {p.name for p in out.iterdir()}
     assert "confidence-sts-path" not in (out / "launch.md").read_text()

@@ -30,21 +30,6 @@ def read_sts(path: Path, gamma: int) -> list[float]:
     return temperatures
 
 
-def read_sps(path: Path) -> dict[int, float]:
-    """Return SGLang's steps per second by tokens of a step."""
-    fields = json.loads(path.read_text())
-    tokens, rates = fields["sample_batch_tokens"], fields["sample_steps_per_sec"]
-    if not tokens or not all(isinstance(n, int) for n in tokens):
-        raise ValueError("whole numbers of tokens are needed")
-    if any(a >= b for a, b in pairwise(tokens)):
-        raise ValueError("the numbers of tokens must increase")
-    if len(tokens) != len(rates) or not all(isinstance(rate, float) for rate in rates):
-        raise ValueError("a rate for each number of tokens is needed")
-    if not isinstance(fields["max_batch_tokens"], int) or fields["max_batch_tokens"] < tokens[-1]:
-        raise ValueError("max_batch_tokens is below the largest number of tokens")
-    return dict(zip(tokens, rates, strict=True))
-
-
 def drafts_by_batch(entries: object, num_speculative_tokens: int, largest: int) -> list[int]:
     """Return vLLM's drafts for the batch sizes 1 … `largest` from a schedule.
 
