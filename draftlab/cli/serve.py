@@ -40,8 +40,8 @@ def serve(
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="Files of `draftlab bench` at vLLM with several K, which then drafts the fastest "
-            "one by load.",
+            help="Files of `draftlab bench` at servers of several K, whose fastest K by load the "
+            "server gets.",
             metavar="FILE,…",
         ),
     ] = None,
@@ -57,8 +57,8 @@ def serve(
         if program not in PROGRAMS:  # before torch is imported
             what = f"expected a program out of {', '.join(PROGRAMS)}, found {program!r}"
             raise UserError(what, where="--with", do="name one of these")
-        if schedule and program != "vllm":
-            what = "expected no schedule, since vLLM alone reads drafts by load; found one"
+        if schedule and program == "llamacpp":
+            what = "expected no schedule, since llama.cpp reads no drafts by load; found one"
             raise UserError(what, where="--schedule", do="leave it out")
         from draftlab.run.serve import plan_server
         from draftlab.servers.server_process import ServerProcess

@@ -111,27 +111,69 @@ def compare(bench: ServerBench) -> Iterator[str]:
         yield f"  - found: {template}"
     if quantised := _quantised(bench.server.card):
         yield f"  - found: quantised target: {quantised}; the report's is {row.dtype}"
-    if differs:
-        yield from (f"  - check: {text}" for text in _to_check(point, served, al > expected, row))
+    answers = _same_answers(bench, point, row)
+    if answers is not None and point.load is not None:
+        each = f"{point.load.output_tokens / point.requests:.1f} tokens each, the report"
+        each += f" {row.output_tokens / row.prompts:.1f}"
+        same = "the same answers" if answers else "found: other answers than the report's"
+        yield f"  - {same} ({each})"
+    if differs or answers is False:
+        yield from (
+            f"  - check: {text}" for text in _to_check(point, served, al > expected, row, answers)
+        )
 
 
-def _to_check(point: ServerPoint, served: Acceptance, more: bool, row: Row) -> Iterator[str]:
-    """Yield the causes that the acceptance by position suggests."""
+def _to_check(
+    point: ServerPoint, served: Acceptance, more: bool, row: Row, answers: bool | None
+) -> Iterator[str]:
+    """Yield the causes that the answers and the acceptance by position suggest.
+
+    Args:
+        more: whether the server accepts more than the report.
+        answers: whether they are the report's; None: unknown.
+    """
     if point.warnings:
         yield "the warnings above"
     if point.concurrency != 1:
         yield "--concurrency 1; a server may accept less of requests that run together"
+    if answers is False:
+        yield f"the target: other weights or an adapter, quantised, dtype (the report: {row.dtype})"
+        yield "the tokens that end an answer, and the server's own limits and sampling defaults"
+        return
     expected = row.accepted_at[0] / row.drafts
     first = served.acceptance_at[0] if served.acceptance_at else None  # as of SGLang
     if more:
-        yield "the suite and its template arguments; a server that stops answers elsewhere"
+        yield (
+            "the suite and its template arguments"
+            if answers is None
+            else "other weights of the head"
+        )
     elif first is None or first < WEAK_START * expected:
         shown = "" if first is None else f" (the first draft: {first:.2f}, report {expected:.2f})"
-        yield f"aux layers{shown}, in its config"
-        yield "other weights of the target or head: their revision, a converted vocabulary"
+        yield f"aux layers{shown}, in the head's config"
+        yield "other weights of the head: its revision, a converted vocabulary"
     else:
-        yield f"a quantised target, head or KV cache; dtype: the report has {row.dtype}"
         yield "K and what the head was trained for, RoPE and context, if later positions lose"
+    if answers is None:
+        yield f"the target: other weights, quantised, dtype (the report: {row.dtype}), KV cache"
+
+
+def _same_answers(bench: ServerBench, point: ServerPoint, row: Row) -> bool | None:
+    """Return whether the server's answers have as many tokens as the report's; None: unknown.
+
+    At T = 0 they depend on the target alone, and in 16 bits on rounding, too. A server may count no
+    token that ends an answer.
+    """
+    settings = bench.settings
+    limits = settings.temperature, settings.max_new_tokens, bench.suite.sha256
+    alike = limits == (0.0, row.max_new_tokens, row.suite_sha256)
+    if not alike or point.load is None or point.failures or len(bench.prompts) != row.prompts:
+        return None
+    fewer = row.output_tokens * point.requests / row.prompts - point.load.output_tokens
+    if fewer == 0:
+        return True
+    is_rounding = row.dtype != "float32" or 0 < fewer <= point.requests
+    return None if is_rounding else False
 
 
 def _template_fault(server: LoadedServer, tokenizer: Any) -> str:

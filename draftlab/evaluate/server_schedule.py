@@ -68,6 +68,11 @@ def read_schedule(paths: Sequence[Path]) -> Schedule:
     return schedule
 
 
+def sglang_schedule(schedule: Schedule) -> dict[str, Any]:
+    """Return a schedule as SGLang's adaptive config: each size's drafts hold up to the next."""
+    return {str(first): {"candidate_steps": [k]} for first, _, k in schedule}
+
+
 def _add(times: dict[int, dict[int, float]], point: dict[str, Any], k: int) -> None:
     """Add the median TPOT of a point in a closed loop."""
     if point["concurrency"] and point["load"] and point["load"]["tpot_ms"]:

@@ -30,6 +30,7 @@ _COMMANDS = {
 _SPECULATIVE = "--speculative-config"
 _STEPS, _SLOTS = "--speculative-num-steps", "--speculative-num-draft-tokens"
 _STS = "--speculative-dspark-confidence-sts-path"
+_ADAPTIVE = "--speculative-adaptive-config"
 _K = "--spec-draft-n-max"
 _TAKEN = {
     "vllm": ("--override-generation-config",),
@@ -48,6 +49,7 @@ def launch_arguments(
     target: str | None = None,
     k: int | None = None,
     schedule: Schedule = (),
+    schedule_file: Path = Path(),
 ) -> tuple[str, list[str]]:
     """Return the target as a program reads it, and the arguments that serve an export.
 
@@ -57,6 +59,7 @@ def launch_arguments(
         target: another target than launch.md names, or for llama.cpp its GGUF file.
         k: other drafts a step.
         schedule: drafts by load, up to k or those of the export.
+        schedule_file: file with those that SGLang reads (`sglang_schedule`).
 
     Raises:
         UserError: it is no export for the program, or `target` or `k` does not fit.
@@ -80,11 +83,12 @@ def launch_arguments(
     if program == "sglang":
         own = {"--model-path": model, "--speculative-draft-model-path": str(folder)}
         own |= {_STS: str(folder / STS)} if options[_STS] else {}
-        if k is not None and _STEPS not in taken:
+        if (schedule or k is not None) and _STEPS not in taken:
             what = "expected no K, since SGLang drafts the whole block of this head; found one"
-            raise UserError(what, where="--k", do="leave it out")
+            raise UserError(what, where="--k, --schedule", do="leave it out")
         own |= taken | ({} if k is None else {_STEPS: str(k), _SLOTS: str(k + 1)})
-        return model, _flat(own)
+        adaptive = ["--speculative-adaptive", _ADAPTIVE, str(schedule_file)] if schedule else []
+        return model, [*_flat(own), *adaptive]
     if not (folder / FILE).is_file():
         do = f"export with --to llamacpp --gguf, or convert it as {LAUNCH} says"
         raise UserError(f"expected {FILE} in the export, found none", where=folder, do=do)

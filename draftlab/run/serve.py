@@ -8,9 +8,10 @@ from pathlib import Path
 from shlex import quote
 
 from draftlab.errors import UserError
-from draftlab.evaluate.server_schedule import read_schedule
+from draftlab.evaluate.server_schedule import read_schedule, sglang_schedule
 from draftlab.export.launch_command import launch_arguments
 from draftlab.export.layout import LAUNCH
+from draftlab.files import write_json
 from draftlab.recipe.recipe import RECIPE
 from draftlab.run.folder import find_run
 from draftlab.run.resolve import run_of
@@ -51,7 +52,8 @@ def plan_server(
     Args:
         name: a run, by name or path, or the export.
         target, k: see `launch_arguments`.
-        schedule: files of `read_schedule`, whose largest K is the default of `k`.
+        schedule: files of `read_schedule`, whose largest K is the default of `k`. SGLang's form is
+            written beside the first.
         more: options of the program's own, which come last and win.
 
     Raises:
@@ -61,7 +63,10 @@ def plan_server(
     drafts = read_schedule(schedule) if schedule else ()
     if drafts and k is None:
         k = max(*(entry[2] for entry in drafts), 1)
-    model, arguments = launch_arguments(folder, program, target, k, drafts)
+    file = schedule[0].with_suffix(".sglang.json").absolute() if schedule else Path()
+    model, arguments = launch_arguments(folder, program, target, k, drafts, file)
+    if drafts and program == "sglang":
+        write_json(file, sglang_schedule(drafts))
     address = ["--host", "127.0.0.1", "--port", str(port)]
     command = [*find_server(program), *arguments, *address, *_COUNTERS[program], *more]
     run = run_of(folder)

@@ -58,6 +58,21 @@ def speculative_config(launch: str) -> dict[str, Any] | None:
     return json.loads(words[words.index("--speculative-config") + 1])
 
 
+def sglang_steps(path: Path) -> list[int]:
+    """Return SGLang's drafts for the batch sizes from 1 on, by its class for adaptive drafting."""
+    source = (SITE / "sglang/srt/speculative/adaptive_spec_params.py").read_text()
+    code = [
+        node
+        for node in ast.parse(source).body
+        # Its imports of SGLang load GPU libraries, and serve the checks of other options.
+        if not (isinstance(node, ast.ImportFrom) and str(node.module).startswith("sglang"))
+    ]
+    module = {"log_info_on_rank0": lambda *_: None, "__name__": "adaptive_spec_params"}
+    exec(compile(ast.Module(code, []), "adaptive_spec_params", "exec"), module)
+    params = module["AdaptiveSpeculativeParams"](7, str(path))
+    return [params.get_steps_for_batch(size) for size in range(1, LARGEST_BATCH + 1)]
+
+
 def read(export: Path) -> dict[str, Any]:
     """Return what the servers read of an export."""
     result: dict[str, Any] = {}
@@ -68,6 +83,8 @@ def read(export: Path) -> dict[str, Any]:
             name: getattr(calibration, name)
             for name in ("temperatures", "dataset", "num_samples", "ece_before", "ece_after")
         }
+    if (path := export / "adaptive.json").exists():
+        result["steps"] = sglang_steps(path)
     config = speculative_config((export / "launch.md").read_text())
     if config is not None:
         result["unknown_fields"] = sorted(config.keys() - config_fields())

@@ -159,7 +159,7 @@ def test_what_is_refused(exports: Path, tmp_path: Path, monkeypatch: pytest.Monk
             "target's GGUF file, found target.gguf",
         ),
         ((vllm, "--with", "tgi"), "expected a program out of vllm"),
-        ((vllm, "--with", "sglang", "--schedule", "b.json"), "vLLM alone reads drafts by load"),
+        ((vllm, "--with", "llamacpp", "--schedule", "b"), "llama.cpp reads no drafts by load"),
         (("none", "--with", "vllm"), "expected a run"),
     ):
         assert expected in refused(tmp_path, "serve", *arguments)
@@ -179,6 +179,8 @@ def test_the_options_of_an_export(exports: Path, tmp_path: Path) -> None:
     _, words = launch_arguments(exports / "sglang", "sglang", None, 2)
     assert words[words.index("--speculative-num-steps") + 1] == "2"
     assert words[words.index("--speculative-num-draft-tokens") + 1] == "3"
+    _, words = launch_arguments(exports / "sglang", "sglang", None, 2, [(1, 8, 2)], target)
+    assert words[-3:] == ["--speculative-adaptive", "--speculative-adaptive-config", str(target)]
     folder = shutil.copytree(exports / "vllm", tmp_path / "strange")
     launch = folder / "launch.md"
     text = launch.read_text().replace('"method"', '"worker_cls": "evil", "method"')

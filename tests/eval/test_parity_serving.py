@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from draftlab.evaluate.server_schedule import read_schedule
+from draftlab.evaluate.server_schedule import read_schedule, sglang_schedule
 from tests.evaluate.test_server_schedule import write_benches
 from tests.export.conftest import make_head, target
 from tests.export.test_serving import K, calibration, write_report
@@ -67,3 +67,12 @@ def test_vllm_reads_the_schedule(tmp_path: Path) -> None:
     assert found["unknown_fields"] == []
     assert found["drafts"] == drafts_by_batch([*map(list, entries)], 7, len(found["drafts"]))
     assert len(set(found["drafts"])) == 3
+
+
+def test_sglang_reads_the_schedule(tmp_path: Path) -> None:
+    write_benches(tmp_path)
+    entries = read_schedule(sorted(tmp_path.glob("*.json")))
+    (tmp_path / "launch.md").write_text("")
+    (tmp_path / "adaptive.json").write_text(json.dumps(sglang_schedule(entries)))
+    found = read_by_servers(tmp_path)["steps"]
+    assert found == drafts_by_batch([*map(list, entries)], 7, len(found))

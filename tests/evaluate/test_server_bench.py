@@ -258,6 +258,37 @@ def test_causes(keep: float, k: int, expected: list[str]) -> None:
         assert part in text
 
 
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "keep", "expected", "absent"),
+    [
+        (8 * TOKENS, "float32", 0.99, ["the same answers (", "aux layers"], "check: the target"),
+        (8 * TOKENS + 9, "float32", 0.99, ["found: other answers", "check: the target"], "aux"),
+        (8 * TOKENS - 1, "float32", 0.65, ["agree", "found: other answers than"], "aux layers"),
+        (8 * TOKENS + 9, "bfloat16", 0.99, ["aux layers", "check: the target"], "answers ("),
+        (8 * TOKENS + 8, "float32", 0.99, ["aux layers", "check: the target"], "answers ("),
+    ],
+)
+def test_answers_tell_the_target_from_the_head(
+    tokens: int, dtype: str, keep: float, expected: list[str], absent: str
+) -> None:
+    """In 16 bits they depend on rounding, and a server may not count the last token of each."""
+    changes = {"suite_sha256": SUITE.sha256, "max_new_tokens": TOKENS, "dtype": dtype}
+    one = row(keep=keep, k=3, **changes)
+    fields = {"prompts": 8, "output_tokens": tokens}
+    if keep == 0.65:
+        at = [48, 32, 16]
+        fields |= {"drafts": 64, "draft_tokens": 192, "accepted": 96, "accepted_at": at}
+        fields |= {"acceptance_length": 2.5, "acceptance_length_ci": (2.4, 2.6)}
+    with bench_server() as server:
+        bench = new_bench(server, raw=True)
+        bench.run()
+        bench.report = sample_report([one.model_copy(update=fields)])
+        text = "\n".join(compare(bench))
+    for part in expected:
+        assert part in text
+    assert absent not in text
+
+
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="expected the server's models"):
         LoadedServer("http://127.0.0.1:1", BenchSettings(), 100, lambda line: None)
