@@ -122,11 +122,11 @@ class RecipeSizes:
         active = ""
         if target.expert_parameters:
             active = f", {as_count(target.active)} active per token"
-        quantised = "; quantised, so that its files are smaller" if target.quantised else ""
         return Estimate(
             "target",
-            f"{self.architecture}: {as_count(target.parameters)} parameters{active}{quantised}",
-            disk=target.parameters * target.stored_each,
+            f"{self.architecture}: {as_count(target.parameters)} parameters{active}"
+            f"{target.quantised}",
+            disk=target.stored,
             # A CPU decodes with a second copy, whose layout oneDNN reads faster.
             memory=2 * target.bytes if self.on_cpu else target.bytes / self.recipe.target.gpus,
         )

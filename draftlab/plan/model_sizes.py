@@ -20,8 +20,9 @@ from draftlab.plan.preflight import MOST_GIVEN, Planned
 from draftlab.recipe.hardware import Gpu
 from draftlab.recipe.recipe import Recipe
 from draftlab.target_model.auto_model import drop_other_modules, meta_model
-from draftlab.target_model.locate import max_positions
+from draftlab.target_model.locate import local_target, max_positions
 from draftlab.target_model.parts import text_decoder
+from draftlab.target_model.quantisation import format_name, quantisation_fields, weight_bits
 from draftlab.target_model.recurrent_layer import attention_layers, planned_state_bytes
 from draftlab.target_model.replacements import freeze_rope
 from draftlab.text.chat_template import Chat, Encoded, encode_prompts
@@ -47,6 +48,16 @@ def _key_width(layer: Any) -> int:
     return heads * (_first(layer, "head_dim") or layer.hidden_size // layer.num_attention_heads)
 
 
+_RUN_PACKED = ("awq", "gptq", "auto-round", "bitsandbytes", "mxfp8")
+"""Quantisations whose weights stay packed in memory."""
+
+
+def _file_bytes(recipe: Recipe) -> int:
+    """Return the bytes of a target's weights on this machine; 0: they are not here."""
+    folder = local_target(recipe.target)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder else 0
+
+
 class TargetSize:
     """The size of a target with this config, as the recipe loads it.
 
@@ -56,11 +67,12 @@ class TargetSize:
     Attributes:
         parameters, expert_parameters: of its text model, and of the experts among them.
         active_share: share of the experts that process one token.
-        bytes_each, stored_each: bytes of a parameter as it is loaded, and in the files.
+        bytes: of all parameters as they are loaded.
+        stored: bytes of the files, by their sizes if they are here and quantised.
         kv_bytes: bytes of one position's keys and values in all layers.
         state_bytes: bytes of one request's states in all recurrent layers; None: unknown.
         max_length: positions that the target supports.
-        quantised: whether its files are quantised.
+        quantised: what is said of quantised files; empty: they are not.
     """
 
     def __init__(self, recipe: Recipe, config: Any, *, on_cpu: bool = False) -> None:
@@ -75,34 +87,41 @@ class TargetSize:
         per_token = _first(text, "num_experts_per_tok") or 1
         self.active_share: float = per_token / count if self.expert_parameters else 1.0
         dtype = text.dtype or getattr(config, "dtype", None) or torch.bfloat16
-        self.stored_each: int = dtype.itemsize
-        auto = 4 if on_cpu else self.stored_each
-        self.bytes_each = {"float32": 4, "auto": auto}.get(recipe.target.dtype, 2)
+        auto = 4 if on_cpu else dtype.itemsize
+        each = {"float32": 4, "auto": auto}.get(recipe.target.dtype, 2)
+        self.bytes: float = self.parameters * each
+        self.stored: float = self.parameters * dtype.itemsize
+        self.quantised = ""
+        if fields := quantisation_fields(config):
+            matrices = sum(p.numel() for p in decoder.layers.parameters() if p.ndim > 1)
+            saved = (weight_bits(fields) or 8 * dtype.itemsize) / 8 - dtype.itemsize
+            files = _file_bytes(recipe)
+            self.stored = files or self.stored + matrices * saved
+            self.quantised = f"; quantised ({format_name(fields)})"
+            method = fields.get("quant_method")
+            if method in _RUN_PACKED or (method == "fp8" and not on_cpu):
+                self.bytes += matrices * (saved + dtype.itemsize - each)
+            else:
+                self.quantised += ", dequantised in memory"
         layers = [text.per_layer_config[i] for i in range(text.num_hidden_layers)]
         kept = 2 * sum(map(_key_width, layers)) / len(layers)
         if latent := _first(text, "kv_lora_rank"):
             kept = latent + text.qk_rope_head_dim
-        self.kv_bytes = round(attention_layers(decoder) * kept * self.bytes_each)
+        self.kv_bytes = round(attention_layers(decoder) * kept * each)
         self.state_bytes = planned_state_bytes(decoder)
         self.max_length = freeze_rope(decoder) or max_positions(text)
-        self.quantised = any(getattr(c, "quantization_config", None) for c in (config, text))
 
     @property
     def active(self) -> float:
         """Return the number of parameters that process one token."""
         return self.parameters - self.expert_parameters * (1 - self.active_share)
 
-    @property
-    def bytes(self) -> int:
-        """Return the bytes of all parameters."""
-        return self.parameters * self.bytes_each
-
     def step_seconds(self, gpu: Gpu, rows: int, length: float) -> float:
         """Return the least time of a decoding step of `rows` sequences of `length` positions on
         average, bound by memory reads or matrix products.
         """
         used_share = 1 - (1 - self.active_share) ** rows  # of the experts
-        reads = self.bytes_each * (self.parameters - self.expert_parameters * (1 - used_share))
+        reads = self.bytes * (1 - self.expert_parameters / self.parameters * (1 - used_share))
         states = 2 * (self.state_bytes or 0)  # they are read and written
         reads += rows * (length * self.kv_bytes + states)
         return max(reads / gpu.bandwidth, 2 * self.active * rows / gpu.products) / 1e12

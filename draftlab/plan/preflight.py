@@ -35,7 +35,7 @@ from draftlab.store.shard_cache import machine_cache
 from draftlab.store.shard_files import open_shard_files
 from draftlab.store.urls import check_scheme
 from draftlab.target_model.adapter import read_adapter
-from draftlab.target_model.auto_model import meta_model
+from draftlab.target_model.auto_model import meta_model, model_class
 from draftlab.target_model.default_boundaries import default_boundaries
 from draftlab.target_model.loading import load_tokenizer, quiet_transformers
 from draftlab.target_model.locate import (
@@ -45,6 +45,13 @@ from draftlab.target_model.locate import (
     resolve_target,
 )
 from draftlab.target_model.parts import check_llama_style, text_decoder
+from draftlab.target_model.quantisation import (
+    VLLM_ADVICE,
+    check_files,
+    format_name,
+    is_dequantised_here,
+    quantisation_fields,
+)
 from draftlab.target_model.stand_in import check_architecture
 from draftlab.text.chat_template import Chat, RenderError, stop_ids, tokenizer_sha256
 from draftlab.text.conversations import Conversation
@@ -253,31 +260,38 @@ def _check_target(planned: Planned) -> Iterable[str]:
 
 def _check_quantisation(planned: Planned) -> Iterable[str]:
     """Check that this machine has what quantised weights need; warn in a plan for another one."""
-    recipe, settings = planned.recipe, getattr(planned.config, "quantization_config", None)
+    recipe, fields = planned.recipe, quantisation_fields(planned.config)
     decodes = planned.runs("answers") and recipe.regenerate.backend == "paged"
     records = planned.runs("store") and recipe.record.backend != "vllm"
-    if not settings or not (decodes or records or planned.runs("eval")):
+    if not fields or not (decodes or records or planned.runs("eval")):
         return
-    fields = settings if isinstance(settings, dict) else settings.to_dict()
+    if planned.folder is not None and any(planned.folder.glob("*.safetensors")):
+        check_files(planned.folder, fields)
+    if is_dequantised_here(fields):
+        with _at(recipe.target.path):
+            model_class(planned.config)
+        return
+    weights = f"the target's weights are quantised ({format_name(fields)})"
+    if fields.get("load_in_8bit") and (decodes or planned.runs("eval")):
+        raise UserError(
+            f"{weights}, and with 8 bits of bitsandbytes a row's states depend on the rows beside "
+            "it, so drafts cannot be verified",
+            where=recipe.target.path,
+            do=f"use the checkpoint in 4 or 16 bits, or {VLLM_ADVICE}",
+        )
     try:
         with quiet_transformers():
             quantizer = AutoHfQuantizer.from_config(dict(fields), pre_quantized=True)
             quantizer.validate_environment(device_map=None, weights_only=False)
     except Exception as error:  # each library has its own
-        method = " ".join(str(fields[k]) for k in ("quant_method", "quant_algo") if fields.get(k))
-        reason = (
-            f"the target's weights are quantised ({method}), and transformers "
-            f"cannot load them here: {str(error).splitlines()[0]}"
-        )
+        reason = f"{weights}, and transformers cannot load them here: {str(error).splitlines()[0]}"
         if not planned.here:
             yield f"warning: {reason}"
             return
         raise UserError(
             reason,
             where=recipe.target.path,
-            do="install what it names, use the checkpoint that was quantised, or let vLLM answer "
-            "and record (draftlab train with regenerate.backend=vllm record.backend=vllm), and "
-            "measure the head there",
+            do=f"install what it names, use the checkpoint that was quantised, or {VLLM_ADVICE}",
         ) from None
 
 

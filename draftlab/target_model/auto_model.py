@@ -48,6 +48,24 @@ def auto_class(config: Any, *, whole: bool = False) -> Any:
     )
 
 
+def model_class(config: Any) -> type[PreTrainedModel]:
+    """Return the class that `auto_class` chooses.
+
+    Raises:
+        UserError: it is none of transformers' own.
+    """
+    auto = auto_class(config)
+    mapping = dict(_MAPPINGS)[auto]
+    if type(config) not in mapping:
+        raise UserError(
+            f"expected an architecture of transformers' own, found {config.model_type}: draftlab "
+            "dequantises the weights of no other",
+            do="use the checkpoint in 16 bits",
+        )
+    found: type[PreTrainedModel] = mapping[type(config)]
+    return found
+
+
 def meta_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Return a model of a config on torch's "meta" device; raises as `auto_class` does."""
     auto = auto_class(config)

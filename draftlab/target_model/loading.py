@@ -5,6 +5,7 @@ Only the text model of a checkpoint is loaded, on one GPU or pipeline parallel o
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from draftlab.errors import UserError
 from draftlab.files import check_size, read_fields
 from draftlab.process_environment import name_accelerator
 from draftlab.target_model.attention import text_attention
-from draftlab.target_model.auto_model import auto_class, drop_other_modules
+from draftlab.target_model.auto_model import auto_class, drop_other_modules, model_class
 from draftlab.target_model.locate import (
     TOKENIZER_FILES,
     explain_loading,
@@ -36,6 +37,13 @@ from draftlab.target_model.locate import (
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import shard_files, text_decoder
 from draftlab.target_model.pipeline_parallel import dispatch_layers, plan_placement
+from draftlab.target_model.quantisation import (
+    check_files,
+    format_name,
+    is_dequantised_here,
+    quantisation_fields,
+    read_weights,
+)
 from draftlab.target_model.replacements import replace_layers
 from draftlab.target_model.settings import FOLDER, ROWS, TargetSettings
 
@@ -123,9 +131,17 @@ def load_model(
             options["device_map"] = placement.by_module
         elif getattr(config, "quantization_config", None) is not None:
             options["device_map"] = {"": device}  # some quantised weights cannot be moved later
+        quantisation, loader, source = quantisation_fields(config), auto_class(config), folder
+        check_files(folder, quantisation)
+        if read_here := is_dequantised_here(quantisation):
+            if dtype == "auto":
+                dtype = str(config.get_text_config().dtype or "bfloat16").removeprefix("torch.")
+            loader, source = model_class(config), None
+            options = {"device_map": options["device_map"], "config": _without_quantisation(config)}
+            options["state_dict"] = read_weights(folder, getattr(torch, dtype))
         with quiet_transformers():
-            model, info = auto_class(config).from_pretrained(
-                folder,
+            model, info = loader.from_pretrained(
+                source,
                 dtype=dtype,
                 attn_implementation=text_attention(config),
                 output_loading_info=True,
@@ -148,15 +164,15 @@ def load_model(
             do="fetch it again; without them the target would run on random weights",
         )
     wanted = model.dtype if dtype == "auto" else getattr(torch, dtype)
-    stored = getattr(config, "quantization_config", None) is not None
-    if dequantised := stored and not getattr(model, "is_quantized", False):
-        _check_blocks(folder, config)
+    dequantised = bool(quantisation) and not getattr(model, "is_quantized", False)
+    if dequantised and not read_here:
+        _check_blocks(folder, quantisation)
         torch.nn.Module.to(model, wanted)  # transformers leaves what it dequantises in bfloat16
     unused = Counter(drop_other_modules(model, text_decoder(model)[0]))
     unused.update(name.split(".")[0] for name in info["unexpected_keys"])
     notes = [
         *_unused_tensors(model, unused),
-        *_quantisation(model, dequantised),
+        *_quantisation(model, quantisation if dequantised else None),
         *_made_of(settings, folder),
     ]
     if "device_map" not in options:
@@ -183,7 +199,16 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
 
 
-def _check_blocks(folder: Path, config: Any) -> None:
+def _without_quantisation(config: Any) -> Any:
+    """Return a copy of a config whose weights are not quantised."""
+    plain = copy.deepcopy(config)
+    for part in (plain, plain.get_text_config()):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+    return plain
+
+
+def _check_blocks(folder: Path, quantisation: Mapping[str, Any]) -> None:
     """Check that blocks with a factor each divide the matrices whose weights were dequantised.
 
     transformers (5.23) takes equal blocks, and with a smaller last block gives wrong weights.
@@ -191,9 +216,6 @@ def _check_blocks(folder: Path, config: Any) -> None:
     Raises:
         UserError: they do not divide a matrix.
     """
-    quantisation = config.quantization_config
-    if not isinstance(quantisation, dict):
-        quantisation = quantisation.to_dict()
     if not (block := quantisation.get("weight_block_size")):
         return
     for file in shard_files(folder):
@@ -211,12 +233,17 @@ def _check_blocks(folder: Path, config: Any) -> None:
                     )
 
 
-def _quantisation(model: PreTrainedModel, dequantised: bool) -> Iterator[str]:
-    """Yield a line that says how the weights are quantised, if they are."""
-    if dequantised:
+def _quantisation(model: PreTrainedModel, dequantised: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield a line that says how the weights are quantised, if they are.
+
+    Args:
+        dequantised: the quantisation that the files have and the loaded model has not.
+    """
+    if dequantised is not None:
         yield (
             "target: its weights were dequantised, since transformers has no kernel for them on "
-            f"this machine; products are in {str(model.dtype).removeprefix('torch.')}"
+            f"this machine ({format_name(dequantised)}); products are in "
+            f"{str(model.dtype).removeprefix('torch.')}, and activations are not quantised"
         )
     elif getattr(model, "is_quantized", False):
         method = str(getattr(model, "quantization_method", None) or "").rpartition(".")[2].lower()

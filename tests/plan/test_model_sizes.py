@@ -55,7 +55,7 @@ def test_the_cache_of_a_token_is_that_of_the_loaded_target(kind: str, tmp_path: 
     target = load_target(TargetSettings(path=str(folder), device="cpu"))
     settings = recipe(folder)
     size = TargetSize(settings, target_config(settings.target))
-    assert 4 * size.kv_bytes == sum(target.kv_bytes.values()) * size.bytes_each
+    assert 4 * size.kv_bytes == sum(target.kv_bytes.values()) * size.bytes / size.parameters
 
 
 def test_scout_and_maverick(tmp_path: Path) -> None:

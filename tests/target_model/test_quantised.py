@@ -175,12 +175,16 @@ def test_a_plan_names_the_library_that_quantised_weights_need(tmp_path: Path) ->
             assert f"the target's weights are quantised ({method})" in text
             assert words in text
     assert "regenerate.backend=vllm record.backend=vllm" in said
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (folder / "toy/config.json").write_text(json.dumps(config))
+    said = " ".join(draftlab(folder, "run", "small.yaml", "--plan").output.split())
+    assert "a row's states depend on the rows beside it" in said
     config.pop("quantization_config")
     (folder / "toy/config.json").write_text(json.dumps(config))
-    quantised = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    quantised = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A8_AWQ"}}
     (folder / "toy/hf_quant_config.json").write_text(json.dumps(quantised))
     plan = " ".join(draftlab(folder, "run", "small.yaml", "--plan").output.split())
-    assert "the target's weights are quantised (modelopt NVFP4)" in plan
+    assert "the target's weights are quantised (modelopt W4A8_AWQ)" in plan
 
 
 def test_blocks_of_4_bits_are_dequantised_on_a_cpu(tmp_path: Path) -> None:
@@ -210,3 +214,100 @@ def test_blocks_of_4_bits_are_dequantised_on_a_cpu(tmp_path: Path) -> None:
     assert len(meant) == 8
     for name, weight in meant.items():
         assert torch.equal(own[name], weight)
+
+
+_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+_OF_CODE = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64)
+
+
+def four_bits(folder: Path, out: Path, method: str, **changes: Any) -> dict[str, torch.Tensor]:
+    """Save the layers' matrices in NVFP4 as Model Optimizer or compressed-tensors do.
+
+    Returns:
+        The weights that they stand for, in float64.
+    """
+    shutil.copytree(folder, out)
+    is_modelopt = method == "modelopt"
+    stored, meant = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        stored[name] = meant[name] = weight.bfloat16()
+        if weight.ndim < 2 or ".layers." not in name or ".gate." in name:
+            continue
+        del stored[name]
+        rows, columns = weight.shape
+        codes = torch.randint(0, 16, (rows, columns))
+        scale = torch.randint(1, 100, (rows, columns // 16)).to(torch.float8_e4m3fn)
+        factor = torch.rand(()) / 2000
+        module = name.removesuffix(".weight")
+        packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
+        stored[name if is_modelopt else f"{name}_packed"] = packed
+        stored[f"{module}.weight_scale"] = scale
+        blocks = _OF_CODE[codes].unflatten(-1, (-1, 16)) * scale.double()[..., None]
+        meant[name] = blocks.flatten(-2) * factor.double()
+        if is_modelopt:
+            stored[f"{module}.weight_scale_2"], stored[f"{module}.input_scale"] = factor, 2 * factor
+        else:
+            stored[f"{module}.weight_global_scale"] = 1 / factor[None]
+            stored[f"{module}.input_global_scale"] = factor[None]
+    save_file({**stored, **changes}, out / "model.safetensors", {"format": "pt"})
+    config = json.loads((out / "config.json").read_text()) | {"dtype": "bfloat16"}
+    quantisation = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
+    if is_modelopt:
+        (out / "hf_quant_config.json").write_text(json.dumps({"quantization": quantisation}))
+    else:
+        weights = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"}
+        group = {"targets": ["Linear"], "weights": weights, "format": "nvfp4-pack-quantized"}
+        config["quantization_config"] = {
+            "quant_method": method, "format": "nvfp4-pack-quantized", "config_groups": {"0": group},
+        }  # fmt: skip
+    (out / "config.json").write_text(json.dumps(config))
+    return meant
+
+
+@pytest.mark.parametrize("method", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_nvfp4_is_dequantised_without_a_library(method: str, kind: str, tmp_path: Path) -> None:
+    zoo_folder(tmp_path / "plain", kind, moe_intermediate_size=32)
+    meant = four_bits(tmp_path / "plain", tmp_path / "packed", method)
+    target = load_on_cpu(tmp_path / "packed")
+    (note,) = target.notes
+    assert "its weights were dequantised" in note
+    own = dict(target.model.named_parameters())
+    for name, weight in own.items():
+        expected = meant.get(name)
+        if expected is None:  # of all experts
+            parts = ("gate_proj", "up_proj") if "gate_up" in name else ("down_proj",)
+            experts = name.rpartition(".")[0]
+            expected = torch.stack(
+                [
+                    torch.cat([meant[f"{experts}.{i}.{part}.weight"] for part in parts])
+                    for i in range(len(weight))
+                ]
+            )
+        torch.testing.assert_close(weight.double(), expected.double(), rtol=1e-6, atol=0)
+
+
+def test_nvfp4_of_another_layout_is_refused_by_the_plan(tmp_path: Path) -> None:
+    folder = new_workshop(tmp_path / "run")
+    experts = {"model.experts.gate_up_proj": torch.zeros(2, 64, 32, dtype=torch.uint8)}
+    rotated = {"model.layers.0.mlp.up_proj.pre_quant_scale": torch.ones(64)}
+    for i, changes in enumerate(({}, experts, rotated)):
+        four_bits(folder / "toy", tmp_path / f"{i}", "modelopt", **changes)
+        plan = draftlab(folder, "run", "small.yaml", "--plan", f"target={tmp_path / str(i)}")
+        said = " ".join(plan.output.split())
+        assert "quantised (modelopt NVFP4), dequantised in memory" in said
+        assert plan.exit_code == (2 if changes else 0)
+        for name in changes:
+            assert f"found {name}" in said
+            assert "regenerate.backend=vllm record.backend=vllm" in said
+
+
+def test_factors_without_their_weights_are_refused(tmp_path: Path) -> None:
+    """transformers writes experts in float8 one by one, and their factors together."""
+    folder = toy_target_folder(tmp_path / "plain", layers=2, hidden=256)
+    eight_bit_blocks(folder, tmp_path / "fp8")
+    file = tmp_path / "fp8/model.safetensors"
+    factors = {"model.layers.0.mlp.experts.down_proj_scale_inv": torch.ones(4, 2, 1)}
+    save_file({**load_file(file), **factors}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"experts\.down_proj_scale_inv without .*experts\.down"):
+        load_on_cpu(tmp_path / "fp8")
