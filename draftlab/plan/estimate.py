@@ -413,10 +413,17 @@ def _warnings(sizes: RecipeSizes, rows: dict[str, Estimate], runs: Path) -> Iter
         yield f"warning: target.gpus is {num_gpus}, and hardware.gpus {recipe.hardware.gpus}"
     if target > usable:
         weights = rows["target"].memory or 0.0
+        packed = ""
+        if sizes.target.is_dequantised:
+            packed = (
+                "; vLLM leaves the weights quantised (regenerate.backend=vllm record.backend=vllm)"
+            )
         yield (
             f"warning: the target and its KV cache take {size_text(target)} of a GPU's "
             f"{sizes.gpu.memory:g} GB; target.gpus={math.ceil(target * num_gpus / usable)} is "
-            "enough" + "; without it fewer prompts are answered at once" * (weights <= usable)
+            f"enough{packed}"
+            + "; without it fewer prompts are answered at once"
+            * (weights <= usable)
         )
     if head > usable:
         yield (

@@ -73,6 +73,7 @@ class TargetSize:
         state_bytes: bytes of one request's states in all recurrent layers; None: unknown.
         max_length: positions that the target supports.
         quantised: what is said of quantised files; empty: they are not.
+        is_dequantised: whether their weights are not quantised in memory.
     """
 
     def __init__(self, recipe: Recipe, config: Any, *, on_cpu: bool = False) -> None:
@@ -91,7 +92,7 @@ class TargetSize:
         each = {"float32": 4, "auto": auto}.get(recipe.target.dtype, 2)
         self.bytes: float = self.parameters * each
         self.stored: float = self.parameters * dtype.itemsize
-        self.quantised = ""
+        self.quantised, self.is_dequantised = "", False
         if fields := quantisation_fields(config):
             matrices = sum(p.numel() for p in decoder.layers.parameters() if p.ndim > 1)
             saved = (weight_bits(fields) or 8 * dtype.itemsize) / 8 - dtype.itemsize
@@ -102,7 +103,10 @@ class TargetSize:
             if method in _RUN_PACKED or (method == "fp8" and not on_cpu):
                 self.bytes += matrices * (saved + dtype.itemsize - each)
             else:
-                self.quantised += ", dequantised in memory"
+                self.quantised, self.is_dequantised = (
+                    f"{self.quantised}, dequantised in memory",
+                    True,
+                )
         layers = [text.per_layer_config[i] for i in range(text.num_hidden_layers)]
         kept = 2 * sum(map(_key_width, layers)) / len(layers)
         if latent := _first(text, "kv_lora_rank"):

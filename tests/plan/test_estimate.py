@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +24,33 @@ from tests.helpers.small_run import RECIPES, draftlab
 from tests.helpers.zoo import zoo_config
 
 
-def test_a_quantised_target(tmp_path: Path) -> None:
-    """Sizes are those of 16 bits; the note says that the files are smaller."""
-    quantised = {"quantization_config": {"quant_method": "mxfp4"}}
-    LlamaConfig(**LLAMA_8B, **quantised).save_pretrained(tmp_path)
-    (line,) = (row.note for row in RecipeSizes(recipe(tmp_path)).stages() if row.name == "target")
-    assert line.startswith("LlamaForCausalLM: 8.03 B parameters; quantised")
+@pytest.mark.parametrize(
+    ("fields", "disk", "memory"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 6.0e9, 16.1e9),
+        ({"quant_method": "gptq", "bits": 4}, 6.0e9, 6.0e9),
+        ({"quant_method": "fp8"}, 9.1e9, 9.1e9),
+    ],
+)
+def test_a_quantised_target(
+    fields: dict[str, Any], disk: float, memory: float, tmp_path: Path
+) -> None:
+    LlamaConfig(**LLAMA_8B, quantization_config=fields).save_pretrained(tmp_path)
+    settings = recipe(tmp_path, hardware={"gpu": "H200"})
+    (row,) = (row for row in RecipeSizes(settings).stages() if row.name == "target")
+    assert row.note.startswith("LlamaForCausalLM: 8.03 B parameters; quantised")
+    assert ("dequantised in memory" in row.note) == (memory > 16e9)
+    assert row.disk == pytest.approx(disk, rel=0.02)
+    assert row.memory == pytest.approx(memory, rel=0.02)
+
+
+def test_dequantised_weights_that_do_not_fit_can_stay_in_vllm(tmp_path: Path) -> None:
+    fields = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    config = LLAMA_8B | {"num_hidden_layers": 320, "quantization_config": fields}
+    LlamaConfig(**config).save_pretrained(tmp_path)
+    settings = recipe(tmp_path, hardware={"gpu": "H200"})
+    said = " ".join(" ".join(estimate_table(settings, tmp_path, STAGES)).split())
+    assert "is enough; vLLM leaves the weights quantised (regenerate.backend=vllm" in said
 
 
 def test_the_disk_holds_the_checkpoints_that_there_are_at_a_time(
