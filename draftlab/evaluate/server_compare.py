@@ -18,6 +18,8 @@ FULL_BITS = 15.0
 """Fewer bits a weight are a quantised model."""
 WEAK_START = 0.85
 """A smaller share of the report's acceptance at the first position is more than rounding does."""
+ROUNDING = 0.01
+"""The share by which rounding changes the AL of the same answers at T = 0."""
 _QUANTISED = re.compile(
     r"(?i)(?<![a-z0-9])((i?q[2-8](_[a-z0-9]+)*)|awq|gptq|nvfp4|mxfp4|fp8|int[48]|w[48]a\d+|"
     r"bnb|[48]bit|[48]-bit)(?![a-z0-9])"
@@ -102,6 +104,10 @@ def compare(bench: ServerBench) -> Iterator[str]:
     differs = ours[1] < theirs[0] or theirs[1] < ours[0]
     names = ["interval" if low < high else "AL" for low, high in (ours, theirs)]
     pair = f"the server's {names[0]} and the report's {names[1]}, not prompt by prompt"
+    answers = _same_answers(bench, point, row)
+    if answers and served.k == row.k:  # the same drafts are then made after the same tokens
+        differs = abs(al / expected - 1) > ROUNDING
+        pair = f"of the same answers AL is the same within {ROUNDING:.0%}"
     yield f"  they {'differ' if differs else 'agree'} ({pair})" + "; causes to check:" * differs
     if served.k > row.k:
         trained = f" (trained for {row.k_trained})" * bool(row.k_trained)
@@ -111,7 +117,6 @@ def compare(bench: ServerBench) -> Iterator[str]:
         yield f"  - found: {template}"
     if quantised := _quantised(bench.server.card):
         yield f"  - found: quantised target: {quantised}; the report's is {row.dtype}"
-    answers = _same_answers(bench, point, row)
     if answers is not None and point.load is not None:
         each = f"{point.load.output_tokens / point.requests:.1f} tokens each, the report"
         each += f" {row.output_tokens / row.prompts:.1f}"
@@ -148,12 +153,14 @@ def _to_check(
             if answers is None
             else "other weights of the head"
         )
-    elif first is None or first < WEAK_START * expected:
-        shown = "" if first is None else f" (the first draft: {first:.2f}, report {expected:.2f})"
-        yield f"aux layers{shown}, in the head's config"
-        yield "other weights of the head: its revision, a converted vocabulary"
     else:
-        yield "K and what the head was trained for, RoPE and context, if later positions lose"
+        weak = first is None or first < (1 - ROUNDING if answers else WEAK_START) * expected
+        if weak:
+            shown = f" (the first draft: {first:.2f}, report {expected:.2f})" if first else ""
+            yield f"aux layers{shown}, in the head's config"
+            yield "other weights of the head: its revision, a converted vocabulary"
+        if answers or not weak:
+            yield "K and what the head was trained for, RoPE and context, if later positions lose"
     if answers is None:
         yield f"the target: other weights, quantised, dtype (the report: {row.dtype}), KV cache"
 
