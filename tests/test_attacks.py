@@ -34,7 +34,7 @@ from draftlab.run.resolve import find_target, reference_head
 from draftlab.run.stages import read_record
 from draftlab.store.manifest import MANIFEST
 from draftlab.store.merge import merge
-from draftlab.store.receipts import Receipts
+from draftlab.store.resume import Receipts
 from draftlab.store.store import Store
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_target, load_tokenizer

@@ -15,8 +15,7 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, check_locks, locked, remove_leftovers, save_tensors
-from draftlab.recipe.recipe import flatten, parse_recipe
-from draftlab.run.folder import Run, lock
+from draftlab.run.folder import lock, write_recipe
 from tests.helpers.table_target import record_table, samples_of_lengths
 
 SAMPLES = samples_of_lengths([12, 9])
@@ -113,7 +112,7 @@ def test_leftovers_of_killed_processes_are_removed_by_the_next_run(tmp_path: Pat
     link = tmp_path / f"runs/.latest.{pid}"
     link.symlink_to("x")
     with lock(folder):
-        Run(folder, flatten(parse_recipe({"name": "x"})), {}).write_recipe("seed: 1")
+        write_recipe(folder, "seed: 1")
     assert not any(path.exists() for path in (*dead, tree))
     assert not link.is_symlink()
     assert all(path.exists() for path in (*alive, *kept, tmp_path / "runs/latest"))

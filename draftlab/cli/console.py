@@ -25,7 +25,7 @@ from draftlab.url_secrets import without_secrets
 
 if TYPE_CHECKING:
     from draftlab.evaluate.results import Report
-    from draftlab.run.stages import Status
+    from draftlab.run.stage_status import Status
 
 Json = Annotated[
     bool, typer.Option("--json", help="Print report.json on stdout instead of the table.")

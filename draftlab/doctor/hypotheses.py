@@ -18,11 +18,6 @@ from draftlab.heads.rope import used_rope
 from draftlab.heads.validate import ascending_ids
 from draftlab.target_model.default_boundaries import default_boundaries
 
-MARGIN = 0.05  # the least gain in accepted drafts per step that is reported
-NEXT_POSITION_MARGIN = 0.5
-"""Accepted drafts per step that features of the next position must gain. They determine the first
-draft nearly, so that a head trained on them is nearly always right, and any other gains a little.
-"""
 ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 """The default base of programs, and those of well-known targets."""
 FLAGS = {
@@ -83,14 +78,12 @@ class Hypothesis:
         kind: kind of the finding.
         name: ends the sentence "it was trained with …".
         do: what the user can do.
-        margin: accepted drafts per step that the variant must gain.
     """
 
     kind: str
     name: str
     do: str
     variant: HeadVariant
-    margin: float = MARGIN
 
 
 Row = tuple[str, str, str, dict[str, Any]]
@@ -101,8 +94,8 @@ def hypotheses(stored: HeadVariant, context: HypothesisContext) -> list[Hypothes
     """Return every row of the table that the head's shapes allow."""
     return [
         *(
-            Hypothesis(kind, name, do, replace(stored, **inputs), margin)
-            for kind, name, do, inputs, margin in input_rows(stored, context)
+            Hypothesis(kind, name, do, replace(stored, **inputs))
+            for kind, name, do, inputs in input_rows(stored, context)
         ),
         *(
             Hypothesis(kind, name, do, replace(stored, config=changes["config"]))
@@ -115,10 +108,8 @@ def hypotheses(stored: HeadVariant, context: HypothesisContext) -> list[Hypothes
     ]
 
 
-def input_rows(
-    stored: HeadVariant, context: HypothesisContext
-) -> Iterator[tuple[str, str, str, dict[str, Any], float]]:
-    """Yield features before and after norms and of neighbouring positions, with their margins."""
+def input_rows(stored: HeadVariant, context: HypothesisContext) -> Iterator[Row]:
+    """Yield features before and after norms and of neighbouring positions."""
     ids, last = stored.config.boundaries, context.num_layers
     normed = get_family(stored.config.family).reads_last_state
     rows = [
@@ -143,10 +134,10 @@ def input_rows(
     ]
     for applies, name, do, norm in rows:
         if applies:
-            yield "features", name, do, {"norm": norm}, MARGIN
+            yield "features", name, do, {"norm": norm}
     do = "no server can pair x_(t+1) with those: train again on pairs (x_(t+1), g_t)"
-    for lag, word, margin in ((1, "previous", MARGIN), (-1, "next", NEXT_POSITION_MARGIN)):
-        yield "alignment", f"features of the {word} position", do, {"lag": lag}, margin
+    for lag, word in ((1, "previous"), (-1, "next")):
+        yield "alignment", f"features of the {word} position", do, {"lag": lag}
 
 
 def config_rows(stored: HeadVariant, context: HypothesisContext) -> Iterator[Row]:

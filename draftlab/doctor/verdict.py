@@ -13,12 +13,17 @@ from typing import Any
 import numpy as np
 
 from draftlab.doctor.diagnosis import Diagnosis, Finding, ScoredVariant, State, fault, note
-from draftlab.doctor.hypotheses import MARGIN, Hypothesis
+from draftlab.doctor.hypotheses import Hypothesis
 from draftlab.doctor.score import Score, needed_prompts, student_interval
 from draftlab.engine.counters import Counters
 from draftlab.formatting import count_text
 from draftlab.intervals import share_interval
 
+MARGIN = 0.05
+"""Accepted drafts per step that a variant must gain."""
+NEXT_POSITION_MARGIN = 0.5
+"""The same with features of the next position. They determine the first draft nearly, so that a
+head trained on them is nearly always right, and any other gains a little."""
 MIN_FIRST_ACCEPTED = 0.4
 """Share of first drafts that a trained head has accepted. Published heads reach 0.6 to 0.8 at
 temperature 0; below 0.4 a step with one draft writes fewer than 1.4 tokens."""
@@ -47,7 +52,8 @@ class VariantResult:
     def better(self) -> bool:
         """Whether it fits better than the stored head, by its margin and not by chance."""
         row, interval = self.hypothesis, self.interval
-        return bool(row and interval and interval[0] > 0 and self.gain >= row.margin)
+        margin = NEXT_POSITION_MARGIN if row and row.variant.lag < 0 else MARGIN
+        return bool(row and interval and interval[0] > 0 and self.gain >= margin)
 
     def scored(self) -> ScoredVariant:
         """Return its part of the diagnosis."""

@@ -5,7 +5,7 @@
 
 Complete stages whose inputs are the recipe's are kept, and missing ones run. If an expensive stage
 has other inputs, the run is refused, and the message names the settings. Stages are defined in
-`run/stages.py`; `run/folder.py` decides what is complete.
+`run/stages.py`; `run/stage_status.py` decides what is complete.
 """
 
 from __future__ import annotations
@@ -36,11 +36,12 @@ from draftlab.plan.preflight import (
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe, flatten, to_yaml
 from draftlab.run.api import evaluate_head, export_layouts
-from draftlab.run.folder import RUNS, Run, lock
+from draftlab.run.folder import RUNS, lock, write_recipe
 from draftlab.run.head_workspace import export_files, input_files
 from draftlab.run.held_out_prompts import held_out_prompts
 from draftlab.run.resolve import find_head, with_family_defaults
-from draftlab.run.stages import REPORT, STAGES, Stage, Status
+from draftlab.run.stage_status import Run, Status
+from draftlab.run.stages import REPORT, STAGES, Stage
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import resolve_target
 from draftlab.text.prompts import data_set_commit, fetch_prompts, find_prompts
@@ -215,7 +216,7 @@ class Pipeline:
             for status in statuses:
                 if status.damage and status.state != "unneeded":
                     run.check_store(status)
-            if note := run.write_recipe(to_yaml(self.recipe)):
+            if note := write_recipe(run.folder, to_yaml(self.recipe)):
                 self.monitor.say(note)
             for number, status in enumerate(statuses, 1):
                 stage = status.stage

@@ -187,7 +187,7 @@ class Recording(TargetWorker):
         identity, samples = super().samples(target, monitor)
         if self.trains:
             settings, lengths = self.recipe.record, samples.lengths
-            limit = min(settings.max_length or target.max_length, target.max_length)
+            limit = settings.length_limit(target.max_length)
             check_row_tokens(lengths.clip(max=limit), self.recipe.train.row_tokens)
         return identity, samples
 

@@ -174,7 +174,7 @@ class RecipeSizes:
 
     def _recorded(self, conversations: Conversations) -> float:
         """Return the number of tokens of all records, at most."""
-        limit = self.recipe.record.max_length or self.target.max_length
+        limit = self.recipe.record.length_limit(self.target.max_length)
         return conversations.count * min(conversations.length, limit)
 
     def _store(self) -> Estimate:

@@ -35,7 +35,7 @@ from draftlab.store.extraction import (
     teacher_positions,
 )
 from draftlab.store.manifest import Manifest, Shard
-from draftlab.store.receipts import lock_folder
+from draftlab.store.resume import lock_folder
 from draftlab.store.sample_table import Sample
 from draftlab.store.settings import RecordSettings
 from draftlab.store.shard_writer import SHARDS_AT_ONCE

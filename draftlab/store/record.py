@@ -3,7 +3,7 @@
 The plan (which sample is in which shard and in which forward pass) is written into the manifest
 before anything is computed. A killed recording therefore continues after its last committed shard,
 and ends with the bytes of an uninterrupted one, whichever processes record the shards
-(`store/receipts.py`). Forward passes, copies from the device and writes to the disk overlap
+(`store/resume.py`). Forward passes, copies from the device and writes to the disk overlap
 (`store/extraction.py`, `store/shard_writer.py`).
 """
 
@@ -25,8 +25,8 @@ from draftlab.formatting import count_text, size_text
 from draftlab.progress import Monitor
 from draftlab.store.extraction import HiddenStateExtractor, StateSource
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
-from draftlab.store.receipts import Receipts, lock_folder, resume_plan
 from draftlab.store.recording_plan import check_same_recording, plan_recording
+from draftlab.store.resume import Receipts, lock_folder, resume_plan
 from draftlab.store.sample_table import Sample
 from draftlab.store.settings import NotFinitePolicy, RecordSettings
 from draftlab.store.shard_files import (

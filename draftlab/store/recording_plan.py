@@ -66,7 +66,13 @@ def plan_recording(
     padding_reason = target.padding_reason
     if padding_reason is not None:
         monitor.say(f"forward passes are of right-padded rows: the target {padding_reason}")
-    padded, max_length = padding_reason is not None, _max_length(target, settings, monitor)
+    padded, positions = padding_reason is not None, target.max_length
+    max_length = settings.length_limit(positions)
+    if settings.max_length is not None and settings.max_length > positions:
+        monitor.say(
+            f"record.max_length: {settings.max_length:,} is cut to {positions:,}, the target's "
+            "number of positions"
+        )
     if not len(samples):
         raise UserError("expected conversations to record, found none", do="check the data set")
     table = SampleTable.of(samples)
@@ -168,17 +174,6 @@ def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
             )
             break
     raise UserError(f"this store was recorded from other samples: {what}", where=where, do=do)
-
-
-def _max_length(target: Target | TargetMetadata, settings: RecordSettings, monitor: Monitor) -> int:
-    """Return the sample length limit: the setting, at most the target's number of positions."""
-    max_length, positions = settings.max_length, target.max_length
-    if max_length is not None and max_length > positions:
-        monitor.say(
-            f"record.max_length: {max_length:,} is cut to {positions:,}, the target's number of "
-            "positions"
-        )
-    return min(max_length or positions, positions)
 
 
 def _check_samples(table: SampleTable, vocab_size: int) -> None:

@@ -73,6 +73,10 @@ class RecordSettings(Settings):
             raise ValueError("keep=all keeps the shards of a window: expected a window, found none")
         return self
 
+    def length_limit(self, positions: int) -> int:
+        """Return the most tokens of a sample of a target with this many positions."""
+        return min(self.max_length or positions, positions)
+
     @property
     def rolls(self) -> bool:
         """True if shards are recorded and deleted while the training runs."""

@@ -21,7 +21,7 @@ from draftlab.errors import UserError
 from draftlab.store.extraction import StatesFuture, StateSource, find_not_finite
 from draftlab.store.fp8 import relative_errors
 from draftlab.store.manifest import Shard, StoreIdentity
-from draftlab.store.receipts import Receipts
+from draftlab.store.resume import Receipts
 from draftlab.store.sample_table import NO_TEACHER, Sample
 from draftlab.store.settings import NotFinitePolicy
 from draftlab.store.shard_file import tensor_dtypes, write_shard

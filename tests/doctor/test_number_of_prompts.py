@@ -13,10 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftlab.doctor.hypotheses import MARGIN, Hypothesis
+from draftlab.doctor.hypotheses import HeadVariant, Hypothesis
 from draftlab.doctor.score import Score, needed_prompts
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.doctor.verdict import (
+    MARGIN,
     TOO_FEW,
     VariantResult,
     VariantSearch,
@@ -50,10 +51,10 @@ def sample(case: str, count: int, seed: int) -> VariantSearch:
         return Score(counters, values, positions, fields["k"])
 
     stored = score(fields["stored"])
-    tried, worse = fields["tried"], Hypothesis("", "another variant", "", None)  # type: ignore[arg-type]
+    tried, worse = fields["tried"], Hypothesis("", "another variant", "", HeadVariant(None, {}))  # type: ignore[arg-type]
     others = []
     for name, accepted in fields["variants"].items():
-        mistake, changed = Hypothesis(name, name, "", None), score(accepted)  # type: ignore[arg-type]
+        mistake, changed = Hypothesis(name, name, "", HeadVariant(None, {})), score(accepted)  # type: ignore[arg-type]
         others.append(VariantResult(mistake, changed, *changed.gain(stored, tried)))
     others += [VariantResult(worse, stored, -1.0)] * (tried - len(others))  # not in the file
     others.sort(key=lambda result: result.gain, reverse=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from draftlab.doctor.hypotheses import Hypothesis
+from draftlab.doctor.hypotheses import HeadVariant, Hypothesis
 from draftlab.doctor.score import Score
 from draftlab.doctor.verdict import VariantResult, VariantSearch, make_diagnosis, score_finding
 from draftlab.engine.counters import Counters
@@ -84,7 +84,7 @@ def test_a_healthy_head_is_told_which_gain_would_have_shown(
     """The largest end of an interval, or the margin."""
     search = searched([0.7] * 16, 60)
     stored = replace(search.stored, score=replace(search.stored.score, positions=np.ones(16)))
-    row = Hypothesis("rope", "name", "", None)  # type: ignore[arg-type]
+    row = Hypothesis("rope", "name", "", HeadVariant(None, {}))  # type: ignore[arg-type]
     others = [VariantResult(row, stored.score, 0.0, (-0.1, end)) for end in ends]
     search = VariantSearch(stored, others)
     diagnosis = make_diagnosis("head", "target", [], layout="draftlab", search=search)

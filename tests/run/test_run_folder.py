@@ -7,8 +7,9 @@ import pytest
 from draftlab.errors import UserError
 from draftlab.files import read_json
 from draftlab.recipe.recipe import Recipe, flatten, parse_recipe
-from draftlab.run import folder as run_folder
-from draftlab.run.folder import Run, find_run
+from draftlab.run import stage_status
+from draftlab.run.folder import find_run, write_recipe
+from draftlab.run.stage_status import Run
 from draftlab.run.stages import STAGES, record_path, recorded_with
 
 ANSWERS, HEAD, EVAL, EXPORT = (STAGES[n] for n in ("answers", "head", "eval", "export"))
@@ -17,7 +18,7 @@ FILES = {"answers": {"prompts.sha256": "1"}, "eval": {"eval.suite.sha256": "2"}}
 
 @pytest.fixture(autouse=True)
 def _stores_are_complete(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_folder, "check_store", lambda *_: False)
+    monkeypatch.setattr(stage_status, "check_store", lambda *_: False)
 
 
 def make_run(folder: Path, files: dict | None = None, **tree: object) -> Run:
@@ -87,7 +88,7 @@ def test_a_stage_without_one_of_its_files_is_unfinished(
         raise UserError("a shard of the store is missing", where=folder)
 
     if stage == "store":
-        monkeypatch.setattr(run_folder, "check_store", broken)
+        monkeypatch.setattr(stage_status, "check_store", broken)
     else:
         (tmp_path / STAGES[stage].artefact / STAGES[stage].files[-1]).unlink()
     assert states(run, stage)[stage] == "unfinished"
@@ -227,12 +228,12 @@ def test_latest_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         find_run("a")
     for name in ("a", "b"):
         run = make_run(Path("runs") / name)
-        run.write_recipe("seed: 1")
+        write_recipe(run.folder, "seed: 1")
         assert find_run(None).name == name
     before = {p: p.lstat().st_mtime_ns for p in Path("runs").rglob("*")}
-    run.write_recipe("seed: 1")
+    write_recipe(run.folder, "seed: 1")
     assert {p: p.lstat().st_mtime_ns for p in Path("runs").rglob("*")} == before
-    run.write_recipe("seed: 2")
+    write_recipe(run.folder, "seed: 2")
     assert Path("runs/b/recipe.yaml").read_text() == "seed: 2"
     assert find_run("a") == find_run("runs/a") == tmp_path / "runs" / "a"
     assert not [p for p in Path("runs").iterdir() if p.name.startswith(".")]

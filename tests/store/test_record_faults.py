@@ -18,13 +18,13 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.store import receipts as receipts_module
+from draftlab.store import resume as resume_module
 from draftlab.store import shard_writer
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.merge import merge
-from draftlab.store.receipts import Receipts
 from draftlab.store.record import RecordSettings, open_recorder
 from draftlab.store.recording_plan import plan_recording
+from draftlab.store.resume import Receipts
 from draftlab.store.sample_table import Sample
 from draftlab.store.store import Store
 from draftlab.target_model.model import Target
@@ -284,13 +284,13 @@ def test_a_receipt_that_the_leader_removes_is_no_error(
     (tmp_path / first.file).write_bytes(b"ab")
     assert 0 in receipts.missing(), "a file of another size"
     (tmp_path / first.file).write_bytes(b"a")
-    read_json = receipts_module.read_json
+    read_json = resume_module.read_json
 
     def removed(path: Path, **options: str) -> object:
         path.unlink()
         return read_json(path, **options)
 
-    monkeypatch.setattr(receipts_module, "read_json", removed)
+    monkeypatch.setattr(resume_module, "read_json", removed)
     assert 0 in receipts.missing()
 
 

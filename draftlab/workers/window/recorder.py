@@ -20,7 +20,7 @@ from draftlab.errors import UserError
 from draftlab.files import read_json, write_json
 from draftlab.formatting import count_text
 from draftlab.progress import Monitor
-from draftlab.store.receipts import Receipts, renew_version
+from draftlab.store.resume import Receipts, renew_version
 from draftlab.store.shard import WrittenShard
 from draftlab.store.store import Store
 from draftlab.train.batch.window_order import WindowOrder

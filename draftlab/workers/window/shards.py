@@ -10,7 +10,7 @@ from collections.abc import Callable
 from draftlab.errors import UserError
 from draftlab.files import parse_json, sha256_file
 from draftlab.progress import Monitor
-from draftlab.store.receipts import Receipts
+from draftlab.store.resume import Receipts
 from draftlab.store.shard import WrittenShard, shard_number
 from draftlab.store.shard_file import map_shard
 
