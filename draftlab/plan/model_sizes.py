@@ -179,7 +179,7 @@ class Conversations:
             prompt=prompt,
             long_prompt=min(float(np.quantile(tokens, 0.99)), max_length),
             answer=min(float(turns.mean()) * most, max_length - prompt),
-            longest=min(longest, recipe.record.max_length or max_length) if sizes else 0,
+            longest=min(longest, recipe.record.length_limit(max_length)) if sizes else 0,
             assumed=not sizes,
         )
 
@@ -196,8 +196,11 @@ def _prompt_sizes(recipe: Recipe) -> list[tuple[float, int]]:
     with open(path, "rb") as file:
         # In a text the quotes would be escaped.
         sizes = [(len(line), max(1, line.count(b'"user"'))) for line in islice(file, number)]
-        file.seek(0)
-        part = list(islice(file, 0, number, max(1, len(sizes) // MOST_GIVEN)))
+        starts = np.cumsum([0, *(size for size, _ in sizes)]).tolist()
+        part = []
+        for start in starts[: -1 : max(1, len(sizes) // MOST_GIVEN)]:
+            file.seek(start)
+            part.append(file.readline())
     each = _token_bytes(recipe, part, path)
     return [(size / each, turns) for size, turns in sizes]
 

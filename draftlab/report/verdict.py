@@ -23,7 +23,7 @@ def title(report: Report) -> str:
 def verdicts(report: Report) -> list[str]:
     """Return a sentence for each engine, head and suite, about its lowest temperature.
 
-    "At T = 0, batch 1 and K = 4 quickstart makes decoding 1.60× as fast [1.52, 1.68] (tokens a step
+    "At T = 0, batch 1 and K = 4, my-head makes decoding 1.60× as fast [1.52, 1.68] (tokens a step
     of 64 prompts, step times of 10 of them); K = 3 would be faster (predicted 1.85×)." It claims no
     more than the intervals show. Without times it states the acceptance length; there is no verdict
     from too few prompts, or where the machine was disturbed. Engine and suite are named if there
@@ -49,14 +49,16 @@ def _of_rows(report: Report, rows: Sequence[Row], row: Row, at: str, suite: str)
     where, name = f"{at} {conditions} and K = {row.k}", Path(row.head or "the head").name
     if row.speedup is None or row.speedup_ci is None:
         length = fmt.with_interval(row.acceptance_length, row.acceptance_length_ci)
-        return f"{where} {name} has AL {length}{suite and f' on {suite[4:]}'}; {_no_verdict(rows)}."
+        return (
+            f"{where}, {name} has AL {length}{suite and f' on {suite[4:]}'}; {_no_verdict(rows)}."
+        )
     low, high = row.speedup_ci
     effect = {
         True: f"makes decoding{suite}",
         False: f"slows decoding{suite} down:",
         None: f"has no clear effect on the speed of decoding{suite}:",
     }[drafting_pays(row.speedup_ci)]
-    sentence = f"{where} {name} {effect} {row.speedup:.2f}× as fast [{low:.2f}, {high:.2f}]"
+    sentence = f"{where}, {name} {effect} {row.speedup:.2f}× as fast [{low:.2f}, {high:.2f}]"
     return f"{sentence}{_of_prompts(row)}{_best_k(report, row)}."
 
 

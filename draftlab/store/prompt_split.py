@@ -7,6 +7,7 @@ that takes several records (`samples.build_samples`).
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Sequence
 
@@ -14,7 +15,6 @@ import numpy as np
 
 _NUMBERED = re.compile(r"(.*)#(?:0[0-9]*|1|[0-9]+[~#][0-9]+)", re.DOTALL)
 """Ids that no continuation of a conversation `group 1` has: those begin at #2."""
-_TURN, _ANSWER = re.compile(r"#[0-9]+\Z"), re.compile(r"~[0-9]+\Z")
 
 
 def group_by_prompt(ids: Sequence[str]) -> np.ndarray:
@@ -30,14 +30,21 @@ def group_by_prompt(ids: Sequence[str]) -> np.ndarray:
     # left out as too long, so else they always do.
     names = {match[1] for id_ in ids if "#" in id_ and (match := _NUMBERED.fullmatch(id_))}
     names = names.difference(ids) if names else names
-    numbers: dict[str, int] = {}
 
-    def number(id_: str) -> int:
-        if "#" in id_ and (conversation := _TURN.sub("", id_)) not in names:
-            id_ = conversation
-        return numbers.setdefault(_ANSWER.sub("", id_) if "~" in id_ else id_, len(numbers))
+    def prompt(id_: str) -> str:
+        conversation = _without_number(id_, "#")
+        return _without_number(id_ if conversation in names else conversation, "~")
 
-    return np.fromiter(map(number, ids), np.int64, len(ids))
+    prompts = [prompt(id_) if "#" in id_ or "~" in id_ else id_ for id_ in ids]
+    if prompts == list(ids):  # no two are equal
+        return np.arange(len(ids))
+    numbers = dict(zip(dict.fromkeys(prompts), itertools.count(), strict=False))
+    return np.fromiter(map(numbers.__getitem__, prompts), np.int64, len(ids))
+
+
+def _without_number(id_: str, mark: str) -> str:
+    start, _, number = id_.rpartition(mark)
+    return start if number.isascii() and number.isdecimal() and len(number) < len(id_) else id_
 
 
 def hold_out(ids: Sequence[str], share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

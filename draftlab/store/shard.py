@@ -307,11 +307,13 @@ class ShardSizes(NamedTuple):
             UserError: a shard is a symbolic link that leads out of the folder.
         """
         names = os.listdir(folder) if folder.is_dir() else []
-        names = [name for name in names if shard_number(name) >= 0]
+        shards = [(number, name) for name in names if (number := shard_number(name)) >= 0]
+        root = str(folder)
 
         def states(first: int) -> list[tuple[int, int, int]]:
-            found = ((name, _file_state(folder / name)) for name in names[first::_LIST_THREADS])
-            return [(shard_number(name), *state) for name, state in found if state is not None]
+            part = shards[first::_LIST_THREADS]
+            found = ((number, _file_state(os.path.join(root, name))) for number, name in part)
+            return [(number, *state) for number, state in found if state is not None]
 
         with ThreadPoolExecutor(_LIST_THREADS, "list") as pool:
             return cls._of([one for part in pool.map(states, range(_LIST_THREADS)) for one in part])
@@ -334,12 +336,12 @@ class ShardSizes(NamedTuple):
         return result
 
 
-def _file_state(path: Path) -> tuple[int, int] | None:
+def _file_state(path: str) -> tuple[int, int] | None:
     """Return size and time of a shard's file; None: it is none, or another process removed it."""
     try:
         state = os.stat(path, follow_symlinks=False)
         if stat.S_ISLNK(state.st_mode):
-            state = _checked(path).stat()
+            state = _checked(Path(path)).stat()
     except FileNotFoundError:
         return None
     return (state.st_size, state.st_mtime_ns) if stat.S_ISREG(state.st_mode) else None

@@ -44,7 +44,7 @@ def test_a_row_has_its_conditions_acceptance_and_times_in_one_line() -> None:
 def test_the_verdict_is_above_the_table() -> None:
     head, _, _ = printed(sample.report()).partition("───")
     assert head.split("\n")[1] == "Draft head head for target draftlab-embedded-12m"
-    assert head.split("\n")[2].startswith("At T = 0 and K = 4 head")
+    assert head.split("\n")[2].startswith("At T = 0 and K = 4, head")
 
 
 def test_how_drafts_are_chosen_is_explained() -> None:

@@ -39,7 +39,7 @@ def row_of(speedup: float | None, interval: tuple[float, float] | None, **change
     return row if speedup is None else sample.with_timing(row, 10.0, prompts=64, **times)
 
 
-BEGINNING = "At T = 0, batch 1 and K = 4 head "
+BEGINNING = "At T = 0, batch 1 and K = 4, head "
 PROMPTS = "(tokens a step and step times of 64 prompts)"
 
 
@@ -101,7 +101,7 @@ def test_each_engine_has_its_verdict() -> None:
 def test_without_times_the_verdict_is_the_acceptance_length() -> None:
     (sentence,) = verdicts(report(None))
     assert sentence.endswith("; no times were measured.")
-    assert "At T = 0 and K = 5 head has AL 2." in sentence
+    assert "At T = 0 and K = 5, head has AL 2." in sentence
     assert verdicts(sample.report([sample.baseline()])) == []
 
 
