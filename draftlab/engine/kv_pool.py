@@ -1,7 +1,7 @@
-"""The size of the KV cache: as many blocks as a batch can use, but no more than memory holds.
+"""The blocks of the KV cache: which are free, and how many there are.
 
-With fewer blocks than a batch can use, the scheduler runs fewer requests at once and preempts the
-ones admitted last; the tokens do not change.
+There are as many as a batch can use, but no more than memory holds. With fewer, the scheduler runs
+fewer requests at once and preempts the ones admitted last; the tokens do not change.
 """
 
 from __future__ import annotations
@@ -21,10 +21,47 @@ from draftlab.target_model.paged_cache import PagedCache
 
 RESERVE = 0.2
 """Share of the free memory that is left for activations, logits and CUDA graphs."""
-
-
 CGROUP = Path("/sys/fs/cgroup")
 """Where a container sees its own memory limit (cgroup v2)."""
+
+
+class BlockPool:
+    """The free and the allocated ones of blocks 1 … num_blocks of a paged KV cache.
+
+    Block 0 is never allocated: block tables are padded with it. It is never written, and it is read
+    only for drafts that cannot be verified any more.
+
+    Args:
+        num_blocks: blocks to allocate; the cache has one more.
+        block_size: positions in a block.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._free = list(range(num_blocks, 0, -1))  # the lowest number is allocated first
+        self._allocated: set[int] = set()
+
+    def allocate(self, blocks: list[int], positions: int) -> bool:
+        """Extend `blocks` in place to hold `positions`; return False, unchanged, if it cannot."""
+        count = max(-(-positions // self.block_size) - len(blocks), 0)
+        if count > len(self._free):
+            return False
+        new = [self._free.pop() for _ in range(count)]
+        self._allocated.update(new)
+        blocks.extend(new)
+        return True
+
+    def free(self, blocks: list[int]) -> None:
+        """Free all blocks of an owner; `blocks` is empty afterwards.
+
+        Raises:
+            RuntimeError: a block is free already, and two sequences would share it.
+        """
+        if unknown := set(blocks) - self._allocated:
+            raise RuntimeError(f"blocks {sorted(unknown)} were freed twice")
+        self._allocated.difference_update(blocks)
+        self._free.extend(sorted(blocks, reverse=True))
+        blocks.clear()
 
 
 def available_bytes(device: torch.device) -> int:

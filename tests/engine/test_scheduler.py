@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from draftlab.engine.kv_pool import BlockPool
 from draftlab.engine.sampling import Request
-from draftlab.engine.scheduler import BlockPool, Scheduler
+from draftlab.engine.scheduler import Scheduler
 from draftlab.engine.step import GraphedStep
 
 
