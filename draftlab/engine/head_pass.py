@@ -157,7 +157,13 @@ class EagerHead(HeadRunner):
             query = layer.self_attn.query(x, angles)
             scale = query.shape[-1] ** -0.5
             attended = attend_paged(
-                query, *pool, block_table, positions, chunk=layer.chunk, scale=scale
+                query,
+                *pool,
+                block_table,
+                positions,
+                scale=scale,
+                window=layer.window,
+                chunk=layer.chunk,
             )
             hidden = layer.output(attended, residual)
         return self.head.output_norm(hidden)
@@ -191,7 +197,9 @@ class FusedHead(ProductRunner):
         scale = head.config.head_dim**-0.5
         next_norms = [*(layer.input_layernorm.weight for layer in head.layers[1:]), None]
         self.layers = [
-            FusedLayer(LayerWeights(layer), self.eps, scale, next_norm=next_norm)
+            FusedLayer(
+                LayerWeights(layer), self.eps, scale, window=layer.window, next_norm=next_norm
+            )
             for layer, next_norm in zip(head.layers, next_norms, strict=True)
         ]
 
@@ -265,7 +273,8 @@ class PrepackedHead(ProductRunner):
         self.norms_logits = head.logits_norm_weight() is not None
         scale = head.config.head_dim**-0.5
         self.layers = [
-            PrepackedLayer(LayerWeights(layer), self.eps, scale) for layer in head.layers
+            PrepackedLayer(LayerWeights(layer), self.eps, scale, layer.window)
+            for layer in head.layers
         ]
 
     @staticmethod
@@ -295,7 +304,9 @@ class PrepackedHead(ProductRunner):
                 query, residual = (last_rows(t, counts, num_outputs) for t in (query, residual))
             block_size, num_kv_heads = pool[0].shape[1:3]
             group = query.shape[2] // num_kv_heads
-            reads = plan_reads(block_table, positions, block_size, group, query.dtype)
+            reads = plan_reads(
+                block_table, positions, block_size, group, query.dtype, window=layer.window
+            )
             y = layer.output(query, residual.flatten(0, 1), pool, reads)
             hidden = y.view(*query.shape[:2], -1)
         return hidden if self.norms_logits or self.norm is None else self.norm(hidden)

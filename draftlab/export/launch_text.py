@@ -114,12 +114,15 @@ def _baked_text(export: Export) -> str:
 
 def sglang_text(export: Export, path: Path, *, algorithm: str = "EAGLE3") -> str:
     """Return launch.md for SGLang, which drafts a chain (servers §6)."""
+    window = getattr(export.head, "sliding_window", None)
     command = _sglang_command(
         export,
         path,
         algorithm,
         f"--speculative-num-steps {export.k} --speculative-eagle-topk 1",
         f"--speculative-num-draft-tokens {export.k + 1}",
+        # SGLang counts the keys before a position's own.
+        *([f"--speculative-draft-window-size {window - 1}"] if window else []),
     )
     return (
         f"# Serving this head with SGLang\n\n{command}\nDrafts: {export.k} tokens a step, one a "

@@ -28,6 +28,7 @@ from draftlab.export.refusals import (
     SGLANG_EMBEDDINGS,
     SPECULATORS_BLOCK,
     SPECULATORS_EAGLE3,
+    VLLM_WINDOW,
     refuse_block,
     refuse_width,
 )
@@ -108,7 +109,9 @@ def eagle3_layouts(family: Family) -> dict[str, Layout | str]:
             refusals=SPECULATORS_EAGLE3,
             ships_embeddings=True,  # the library leaves missing ones uninitialised
         ),
-        "vllm": Layout("vLLM layout", tensors=_midlayer, refusals=(refuse_width("vLLM's"),)),
+        "vllm": Layout(
+            "vLLM layout", tensors=_midlayer, refusals=(refuse_width("vLLM's"), VLLM_WINDOW)
+        ),
         "sglang": Layout(
             "SGLang layout",
             sglang_text,

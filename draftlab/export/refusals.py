@@ -81,6 +81,15 @@ def refuse_block(program: str) -> tuple[Refusal, ...]:
     )
 
 
+def _windows(program: str, reason: str, do: str = USE_VLLM) -> Refusal:
+    """Refuse a sliding window."""
+    return Refusal(
+        lambda h, e: e.has("sliding_window") and str(h.sliding_window),
+        f"{program} cannot serve a head with a sliding_window of {{found}}: {reason}",
+        do,
+    )
+
+
 def _one_layer(program: str) -> Refusal:
     """Refuse a chain of several layers."""
     return Refusal(
@@ -90,6 +99,12 @@ def _one_layer(program: str) -> Refusal:
     )
 
 
+VLLM_WINDOW = Refusal(
+    lambda h, e: e.has("sliding_window") and e.has("qk_norm") and str(h.sliding_window),
+    "vLLM cannot serve a head with qk_norm and a sliding_window of {found}: its Qwen3 class of "
+    "0.32 ignores the window",
+    "train without head.qk_norm, whose window vLLM reads",
+)
 SGLANG_EMBEDDINGS = Refusal(
     lambda h, e: h.embeddings == "own" and h.hidden_size == h.target_hidden_size,
     f"SGLang cannot serve a head with embeddings of its own: it replaces them by the target's, and "
@@ -126,6 +141,7 @@ SGLANG_EAGLE3 = (
 LLAMACPP_EAGLE3 = (
     refuse_width("llama.cpp's"),
     _one_layer("llama.cpp"),
+    _windows("llama.cpp", "its EAGLE3 graph attends to all keys"),
     *_flags(
         "llama.cpp",
         qk_norm=_NO_QK_NORM,
@@ -163,6 +179,7 @@ SPECULATORS_EAGLE3 = (
         lambda h, e: e.family.trains_mask and e.has("fc_norm"),
         "vLLM does not read fc_norm of a parallel head in the speculators layout",
     ),
+    VLLM_WINDOW,
     refuse_width("the speculators layout's"),
 )
 SPECULATORS_BLOCK = (

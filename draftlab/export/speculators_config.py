@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from draftlab.export.layout import Export, plain_config
-from draftlab.heads.vllm_config import layer_fields
+from draftlab.heads.vllm_config import layer_fields, sliding_fields
 
 SPECULATORS = "0.9.0"
 """Version of the speculators library whose files its layout follows."""
@@ -96,6 +96,7 @@ def eagle3_speculators_config(export: Export) -> dict[str, Any]:
         "use_cache": True,
         "pretraining_tp": 1,
         "layer_types": ["full_attention"] * head.num_layers,
+        **sliding_fields(head),
         "num_aux_hidden_states": len(head.boundaries),
     }
     return _speculators_config(export, own_fields, layers)

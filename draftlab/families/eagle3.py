@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftlab.heads.family import Family
 
@@ -25,8 +25,11 @@ class Eagle3(Family):
     title = "EAGLE3"
     description = "EAGLE3 draft head (a chain: one draft token a pass)"
     options = frozenset(
-        {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm"}
-    )
+        {
+            "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm",
+            "sliding_window",
+        }
+    )  # fmt: skip
     norms_residual = True
     starts_from = frozenset({"peagle"})
     architectures = (
@@ -45,6 +48,16 @@ class Eagle3(Family):
         from draftlab.train.objectives.ttt import ttt_weights, unroll
 
         return Objective(unroll, ttt_weights, fast_forward=FastUnroll)
+
+    def foreign_fields(self, config: ForeignConfig, layout: str) -> dict[str, Any]:
+        if not config.slides:
+            return {}
+        if {*(config.layer_types or ())} != {"sliding_attention"} or config.sliding_window is None:
+            raise ValueError(
+                "expected layers that all slide, with a sliding_window, or none; found layer_types "
+                f"{config.layer_types} and sliding_window {config.sliding_window}"
+            )
+        return {"sliding_window": config.sliding_window}
 
     def reads(self, architecture: str, config: ForeignConfig, tensors: Collection[str]) -> bool:
         if config.names_mask_token or architecture not in self.architectures:

@@ -25,6 +25,8 @@ class Eagle3Config(HeadConfig):
         norm_before_fc: one RMSNorm over all features. fc_norm: one RMSNorm for each boundary.
         norm_output: the normed output is fed back.
         qk_norm: queries and keys are normed.
+        sliding_window: number of keys that a position sees up to its own, more than drafts; None:
+            all.
     """
 
     norm_before_residual: bool = False
@@ -32,9 +34,15 @@ class Eagle3Config(HeadConfig):
     fc_norm: bool = False
     norm_output: bool = False
     qk_norm: bool = False
+    sliding_window: int | None = None
 
     @model_validator(mode="after")
     def _check_eagle3(self) -> Eagle3Config:
+        if self.sliding_window is not None and self.sliding_window <= self.k_trained:
+            raise ValueError(
+                f"expected a sliding_window larger than the {self.k_trained} drafts that the head "
+                f"is trained for, found {self.sliding_window}"
+            )
         if self.norm_before_fc and self.fc_norm:
             raise ValueError("norm_before_fc and fc_norm exclude each other, found both")
         return self
@@ -64,6 +72,8 @@ class Eagle3Head(DraftHead):
     def __init__(self, config: Eagle3Config) -> None:
         later = (DecoderLayer(config, qk_norm=config.qk_norm) for _ in range(config.num_layers - 1))
         super().__init__(config, [Eagle3Layer(config), *later], fc_width=config.feature_size)
+        for layer in self.layers:
+            layer.window = config.sliding_window
         if config.norm_before_fc:
             self.input_norm = RMSNorm(config.feature_size, config.rms_norm_eps)
         if config.fc_norm:

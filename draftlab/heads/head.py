@@ -40,9 +40,11 @@ class DecoderLayer(nn.Module):
     Attributes:
         chunk: a query at position q attends to keys from q // chunk · chunk on; None: to all keys
             up to q.
+        window: it attends to keys from q − window + 1 on; None: to all keys up to q.
     """
 
     chunk: int | None = None
+    window: int | None = None
 
     def __init__(
         self,

@@ -28,6 +28,8 @@ class PeagleConfig(Eagle3Config):
     def _check_peagle(self) -> PeagleConfig:
         if self.norm_output:
             raise ValueError("a parallel head feeds no output back, so norm_output has no effect")
+        if self.sliding_window is not None:
+            raise ValueError("the attention of a parallel head has no sliding_window")
         if fault := embedding_row_fault(self.mask_token_id, self.vocab_size):
             raise ValueError(f"mask_token_id {self.mask_token_id} {fault}")
         if self.embeddings != "own":

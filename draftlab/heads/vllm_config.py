@@ -38,8 +38,20 @@ def eagle3_native_config(config: Any, dtype: str) -> dict[str, Any]:
         "norm_before_fc": config.norm_before_fc,
         "fc_norm": config.fc_norm,
         "norm_output": config.norm_output,
+        **sliding_fields(config),
         **dict.fromkeys(keys, mask_token),
     }
+
+
+def sliding_fields(config: Any) -> dict[str, Any]:
+    """Return the keys of sliding layers of an EAGLE3 head; none if its layers see all keys.
+
+    vLLM counts `layer_types` from the head's first layer (`target_layer_count`, servers §1.3).
+    """
+    if config.sliding_window is None:
+        return {}
+    types = ["sliding_attention"] * config.num_layers
+    return {"layer_types": types, "sliding_window": config.sliding_window}
 
 
 def eagle_native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:

@@ -77,8 +77,9 @@ class HeadSettings(Settings):
     is_causal: bool = False
     """dspark, dflash: whether a slot of a block sees only the slots before it, and itself."""
     sliding_window: int | None = Field(default=None, ge=2)
-    """dspark, dflash: number of keys that a slot sees up to its own, more than a block has; None:
-    all. A long context then costs less, and positions beyond the trained ones hurt less."""
+    """eagle3, dspark, dflash: number of keys that a position sees up to its own, more than drafts
+    or slots of a block; None: all. A long context then costs less, and positions beyond the
+    trained ones hurt less."""
     mask_token: int | str = "auto"
     """peagle, dspark, dflash: token of the masked slots, by name or id; "auto": a mask or reserved
     token, or a row of the embeddings that no token uses."""

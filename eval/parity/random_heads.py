@@ -38,6 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "eagle3, whole vocabulary": WHOLE,
     "eagle3, whole vocabulary, norm_before_residual": WHOLE | AFTER,
     "eagle3, 2 layers": {"num_layers": 2},
+    "eagle3, window of 24": {"sliding_window": 24},
     "eagle3, 4 boundaries": FOUR,
     "eagle3, 4 boundaries, whole vocabulary, norm_before_residual": FOUR | WHOLE | AFTER,
     "eagle3, qk_norm, 4 boundaries": QK | FOUR,

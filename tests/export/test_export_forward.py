@@ -48,6 +48,7 @@ RESIDUAL = {"norm_before_residual": True}
                 RESIDUAL,
                 {"norm_before_fc": True},
                 {"num_layers": 3},
+                {"sliding_window": 5, "k_trained": 3},
                 {"fc_norm": True, "norm_output": True},
                 RESIDUAL | {"qk_norm": True, "boundaries": (2,)},
             )

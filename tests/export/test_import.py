@@ -60,6 +60,8 @@ SHAPES = {
     "llama3": {"rope_parameters": LLAMA3},
     "yarn": {"rope_parameters": YARN},
     "norms of q and k": {"qk_norm": True},
+    "three layers": {"num_layers": 3},
+    "sliding": {"sliding_window": 12},
     "first generation": EAGLE,
     "parallel": PEAGLE,
     "parallel, norms of q and k": PEAGLE | {"qk_norm": True, "draft_vocab_size": VOCAB},
@@ -86,9 +88,10 @@ REFUSED = {
     "vllm": set(),
     "sglang": {"own embeddings", "residual after the norm", FOUR, NORMS}
     | PARALLEL
-    | {"dspark, reduced", "dflash, reduced"},
+    | {"dspark, reduced", "dflash, reduced", "three layers"},
     "llamacpp": {"yarn", "a norm for each boundary", "normed output", FOUR, NORMS, FIRST}
-    | PARALLEL,
+    | PARALLEL
+    | {"sliding", "three layers"},
 }
 """Shapes that a program refuses (tests/export/test_native_exports.py)."""
 

@@ -114,6 +114,8 @@ def test_a_parallel_head_has_the_mask_token_under_all_names(export_head: ExportH
         ("llamacpp", PEAGLE, "no masked slots.*--to vllm"),
         ("sglang", {"norm_before_residual": True}, "norm_before_residual(?s:.*)--to vllm"),
         *((p, {"num_layers": 2}, "heads of one layer, .* has 2") for p in ("sglang", "llamacpp")),
+        ("llamacpp", {"sliding_window": 12}, "a sliding_window of 12"),
+        ("vllm", {"sliding_window": 12, "qk_norm": True}, "qk_norm and a sliding_window of 12"),
         ("sglang", {"qk_norm": True}, "norms of queries and keys"),
         ("sglang", {"rope_parameters": YARN | {"truncate": False}}, "rounds the bounds of YaRN"),
         ("llamacpp", {"rope_parameters": YARN}, "YaRN has not been tried"),

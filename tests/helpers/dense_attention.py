@@ -10,7 +10,7 @@ from draftlab.heads.head import DraftHead
 
 
 def dense_pass(head: DraftHead, tokens: Tensor, hidden: Tensor) -> Tensor:
-    """Return the outputs [T, H] of one causal pass at positions 0, 1, …, in the layers' chunks.
+    """Return the outputs [T, H] of one causal pass at positions 0, 1, …, in chunks and windows.
 
     Args:
         hidden: [T, H], from `project_features` or earlier passes.
@@ -20,8 +20,10 @@ def dense_pass(head: DraftHead, tokens: Tensor, hidden: Tensor) -> Tensor:
     def attend(number: int, *rows: Tensor) -> Tensor:
         query, key, value = (x.transpose(0, 1) for x in rows)
         chunk = getattr(head.layers[number], "chunk", None) or len(tokens)
+        window = getattr(head.layers[number], "window", None) or len(tokens)
         column = positions[:, None]
         visible = (column // chunk * chunk <= positions) & (positions <= column)
+        visible &= positions > column - window
         attended = F.scaled_dot_product_attention(
             query, key, value, attn_mask=visible, enable_gqa=True
         )

@@ -86,7 +86,8 @@ class PlainChain:
         """What o_proj gives, and the cache with this position's key and value."""
         prefix = f"{layer}.self_attn."
         cache = (*cache, (self.heads(x, prefix + "k", position), self.heads(x, prefix + "v", None)))
-        return self.attend_all(x, layer, position, cache), cache
+        window = self.options.get("sliding_window") or 0
+        return self.attend_all(x, layer, position, cache[-window:]), cache
 
     def attend_all(self, x: Tensor, layer: str, position: int, cache: Cache) -> Tensor:
         """Return what o_proj gives for the query at `position` over all keys of the cache."""

@@ -33,6 +33,7 @@ from draftlab.train.fast.layers import (
 )
 from draftlab.train.fast.shared_gradients import Shared
 from draftlab.train.objectives.loss import row_starts
+from draftlab.train.objectives.ttt import window_starts
 
 
 class FastUnroll(FastForward):
@@ -122,7 +123,8 @@ class _Unroll:
             if last:
                 return inputs.previous
             query, slots = inputs.query.unflatten(0, shape), everywhere[: shape[1]].expand(shape)
-            attended = ttt_attention(query, *self.keys[-1], slots, self.starts, None)
+            starts = window_starts(self.starts, slots, 0, self.head.layer.window)
+            attended = ttt_attention(query, *self.keys[-1], slots, starts, None)
             residual = inputs.previous if inputs.residual is None else inputs.residual
             hidden = weights.run_output(attended.flatten(0, 1).flatten(1), residual, self.eps)
             index = origin = None
@@ -141,7 +143,9 @@ class _Unroll:
             `previous` (a branch point of the graph), the output [n, H], and `step_keys` up to k.
         """
         rows, step_keys = self.batch.steps[k], [*step_keys]
-        starts, hidden, origin = row_starts(self.starts, rows), previous, rows.origin
+        starts = row_starts(self.starts, rows)
+        starts = window_starts(starts, rows.index, k, self.head.layer.window)
+        hidden, origin = previous, rows.origin
         for number in range(len(self.weights) - 1 if k == 0 else 0, len(self.weights)):
             projections = self.projections[number]
             inputs = layer_inputs(

@@ -62,7 +62,7 @@ def unroll(head: DraftHead, batch: Batch) -> Iterator[StepOutput]:
                 query,
                 *first_keys[number],
                 index,
-                query_starts,
+                window_starts(query_starts, index, k, layer.window),
                 step_keys[number],
                 positions=positions,
                 chunk=layer.chunk,
@@ -87,6 +87,20 @@ def first_hidden(head: DraftHead, batch: Batch) -> Tensor:
         noise = batch.noise.values(batch.positions, hidden.shape[-1])
         hidden = hidden + noise.to(hidden.dtype)
     return hidden
+
+
+def window_starts(starts: Tensor, index: Tensor, k: int, window: int | None) -> Tensor:
+    """Return the first slots [B, R] whose step-0 keys the rows see in a sliding window.
+
+    The row at slot t has position t + k, so that it sees slots from t + k − window + 1 on. It sees
+    all of its step keys, which are fewer than a window has.
+
+    Args:
+        starts: the first slots of the rows' conversations.
+        index: the rows' slots.
+        window: keys that a row sees up to its own; None: all of its conversation.
+    """
+    return starts if window is None else torch.maximum(starts, index + (k + 1 - window))
 
 
 def ttt_weights(gamma: float, counts: Sequence[int]) -> list[float]:

@@ -55,6 +55,7 @@ OPTIONS: list[dict[str, object]] = [
     {"fc_norm": True},
     {"num_layers": 2, "norm_before_residual": True},
     {"num_layers": 3, "qk_norm": True},
+    {"num_layers": 2, "sliding_window": 5, "k_trained": 4},
     PEAGLE,
     PEAGLE | {"num_layers": 2},
     PEAGLE | {"num_layers": 3, "qk_norm": True},

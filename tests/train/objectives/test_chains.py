@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[dict[str, Any], LossTerms]] = {
     "one boundary, q and k normed": ({"boundaries": (1,), "qk_norm": True}, SOFT_CE),
     "last boundary, lk": ({"boundaries": (4,)}, LossTerms("lk")),
     "eagle3 of 3 layers": ({"num_layers": 3}, SOFT_CE),
+    "window": ({"sliding_window": 5, "k_trained": 3, "num_layers": 2}, SOFT_CE),
     "reach": ({}, LossTerms(acceptance_weighting=0.7)),
     "eagle, reach": (EAGLE, LossTerms("soft_ce", 0.1, 1.0, acceptance_weighting=0.5)),
     "lk, reach": ({}, LossTerms("lk", acceptance_weighting=1.0)),
