@@ -160,7 +160,7 @@ def _to_check(
             yield f"aux layers{shown}, in the head's config"
             yield "other weights of the head: its revision, a converted vocabulary"
         if answers or not weak:
-            yield "K and what the head was trained for, RoPE and context, if later positions lose"
+            yield "RoPE and context of the head, and the K that it was trained for"
     if answers is None:
         yield f"the target: other weights, quantised, dtype (the report: {row.dtype}), KV cache"
 
