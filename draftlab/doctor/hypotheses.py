@@ -231,6 +231,7 @@ def weight_rows(stored: HeadVariant, context: HypothesisContext) -> Iterator[Row
             "sort the blocks of fc.weight's columns by boundary: servers concatenate ascending",
             sorted_blocks(tensors, order_of_blocks),
         )
+    yield from block_weight_rows(tensors)
     d2t = tensors["d2t"]
     if bool((d2t != 0).any()) and ascending_ids(d2t, config.vocab_size):
         yield (
@@ -250,6 +251,28 @@ def weight_rows(stored: HeadVariant, context: HypothesisContext) -> Iterator[Row
         if not torch.equal(table.to(used), used):
             do = 'drop embed_tokens.weight ("embeddings": "target"), or ship the right ones ("own")'
             yield "embeddings", name, do, {EMBEDDINGS: table}
+
+
+def block_weight_rows(tensors: Mapping[str, Tensor]) -> Iterator[Row]:
+    """Yield exchanged codebooks of a selector, and convolutions with taps or sides exchanged."""
+    names = [f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor")]
+    if all(name in tensors for name in names):
+        do = f"exchange {names[0]} and {names[1]}: the first has the token before"
+        first, second = names
+        exchanged = {first: tensors[second], second: tensors[first]}
+        yield "selector", "the selector's codebooks exchanged", do, exchanged
+    kernels = [name for name in tensors if name.endswith("_conv.base_kernel")]
+    for axis, what, order in ((0, "sides", "the input's first"), (1, "taps", "the slot's first")):
+        changed = {}
+        for name in kernels:
+            weight = f"{name.removesuffix('base_kernel')}kernel_projection.weight"
+            shape = (*tensors[name].shape[:2], -1)
+            changed[name] = tensors[name].flip(axis)
+            changed[weight] = tensors[weight].unflatten(0, shape).flip(axis).flatten(0, 2)
+        if kernels:
+            do = f"order the {what} of *_conv.base_kernel and of the rows of *_conv."
+            do += f"kernel_projection.weight: {order}"
+            yield "convolutions", f"the {what} of convolutions in the other order", do, changed
 
 
 def half_split(weight: Tensor, head_dim: int) -> Tensor:

@@ -158,5 +158,7 @@ def score_drafts(head: DraftHead, batch: Batch, k: int) -> Tensor:
     for number, step in enumerate(head.family.objective().forward(head, batch)):
         previous, token = tokens[step.teacher_index], tokens[step.teacher_index + 1]
         position = step.teacher_index - 1 - number
-        hits[position, number] = ids[head.logits(step.output, previous).argmax(-1)] == token
+        logits = head.logits(step.output, previous)
+        drafted = ids[head.drawn_logits(logits, step.output, previous).argmax(-1)]
+        hits[position, number] = drafted == token
     return hits.view(rows, width, k)

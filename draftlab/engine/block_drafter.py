@@ -8,6 +8,7 @@ the verified ones (methods §7).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -60,13 +61,13 @@ class EagerBlock:
         hidden, angles = self.head.embed(tokens), self._angles(positions)
         seen, windows = last_seen_keys(positions, self.head.config), self.head.config.windows
         for layer, pool, window in zip(self.head.layers, pools, windows, strict=True):
-            x = layer.input_layernorm(hidden)
+            x, finish = layer.begin(hidden)
             write_paged(*layer.self_attn.key_value(x, angles), *pool, slots)
             query = layer.self_attn.query(x, angles)
             scale = query.shape[-1] ** -0.5
             options = {"scale": scale, "window": window, "last_seen": seen}
             attended = attend_paged(query, *pool, block_table, positions, **options)
-            hidden = layer.output(attended, hidden)
+            hidden = finish(attended)
         return hidden
 
     def logits(self, outputs: Tensor) -> Tensor:
@@ -225,7 +226,7 @@ class BlockDrafter(HeadDrafter):
         return self.runner.run(*block, table, self.pools)[:, config.first_slot :]
 
     def _draw(self, outputs: Tensor, last: Tensor, verified: VerifiedFeatures) -> Proposal:
-        """Draw the drafts of each slot in turn; a Markov head's depend on the one before.
+        """Draw the drafts of each slot in turn, from logits that may depend on the one before.
 
         Args:
             outputs: [B, K, H]. last: int64 [B], the positions before the blocks.
@@ -234,11 +235,26 @@ class BlockDrafter(HeadDrafter):
         logits = self.runner.logits(outputs.transpose(0, 1))  # [K, B, W]
         previous = last_rows(verified.tokens, verified.counts)[:, 0]
         sampler = DraftSampler(self.settings, len(logits), last, keys, sampling, logits)
-        confidence = None
+        condition, confidence = self.conditioning(logits, outputs), None
         for slot in range(len(logits)):
-            if self.head.markov_head is not None:
-                self.runner.add_markov_bias_(logits[slot], previous)
+            condition(slot, previous)
             if self.settings.confidence and self.head.confidence_head is not None:
                 confidence = self.runner.confidence(outputs[:, slot], previous)
             previous = sampler.draw(slot, logits[slot], confidence)
         return sampler.proposal()
+
+    def conditioning(self, logits: Tensor, outputs: Tensor) -> Callable[[int, Tensor], None]:
+        """Return a function that makes a slot's logits those given the tokens before it, in place.
+
+        Args:
+            logits: [K, B, W], of lm_head. outputs: [B, K, H].
+
+        Returns:
+            The function of the slot and of the tokens int64 [B]. Slots come in order.
+        """
+
+        def condition(slot: int, previous: Tensor) -> None:
+            if self.head.markov_head is not None:
+                self.runner.add_markov_bias_(logits[slot], previous)
+
+        return condition

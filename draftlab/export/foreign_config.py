@@ -58,7 +58,19 @@ class EagleConfig(BaseModel):
     norm_before_fc: bool | None = None
 
 
-class DflashConfig(BaseModel):
+class SelectorKeys(BaseModel):
+    """Keys of DFlash2 heads: in `dflash_config`, in the speculators layout at the top."""
+
+    conv_kernel_size: Size | None = None
+    conv_group_size: Size | None = None
+    selector_rank: Size | None = None
+    selector_top_k: Size | None = None
+    input_embedding_scale: float | None = None
+    output_multiplier: float | None = None
+    final_logit_softcapping: float | None = None
+
+
+class DflashConfig(SelectorKeys):
     """The nested object `dflash_config`, which wins over the top level. Published heads of z-lab
     have block_size at the top level alone."""
 
@@ -70,7 +82,7 @@ class DflashConfig(BaseModel):
     causal: bool | None = None
 
 
-class ForeignConfig(BaseModel):
+class ForeignConfig(SelectorKeys):
     """The keys that change a forward pass; a literal is the only value that draftlab computes.
 
     `eagle_aux_hidden_state_layer_ids` counts inputs of layers like vLLM and the speculators

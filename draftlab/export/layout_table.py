@@ -22,6 +22,7 @@ from torch import Tensor
 from draftlab.export.launch_text import block_sglang_text, llamacpp_text, sglang_text, vllm_text
 from draftlab.export.layout import USE_VLLM, Export, Layout, plain_config
 from draftlab.export.refusals import (
+    LLAMACPP_BLOCK,
     LLAMACPP_EAGLE3,
     SGLANG_BLOCK,
     SGLANG_EAGLE3,
@@ -185,6 +186,6 @@ def block_layouts(family: Family) -> dict[str, Layout | str]:
         "vllm": Layout(native("vLLM"), tensors=_baked, refusals=refuse_block("vLLM")),
         "sglang": Layout(*sglang, tensors=_baked, refusals=SGLANG_BLOCK, reads_confidence=True),
         "llamacpp": Layout(
-            native("llama.cpp"), llamacpp_text, tensors=_baked, refusals=refuse_block("llama.cpp")
+            native("llama.cpp"), llamacpp_text, tensors=_baked, refusals=LLAMACPP_BLOCK
         ),
     }

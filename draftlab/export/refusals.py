@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from draftlab.export.layout import USE_VLLM, Export, Refusal
+from draftlab.heads.vllm_config import FACTOR_KEYS
 
 VLLM = "0.33.0"
 """The version of vLLM whose targets `WITHOUT_EAGLE3` lists."""
@@ -105,6 +108,22 @@ VLLM_WINDOW = Refusal(
     "0.32 ignores the window",
     "train without head.qk_norm, whose window vLLM reads",
 )
+
+
+def _factors(head: Any) -> str:
+    """Return the factors of a head's embeddings and logits that change something."""
+    found = {name: getattr(head, name, None) for name in FACTOR_KEYS.values()}
+    return ", ".join(f"{name} {x:g}" for name, x in found.items() if x not in (None, 1.0))
+
+
+LLAMACPP_BLOCK = (
+    *refuse_block("llama.cpp"),
+    Refusal(
+        lambda h, e: (k := getattr(h, "selector_top_k", 0)) * (k + 1) > h.hidden_size and k,
+        "llama.cpp keeps the scores of a slot in a state: {found} candidates do not fit into "
+        "hidden_size {head.hidden_size}",
+    ),
+)
 SGLANG_EMBEDDINGS = Refusal(
     lambda h, e: h.embeddings == "own" and h.hidden_size == h.target_hidden_size,
     f"SGLang cannot serve a head with embeddings of its own: it replaces them by the target's, and "
@@ -189,6 +208,10 @@ SPECULATORS_BLOCK = (
         "the speculators layout has no key for causal blocks of full attention",
         "use --to vllm, sglang or llamacpp",
     ),
+    Refusal(
+        lambda h, e: _factors(h),
+        "the speculators layout has no key for factors of embeddings and logits: {found}",
+    ),
 )
 SGLANG_BLOCK = (
     *refuse_block("SGLang"),
@@ -197,6 +220,11 @@ SGLANG_BLOCK = (
         "SGLang drafts with its target's lm_head, over the whole vocabulary; this head has "
         "{head.draft_vocab_size:,} of {head.vocab_size:,} tokens",
         f"{USE_VLLM}, or train a head with the whole vocabulary",
+    ),
+    Refusal(
+        lambda h, e: (x := getattr(h, "embedding_scale", 1.0)) != 1 and f"{x:g}",
+        "SGLang feeds block heads the target's embeddings as they are; this head's are multiplied "
+        "by {found}",
     ),
     Refusal(
         lambda h, e: e.serving and e.k != h.k_trained,
@@ -210,6 +238,8 @@ SGLANG_BLOCK = (
 
 def _scaled(export: Export) -> str:
     """Return what a target scales that servers do not scale for a block head; "": nothing."""
+    if export.has("embedding_scale"):  # the head says by what its own are multiplied
+        return ""
     text = export.text_config
     scaled = [k for k, v in _NEUTRAL.items() if text.get(k, v) not in (v, None)]
     if "gemma" in str(text.get("model_type", "")):  # no key says so

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from draftlab.export.layout import Export, plain_config
-from draftlab.heads.vllm_config import layer_fields, sliding_fields
+from draftlab.heads.vllm_config import SELECTOR_KEYS, layer_fields, sliding_fields
 
 SPECULATORS = "0.9.0"
 """Version of the speculators library whose files its layout follows."""
@@ -14,6 +14,7 @@ LIBRARY_CLASSES = {
     "peagle": "PEagleDraftModel",
     "dspark": "DSparkDraftModel",
     "dflash": "DFlashDraftModel",
+    "dflash2": "DFlash2DraftModel",
 }
 """The library's classes of heads, by `speculators_model_type`."""
 # fmt: off
@@ -109,10 +110,12 @@ def block_speculators_config(export: Export) -> dict[str, Any]:
     `rope_scaling` does not: transformers 5 reads it as another name of `rope_parameters`.
     """
     native = plain_config(export)
+    nested = native.get("dflash_config", {})
     own_fields = {
         "aux_hidden_state_layer_ids": list(export.head.boundaries),
         "sliding_window_non_causal": not export.has("is_causal"),
         **{name: native[name] for name in _OWN_BLOCK_KEYS if name in native},
+        **{name: nested[name] for name in SELECTOR_KEYS if name in nested},
     }
     left_out = {*_OWN_BLOCK_KEYS, *_NATIVE_BLOCK_KEYS}
     layers = {name: value for name, value in native.items() if name not in left_out}

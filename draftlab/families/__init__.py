@@ -4,6 +4,7 @@
 """
 
 from draftlab.families.dflash import Dflash
+from draftlab.families.dflash2 import Dflash2
 from draftlab.families.dspark import Dspark
 from draftlab.families.eagle import Eagle
 from draftlab.families.eagle3 import Eagle3
@@ -11,7 +12,17 @@ from draftlab.families.eagle_llama4 import EagleLlama4
 from draftlab.families.peagle import Peagle
 from draftlab.heads.family import Family, register
 
-__all__ = ["Dflash", "Dspark", "Eagle", "Eagle3", "EagleLlama4", "Family", "Peagle", "register"]
+__all__ = [
+    "Dflash",
+    "Dflash2",
+    "Dspark",
+    "Eagle",
+    "Eagle3",
+    "EagleLlama4",
+    "Family",
+    "Peagle",
+    "register",
+]
 
-for _family in (Eagle3(), Peagle(), Dspark(), Dflash(), Eagle(), EagleLlama4()):
+for _family in (Eagle3(), Peagle(), Dspark(), Dflash(), Dflash2(), Eagle(), EagleLlama4()):
     register(_family)

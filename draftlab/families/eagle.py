@@ -26,6 +26,7 @@ class Eagle(Family):
     description = "EAGLE draft head of the first generation"
     reads_last_state = True
     uses_target_lm_head = True
+    whole_vocabulary = True
     architectures = ("EagleLlamaForCausalLM", "LlamaForCausalLMEagle", "LlamaForCausalLM")
     vllm_method = "eagle"
 

@@ -15,7 +15,7 @@ probability that a draft is accepted if those before it were.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -123,9 +123,10 @@ class BlockHead(DraftHead):
     """
 
     config: BlockConfig
+    layer_type: ClassVar[type[DecoderLayer]] = DecoderLayer
 
     def __init__(self, config: BlockConfig) -> None:
-        layers = [DecoderLayer(config, qk_norm=True) for _ in range(config.num_layers)]
+        layers = [self.layer_type(config, qk_norm=True) for _ in range(config.num_layers)]
         super().__init__(config, layers, fc_width=config.feature_size)
         self.mask_token_id = config.mask_token_id
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)

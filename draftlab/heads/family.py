@@ -49,7 +49,9 @@ class Family(ABC):
             of a new head's feed-forward layer.
         reads_last_state: whether the only feature is the target's last state, so that the store
             needs no boundaries.
-        uses_target_lm_head: whether heads draft with the target's lm_head, over its vocabulary.
+        uses_target_lm_head: whether the output is the target's last state, so that heads draft
+            with its lm_head as it is.
+        whole_vocabulary: whether heads always draft over the target's whole vocabulary.
         freezes_lm_head: whether lm_head is the target's (its rows of the draft vocabulary), and is
             not trained.
         has_mask_token: whether masked slots have a mask token.
@@ -84,6 +86,7 @@ class Family(ABC):
     intermediate_size_names: ClassVar[tuple[str, ...]] = ("intermediate_size",)
     reads_last_state: ClassVar[bool] = False
     uses_target_lm_head: ClassVar[bool] = False
+    whole_vocabulary: ClassVar[bool] = False
     freezes_lm_head: ClassVar[bool] = False
     has_mask_token: ClassVar[bool] = False
     trains_mask: ClassVar[bool] = False

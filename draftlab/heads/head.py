@@ -11,6 +11,7 @@ feeds back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -67,6 +68,12 @@ class DecoderLayer(nn.Module):
         )
         self.post_attention_layernorm = RMSNorm(size, config.rms_norm_eps)
         self.mlp = SwiGLU(size, config.intermediate_size)
+
+    def begin(self, hidden: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the input of attention [..., H], and the function that gives the layer's output
+        from attended values [..., heads, head_dim].
+        """
+        return self.input_layernorm(hidden), partial(self.output, residual=hidden)
 
     def output(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the pre-norm output [..., H] from attended values [..., heads, head_dim]."""
@@ -157,6 +164,12 @@ class DraftHead(nn.Module):
         """
         return F.linear(self.normed(output), self.lm_head.weight.to(output.dtype))
 
+    def drawn_logits(self, logits: Tensor, output: Tensor, previous: Tensor) -> Tensor:
+        """Return the logits [..., D] that drafts are drawn from: those of `logits`, unless the head
+        chooses among few tokens.
+        """
+        return logits
+
     def loss_product(
         self, normed: Tensor, previous: Tensor
     ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -199,6 +212,10 @@ class DraftHead(nn.Module):
     def draft_tables(self) -> list[nn.Module]:
         """Return the modules whose `weight` [D, …] has a row for each draft-vocabulary token."""
         return [self.lm_head]
+
+    def channel_weights(self) -> list[nn.Parameter]:
+        """Return the weights of several dimensions that scale channels, as those of norms do."""
+        return []
 
     def shared_tensors(self) -> frozenset[str]:
         """Return the names of the tensors that are the target's; the head's files lack them."""

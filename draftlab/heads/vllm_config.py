@@ -11,6 +11,15 @@ from draftlab.heads.family import get_family
 MASK_TOKEN_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")
 """Keys under which different programs read the mask token (servers §1.5)."""
 
+SELECTOR_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+"""Keys of a DFlash2 config that shape its tensors, and fields of draftlab.json."""
+FACTOR_KEYS = {
+    "input_embedding_scale": "embedding_scale",
+    "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "logit_softcap",
+}
+"""Keys of a DFlash2 config for what multiplies embeddings and logits → fields of draftlab.json."""
+
 
 def native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
     """Return config.json of a head of any family; empty: vLLM cannot load it."""
@@ -89,6 +98,18 @@ def dflash_native_config(config: Any, dtype: str) -> dict[str, Any]:
     names = ("mask_token_id", "target_layer_ids", "block_size")
     nested = {name: fields[name] for name in names} | {"causal": config.is_causal}
     return fields | {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
+
+
+def dflash2_native_config(config: Any, dtype: str) -> dict[str, Any]:
+    """Return config.json of a DFlash2 head (servers §12). Programs read its own keys in
+    `dflash_config` alone; of the last three, those that change nothing are left out.
+    """
+    fields = dflash_native_config(config, dtype)
+    own = {name: getattr(config, name) for name in SELECTOR_KEYS}
+    factors = {name: getattr(config, field) for name, field in FACTOR_KEYS.items()}
+    own |= {name: value for name, value in factors.items() if value not in (1.0, None)}
+    nested = fields["dflash_config"] | own
+    return fields | {"architectures": ["DFlash2DraftModel"], "dflash_config": nested}
 
 
 def dspark_native_config(config: Any, dtype: str) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def new_recipe(tree: dict[str, Any]) -> Recipe:
     regenerate = {"max_new_tokens": answer, "temperatures": [0.0, 0.8]}
     tree = tree | {"train": train, "regenerate": regenerate, "record": (record := {})}
     tree["eval"] = {"max_prompts": 80 if gpu else 16, "max_new_tokens": min(256, answer)}
-    if not family.uses_target_lm_head and text.vocab_size > 3000:
+    if not family.whole_vocabulary and text.vocab_size > 3000:
         # A third, as EAGLE3's 32,000 of Llama 3's 128,000 tokens.
         tree["draft_vocab"] = {"size": min(32_000, text.vocab_size // 3 // 1000 * 1000)}
     layouts = [name for name, one in family.layouts().items() if isinstance(one, Layout)]

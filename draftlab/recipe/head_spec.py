@@ -106,7 +106,7 @@ def draft_vocabulary(
     """Return the draft vocabulary that the recipe chooses from a store, without the mask token."""
     family, rows = get_family(recipe.head.family), store.identity.vocab_size
     whole = recipe.draft_vocab.size is None or recipe.draft_vocab.size >= rows
-    if family.uses_target_lm_head or (family.freezes_lm_head and whole):
+    if family.whole_vocabulary or (family.freezes_lm_head and whole):
         monitor.say(f"draft vocabulary: all {rows:,} tokens, predicted by the target's lm_head")
         return DraftVocabulary(torch.arange(rows), 1.0)
     # Gemma 3 has a token for images beyond the embeddings of its text model.
@@ -237,7 +237,7 @@ def planned_head(recipe: Recipe, config: Any, identity: StoreIdentity) -> DraftH
     rows = identity.vocab_size
     family = get_family(recipe.head.family)
     size = min(recipe.draft_vocab.size or rows, rows)
-    if family.uses_target_lm_head:
+    if family.whole_vocabulary:
         size = rows
     mask = recipe.head.mask_token if isinstance(recipe.head.mask_token, int) else 0
     mask = mask if family.has_mask_token else None

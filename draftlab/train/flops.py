@@ -87,13 +87,23 @@ def block_flops(head: DraftHead, work: StepWork) -> float:
     return 2 * (total + _logits(head, work))
 
 
+def selector_flops(head: DraftHead, work: StepWork) -> float:
+    """Return the floating-point operations of training a block head with a candidate selector.
+
+    A further product of lm_head finds the candidates. Their own products are few.
+    """
+    projection = head.candidate_selector.hidden_projection.weight.numel()
+    found = head.lm_head.weight.numel() + 3 * projection
+    return block_flops(head, work) + 2 * sum(work.rows) * found
+
+
 def _fc(head: DraftHead) -> int:
     return head.fc.weight.numel()
 
 
 def _layer(layer: DecoderLayer) -> int:
     """Return the multiplications of all products of a layer for a row."""
-    return sum(weight.numel() for weight in layer.parameters() if weight.ndim > 1)
+    return sum(weight.numel() for weight in layer.parameters() if weight.ndim == 2)
 
 
 def _key_value(layer: DecoderLayer) -> int:

@@ -45,9 +45,11 @@ def new_optimizer(
     experts, each matrix by itself. Those with a row for each token (embeddings and
     `DraftHead.draft_tables`) and all vectors have AdamW, as Muon's author recommends.
     """
+    scales = {id(p) for p in head.channel_weights()}
 
     def is_vector(p: Tensor) -> bool:
-        return p.ndim < 2 or 1 in p.shape[-2:]  # one row or column: a learned vector (mask_hidden)
+        # One row or column is a learned vector (mask_hidden).
+        return p.ndim < 2 or 1 in p.shape[-2:] or id(p) in scales
 
     # The order decides the last bits of the norm by which gradients are clipped.
     weights = sorted(trainable(head).values(), key=is_vector)

@@ -46,11 +46,13 @@ class HeadSettings(Settings):
     family: str = "eagle3"
     """Family of the head. eagle3: drafts one token a pass, each from the head's previous output.
     peagle: drafts all K tokens in one pass. dspark: drafts a block in one pass, with
-    a bias by the token before each draft. dflash: a block without that bias. eagle: the first
+    a bias by the token before each draft. dflash: a block without that bias. dflash2: a block
+    with convolutions, whose drafts are chosen among few tokens. eagle: the first
     generation, which imitates the target's last state. eagle_llama4: eagle with dense Llama 4
     layers. Installed packages can register more families."""
     num_layers: int = Field(default=1, ge=1)
-    """Number of decoder layers: 1 for eagle3, up to 5 for dspark and dflash, up to 4 for others."""
+    """Number of decoder layers: 1 for eagle3, up to 5 for dspark, dflash and dflash2, up to 4 for
+    others."""
     intermediate_size: int | None = Field(default=None, ge=1)
     """Width of the feed-forward layer; None: the target's."""
     num_attention_heads: int | None = Field(default=None, ge=1)
@@ -74,15 +76,17 @@ class HeadSettings(Settings):
     """eagle_llama4: settings of its attention."""
     markov_rank: int = Field(default=256, ge=1)
     """dspark: rank of the bias by the token before each draft."""
+    selector_rank: int = Field(default=256, ge=1)
+    """dflash2: rank of the selector's scores by the token before each draft."""
     is_causal: bool = False
-    """dspark, dflash: whether a slot of a block sees only the slots before it, and itself."""
+    """dspark, dflash, dflash2: whether a slot of a block sees only itself and the slots before."""
     sliding_window: int | None = Field(default=None, ge=2)
-    """eagle3, dspark, dflash: number of keys that a position sees up to its own, more than drafts
-    or slots of a block; None: all. A long context then costs less, and positions beyond the
-    trained ones hurt less."""
+    """eagle3, dspark, dflash, dflash2: number of keys that a position sees up to its own, more than
+    drafts or slots of a block; None: all. A long context then costs less, and positions beyond
+    the trained ones hurt less."""
     mask_token: int | str = "auto"
-    """peagle, dspark, dflash: token of the masked slots, by name or id; "auto": a mask or reserved
-    token, or a row of the embeddings that no token uses."""
+    """peagle, dspark, dflash, dflash2: token of the masked slots, by name or id; "auto": a mask or
+    reserved token, or a row of the embeddings that no token uses."""
     init: str | None = None
     """Trained head to start from, such as "reference" or runs/NAME/head; None: start from the
     target's embeddings, final norm and lm_head."""
@@ -106,7 +110,7 @@ class HeadSettings(Settings):
         flags = {"norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "qk_norm"}
         chosen = {name for name in flags if getattr(self, name)}
         defaults = HeadSettings.model_fields
-        for name in ("mask_token", "markov_rank", "is_causal", "sliding_window"):
+        for name in ("mask_token", "markov_rank", "selector_rank", "is_causal", "sliding_window"):
             if getattr(self, name) != defaults[name].default:
                 chosen.add(name)
         if any(value is not None for _, value in self.llama4):

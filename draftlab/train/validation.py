@@ -421,12 +421,15 @@ def _score_rows(
         logsumexp = teacher.logsumexp[plan.positions[index]]
         logits = head.logits(output[rows], previous[rows]).float()
         out = distill(logits, z, logsumexp)
+        loss, drawn = out.loss, head.drawn_logits(logits, output[rows], previous[rows])
+        if drawn is not logits:
+            out = distill(drawn, z, logsumexp)
         column = draft_id[rows].clamp(min=0)[:, None]
-        log_q = logits.log_softmax(-1).gather(1, column)[:, 0]
+        log_q = drawn.log_softmax(-1).gather(1, column)[:, 0]
         log_p = z.gather(1, column)[:, 0] - logsumexp
         ratio = (log_q - log_p).exp().clamp(max=1) * (draft_id[rows] >= 0)
         drafted = target.target_ids[out.best]
         hits, best = drafted == token[rows], drafted == argmax[rows]
-        for tensor, value in zip(scores, (hits, best, out.alpha, out.loss, ratio), strict=True):
+        for tensor, value in zip(scores, (hits, best, out.alpha, loss, ratio), strict=True):
             tensor[rows] = value
     return scores

@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -47,14 +48,21 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftlab.heads.block import BlockConfig, BlockHead
+from draftlab.heads.dflash2 import Dflash2Head
 from draftlab.heads.folder import save_head
 from draftlab.heads.head import DraftHead
 from draftlab.heads.peagle import PeagleHead
 from draftlab.store.store import Record
+from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import Batch, pack
+from draftlab.train.objectives.block import block_outputs
+from draftlab.train.objectives.loss import DraftTeacher, weighted_loss
+from draftlab.train.settings import TrainSettings
 from tests.helpers.greedy_answers import greedy_records
 
 TOLERANCE = 1e-12
+LOSS_TOLERANCE = 1e-5
+"""The library rounds its losses to float32."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +70,14 @@ class Step:
     """Values of a step at the compared rows: what is fed back [n, H], and logits [n, D].
 
     A block head feeds nothing back: `output` is the input of its lm_head. `confidence` is [n, 1].
+    `scores` are a selector's, of its candidates but the last.
     """
 
     rows: Tensor
     output: Tensor
     logits: Tensor
     confidence: Tensor | None = None
+    scores: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -105,10 +115,13 @@ def ours(head: DraftHead, batch: Batch) -> list[Step]:
             if head.confidence_head is not None:
                 factors = head.markov_factors(previous)
                 confidence = head.confidence_logits(head.normed(output), factors)[:, None]
-        logits = head.logits(output, previous)
+        logits, scores = head.logits(output, previous), None
+        if isinstance(head, Dflash2Head):
+            candidates = logits.topk(head.config.selector_top_k, -1).indices[:, :-1]
+            scores = head.drawn_logits(logits, output, previous).gather(-1, candidates)
         if isinstance(head, BlockHead):
             output = head.normed(output)
-        steps.append(Step(rows, output, logits, confidence))
+        steps.append(Step(rows, output, logits, confidence, scores))
     return steps
 
 
@@ -151,6 +164,9 @@ def by_slot(library: dict[str, Tensor], config: BlockConfig) -> dict[str, Tensor
     """
     found = {}
     for name, values in library.items():
+        if name.startswith("gradient."):
+            found[name] = values
+            continue
         drafts = values[:, config.first_slot :].transpose(0, 1)
         blank = drafts.new_full((config.k_trained, config.block_size, *drafts.shape[2:]), torch.nan)
         found[name] = torch.cat([drafts, blank], 1)
@@ -177,7 +193,10 @@ def request(
     chosen, causal = {}, False
     if isinstance(subject.head, BlockHead):
         config = subject.head.config
-        chosen = {"anchors": torch.arange(1, len(documents) - config.block_size + 1)}
+        anchors = torch.arange(1, len(documents) - config.block_size + 1)
+        chosen = {"anchors": anchors}
+        if isinstance(subject.head, Dflash2Head):
+            chosen["last"] = batch.last[0].contiguous()
         causal = config.is_causal
         if causal:  # no key of the layout says so
             subject = bidirectional(subject, place / "bidirectional")
@@ -253,8 +272,8 @@ def compare(
     fault, same, count = None, 0, 0
     for k, step in enumerate(steps):
         rows = step.rows if blocks else library_rows(step.rows, documents)
-        names = ("output", "logits") + (() if step.confidence is None else ("confidence",))
-        for name in names:
+        more = [n for n in ("confidence", "scores") if getattr(step, n) is not None]
+        for name in ("output", "logits", *more):
             mine, other = getattr(step, name), library[name][k, rows].view(len(rows), -1)
             found = deviation(mine, other)
             if name not in worst or found.relative > worst[name].relative:
@@ -320,6 +339,41 @@ def new_case(
     return Case(subject, mask, records, batch, num_steps, attention, place)
 
 
+def loss_fault(case: Case, head: Dflash2Head, library: dict[str, Tensor]) -> str | None:
+    """Return where gradients of the loss differ from the library's by 1e-5; None: nowhere.
+
+    Blocks that end in their conversation have loss.
+    """
+    k, length = head.config.k_trained, case.batch.tokens.shape[1]
+    batch = pack(
+        [case.records], length, k, max_steps=lambda r: k * (loss_reach(r.spans) >= k).long()
+    )
+    batch = replace(batch, positions=case.batch.positions)
+    batch = replace(batch, **{n: getattr(batch, n).double() for n in ("features", "last")})
+    parts, gamma = case.subject.target.parts, math.exp(-1 / 4)
+    teacher = DraftTeacher.of(parts, head, torch.float64)
+    exact = (teacher.norm(batch.last) @ teacher.weight.t()).logsumexp(-1)
+    batch = replace(batch, logsumexp=exact)
+    terms = head.family.objective().loss_terms(TrainSettings())
+    weights = [gamma**step for step in range(k)]
+    head.requires_grad_(True)
+    for frozen in (head.embed_tokens, head.lm_head):
+        frozen.requires_grad_(False)
+    total, _ = weighted_loss(block_outputs(head, batch), head, teacher, batch, weights, terms)
+    (total / sum(batch.counts)).backward()
+    worst = 0.0
+    names = {n for n, p in head.named_parameters() if p.grad is not None}
+    for name in sorted(names):
+        theirs = library[f"gradient.{name.replace('codebook.weight', 'codebook')}"]
+        found = deviation(head.get_parameter(name).grad, theirs)
+        worst = max(worst, found.relative)
+        if not found.relative <= LOSS_TOLERANCE:
+            return f"gradient of {name}: off by {found.difference:.3g} of {found.scale:.3g}"
+    head.requires_grad_(False)
+    print(f"  gradients of {len(names)} tensors: largest difference / largest value {worst:.1e}")
+    return None
+
+
 @torch.inference_mode()
 def unnoticed(case: Case, head: BlockHead, library: dict[str, Tensor]) -> str | None:
     """Return a mistake that the comparison of a block head does not notice; None: there is none."""
@@ -348,6 +402,8 @@ def compare_case(case: Case) -> bool:
     blocks, documents = isinstance(head, BlockHead), case.batch.documents[0]
     worst, same, fault = compare(steps, library, documents, TOLERANCE, blocks=blocks)
     if isinstance(head, BlockHead):
+        if isinstance(head, Dflash2Head) and case.mask == "all":
+            fault = fault or loss_fault(case, head, library)
         fault = fault or unnoticed(case, head, library)
     else:
         fused = torch.cat([head.project_features(r.features[:-1].double()) for r in case.records])

@@ -31,6 +31,7 @@ PEAGLE = {"family": "peagle"}
 FIVE = {"boundaries": 5}
 DFLASH = {"family": "dflash", "sample_from_anchor": False}
 DSPARK = {"family": "dspark", "sample_from_anchor": True, "markov_rank": 24, "confidence": True}
+DFLASH2 = DFLASH | WHOLE | {"family": "dflash2", "selector_rank": 24}
 CAUSAL = {"is_causal": True}
 SHAPES: dict[str, dict[str, Any]] = {
     "eagle3": {},
@@ -59,6 +60,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dflash, 2 layers, whole vocabulary": DFLASH | WHOLE | {"num_layers": 2},
     "dflash, 2 layers, 5 slots, causal": DFLASH | CAUSAL | {"num_layers": 2, "k_trained": 4},
     "dflash, 5 layers, 5 boundaries, 8 slots": DFLASH | FIVE | {"num_layers": 5, "k_trained": 7},
+    "dflash2, 1 layer, 3 slots": DFLASH2 | {"k_trained": 2},
+    "dflash2, 3 layers, 8 slots, 3 taps": DFLASH2
+    | {"num_layers": 3, "k_trained": 7, "conv_kernel_size": 3, "selector_top_k": 8},
 }
 """The shapes of --random. draft_vocab_size None is the whole vocabulary; `boundaries` counts them,
 at most as many as the target's layers allow. Blocks have the head's K slots if none are named."""

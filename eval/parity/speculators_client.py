@@ -13,7 +13,7 @@ states nor logits.
 
 A request is a JSON object::
 
-    draft        folder of the head in speculators format: eagle3, peagle, dspark, dflash
+    draft        folder of the head in speculators format: eagle3, peagle, dspark, dflash, dflash2
     target       folder of the target; the library loads its embeddings, lm_head and final norm
                  (the path in the head's own config is not used)
     features     safetensors file, see below
@@ -22,11 +22,15 @@ A request is a JSON object::
     causal       whether blocks are causal. The library's are in sliding layers alone, so all layers
                  get a window that is longer than any row
 
-For dspark and dflash heads the features file holds all T positions of one packed row and `anchors`
-[A] int64, the positions p of the blocks' first tokens. They replace the library's random ones, and
-p + block_size must be at most T: the library reads the tokens of whole blocks. The answer has, for
+For dspark, dflash and dflash2 heads the features file holds all T positions of one packed row and
+`anchors` [A] int64, the positions p of the blocks' first tokens. They replace the library's random
+ones, and p + block_size must be at most T: the library reads whole blocks. The answer has, for
 γ slots, `hidden` [A, γ, H] after ``norm`` (the input of lm_head), `logits` [A, γ, Vd] with the
-Markov bias by the token before each draft, and DSpark's `confidence` [A, γ], logits of acceptance.
+Markov bias by the token before each draft, and DSpark's `confidence` [A, γ], logits of acceptance,
+or DFlash2's `scores` [A, γ, top_k − 1] of the candidates but the last, which training may replace.
+If the file also has `last` [T, H], the target's last states, the answer of a dflash2 head has
+`gradient.NAME` of each tensor by the library's loss (KL and the selector's, eager, γ = 4) on the
+blocks that end in their document.
 
 For other heads the features file holds T rows, documents one after another::
 
@@ -266,12 +270,16 @@ def run_blocks(model: Any, features: Tensors) -> Tensors:
     """Run the library's forward on given anchors; return the answer's tensors."""
     import speculators.models.dflash.core as backbone
     import torch
+    from speculators.losses import resolve_loss_config
 
     module = __import__(type(model).__module__, fromlist=["compute_metrics"])
     anchors, recorded = features["anchors"].long(), {}
 
-    def metrics(logits: Any, targets: Any, *rest: Any, **_: Any) -> tuple[Any, dict[str, Any]]:
+    def metrics(*rest: Any, **named: Any) -> tuple[Any, dict[str, Any]]:
+        logits, *rest = rest[:1] + rest[2:] or [named["unary_logits"]]
         recorded["logits"] = logits[0]
+        if "candidate_logits" in named:
+            recorded["scores"] = named["candidate_logits"][0, :, :-1]
         if type(model).__name__ == "DSparkDraftModel":
             recorded["confidence"] = rest[0][0]
         return logits.sum(), {}
@@ -284,24 +292,35 @@ def run_blocks(model: Any, features: Tensors) -> Tensors:
     hook = model.norm.register_forward_hook(
         lambda _module, _inputs, output: recorded.update(hidden=output[0].clone())
     )
-    length = len(features["input_ids"])
+    length, gradients = len(features["input_ids"]), {}
+    blank = torch.zeros(length, model.fc.weight.shape[0])
+    inputs = {
+        "hidden_states": features["hidden_states"].double()[None],
+        "input_ids": features["input_ids"].long()[None],
+        "loss_mask": torch.ones(1, length, dtype=torch.int64),
+        "verifier_last_hidden_states": features.get("last", blank).double()[None],
+        "document_ids": features["document_ids"].long()[None],
+        "max_anchors": len(anchors),
+    }
     try:
         with torch.no_grad():
-            model(
-                hidden_states=features["hidden_states"].double()[None],
-                input_ids=features["input_ids"].long()[None],
-                loss_mask=torch.ones(1, length, dtype=torch.int64),
-                verifier_last_hidden_states=torch.zeros(
-                    1, length, model.fc.weight.shape[0], dtype=torch.float64
-                ),
-                document_ids=features["document_ids"].long()[None],
-                max_anchors=len(anchors),
-            )
-    finally:
+            model(**inputs)
         hook.remove()
+        module.compute_metrics = originals[1]
+        if "last" in features:
+            kinds = {n: resolve_loss_config(n, "eager") for n in (_LOSS, "tv")}
+            options = {"loss_config": kinds[_LOSS], "tv_loss_fn": kinds["tv"]["tv"][0]}
+            documents = features["document_ids"]
+            ends = documents[anchors + model.block_size - 1] == documents[anchors - 1]
+            anchors, inputs["max_anchors"] = anchors[ends], int(ends.sum())
+            model(**inputs, **options, gamma=4.0)[1].backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None:
+                    gradients[f"gradient.{name}"] = parameter.grad.contiguous()
+    finally:
         backbone.select_anchors, module.compute_metrics = originals
-    return {
-        name: values.unflatten(0, (len(anchors), model.block_size)).contiguous()
+    return gradients | {
+        name: values.unflatten(0, (-1, model.block_size)).contiguous()
         for name, values in recorded.items()
     }
 

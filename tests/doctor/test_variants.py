@@ -32,6 +32,7 @@ from tests.helpers.diagnosis import (
 )
 from tests.helpers.head_toys import LLAMA4_HEAD, make_head
 from tests.helpers.llama4_reader import half_split, pairs
+from tests.helpers.synthetic import random_norms_head
 
 
 def lengths(diagnosis: Diagnosis) -> dict[str, float]:
@@ -131,6 +132,31 @@ def test_rows_of_queries_and_keys_are_permuted_to_the_familys_rope_layout(
     proposed = hypotheses(HeadVariant(config, stored), HypothesisContext(12))
     (hypothesis,) = (h for h in proposed if h.kind == "rope layout")
     assert hypothesis.name == f"q and k in {wrong} RoPE layout"
+    for name, tensor in tensors.items():
+        assert torch.equal(hypothesis.variant.tensors[name], tensor), name
+
+
+@pytest.mark.parametrize("mistake", ["codebooks", "sides", "taps"])
+def test_exchanged_parts_of_a_selecting_head_are_put_right(mistake: str) -> None:
+    head = random_norms_head(family="dflash2", num_layers=2)
+    torch.nn.init.normal_(head.layers[1].mlp_conv.kernel_projection.weight)
+    tensors, config = dict(head.tensors()), head.config
+    groups, stored = config.hidden_size // config.conv_group_size, dict(tensors)
+    first, second = (f"candidate_selector.{n}_codebook" for n in ("predecessor", "successor"))
+    if mistake == "codebooks":
+        stored |= {first: tensors[second], second: tensors[first]}
+    other = {"sides": lambda side, tap: (1 - side, tap), "taps": lambda side, tap: (side, 1 - tap)}
+    for name in tensors if mistake in other else ():
+        if "_conv." in name:
+            rows = groups if name.endswith("kernel_projection.weight") else 1
+            parts = tensors[name].reshape(2, 2, rows, -1)
+            wrong = torch.stack(
+                [parts[other[mistake](side, tap)] for side in (0, 1) for tap in (0, 1)]
+            )
+            stored[name] = wrong.reshape(tensors[name].shape)
+    proposed = hypotheses(HeadVariant(config, stored), HypothesisContext(12))
+    (hypothesis,) = (h for h in proposed if mistake in h.name)
+    assert any(not torch.equal(stored[name], tensor) for name, tensor in tensors.items())
     for name, tensor in tensors.items():
         assert torch.equal(hypothesis.variant.tensors[name], tensor), name
 

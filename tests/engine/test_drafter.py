@@ -29,7 +29,7 @@ from draftlab.store.store import Record
 from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import pack
 from draftlab.train.objectives.block import block_outputs
-from tests.helpers.decoding import DFLASH, DSPARK, MASK, PARALLEL, untrained_head
+from tests.helpers.decoding import DFLASH, DFLASH2, DSPARK, MASK, PARALLEL, untrained_head
 from tests.helpers.dense_attention import dense_pass
 from tests.helpers.engines import RaggedPairs
 from tests.helpers.head_toys import YARN, randomise
@@ -74,7 +74,7 @@ def start(head: Any, k: int, passes: str) -> HeadDrafter:
     drafter.start(4, 24, cpu_prepacked=passes == "packed")
     if passes == "fused":
         drafter.runner = drafter.fused_pass(head)  # a GPU's passes, on their kernels' references
-        assert type(drafter.runner) in (FusedHead, FusedBlock)
+        assert isinstance(drafter.runner, FusedHead | FusedBlock)
     elif not isinstance(head, BlockHead):
         assert type(drafter.runner) is PASSES[passes]
     return drafter
@@ -141,7 +141,7 @@ def test_a_prompt_in_chunks_equals_the_whole_prompt(
 
 
 @pytest.mark.parametrize("passes", ["eager", "fused"])
-@pytest.mark.parametrize("kind", ["dspark", "causal", "dflash"])
+@pytest.mark.parametrize("kind", ["dspark", "causal", "dflash", "dflash2"])
 def test_a_blocks_prompt_in_chunks_equals_the_whole_prompt(
     kind: str, passes: str, block_heads: dict[str, BlockHead]
 ) -> None:
@@ -161,7 +161,7 @@ def test_a_blocks_prompt_in_chunks_equals_the_whole_prompt(
     ("kind", "k", "missing"),  # tokens that the draft vocabulary lacks
     [
         *(("dspark", 4, missing) for missing in (0, 20)),
-        *(("dflash", 4, 0), ("sliding", 4, 20)),
+        *(("dflash", 4, 0), ("sliding", 4, 20), ("dflash2", 4, 0)),
         *(("causal", k, 20) for k in (1, 2, 3, 4)),
     ],
 )
@@ -177,6 +177,7 @@ def test_drafts_at_every_position_are_the_training_forwards(
     fields = {
         "dspark": DSPARK,
         "dflash": DFLASH,
+        "dflash2": DFLASH2 | {"embedding_scale": 2.0, "logit_scale": 0.5, "logit_softcap": 3.0},
         "causal": DSPARK | {"is_causal": True},
         "sliding": DSPARK | sliding,
     }[kind]
@@ -200,7 +201,7 @@ def test_drafts_at_every_position_are_the_training_forwards(
         (drafted,), previous = proposal.tokens, pairs.tokens[0][t]
         for step, draft in enumerate(drafted):
             output = steps[step][t]
-            logits = head.logits(output, previous)
+            logits = head.drawn_logits(head.logits(output, previous), output, previous)
             assert int(head.target_ids(logits.argmax())) == int(draft), (t, step)
             if proposal.confidence is not None:
                 factors = head.markov_factors(previous)

@@ -13,7 +13,7 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.kernels.sampling import sample_draft
 from draftlab.target_model.model import Target
-from tests.helpers.decoding import DSPARK, PARALLEL, untrained_head
+from tests.helpers.decoding import DFLASH2, DSPARK, PARALLEL, untrained_head
 from tests.helpers.engines import JOINT_VOCAB, joint_p_value
 from tests.helpers.lossless import FAULTS, broken
 from tests.helpers.zoo import zoo_target
@@ -37,12 +37,13 @@ def poor_drafter(target: Target, kind: str, **options: Any) -> Any:
     if kind == "chain":
         head = untrained_head(target, 2, JOINT_VOCAB - 1).eval().requires_grad_(False)
         return ChainDrafter(head, 2, **options)
-    family = {"parallel": PARALLEL, "dspark": DSPARK}[kind] | {"mask_token_id": JOINT_VOCAB - 1}
+    fields = {"parallel": PARALLEL, "dspark": DSPARK, "dflash2": DFLASH2 | {"selector_top_k": 2}}
+    family = fields[kind] | {"mask_token_id": JOINT_VOCAB - 1}
     head = untrained_head(target, 2, JOINT_VOCAB - 1, **family)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
-            if name.startswith(("mask_", "fc.", "markov_head")):
+            if name.startswith(("mask_", "fc.", "markov_head", "candidate_")):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator))
     return new_drafter(head.eval().requires_grad_(False), 2, **options)
 
@@ -52,13 +53,13 @@ def test_plain_sampling_is_exact(tiny_target: Target) -> None:
 
 
 @pytest.mark.parametrize("draft_probs", [True, False])
-@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
+@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark", "dflash2"])
 def test_speculative_sampling_is_exact(kind: str, draft_probs: bool, tiny_target: Target) -> None:
     drafter = poor_drafter(tiny_target, kind, draft_probs=draft_probs)
     assert joint_p_value(tiny_target, drafter) > 1e-3
 
 
-@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark"])
+@pytest.mark.parametrize("kind", ["chain", "parallel", "dspark", "dflash2"])
 def test_block_verification_is_exact(kind: str, tiny_target: Target) -> None:
     drafter = poor_drafter(tiny_target, kind, verification="block")
     assert joint_p_value(tiny_target, drafter) > 1e-3

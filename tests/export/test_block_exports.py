@@ -16,6 +16,7 @@ from draftlab.heads.folder import load_config
 from tests.helpers.export_toys import (
     BOUNDARIES,
     DFLASH,
+    DFLASH2,
     DSPARK,
     HIDDEN,
     MASK,
@@ -30,7 +31,9 @@ from tests.helpers.export_toys import (
 from tests.helpers.monitors import RecordingMonitor
 
 PROGRAMS = ("speculators", "vllm", "sglang", "llamacpp")
-heads = pytest.mark.parametrize("fields", [DSPARK, DFLASH], ids=["dspark", "dflash"])
+heads = pytest.mark.parametrize(
+    "fields", [DSPARK, DFLASH, DFLASH2], ids=["dspark", "dflash", "dflash2"]
+)
 
 
 @heads
@@ -60,14 +63,36 @@ def test_one_native_folder_serves_three_programs(export_head: ExportHead, fields
         assert list(tensors["markov_head.markov_w2.weight"].shape) == [VOCAB, 6]
         assert list(tensors["confidence_head.proj.weight"].shape) == [1, HIDDEN + 6]
     else:
-        assert config["architectures"] == ["DFlashDraftModel"]
         nested = {n: config[n] for n in ("mask_token_id", "target_layer_ids", "block_size")}
-        assert config["dflash_config"] == nested | {"causal": False}
+        nested["causal"], architecture = False, "DFlashDraftModel"
+        if fields is DFLASH2:
+            architecture = "DFlash2DraftModel"
+            nested |= {n: fields[n] for n in ("conv_group_size", "selector_rank", "selector_top_k")}
+            nested["conv_kernel_size"] = 2
+            shapes = {
+                n: list(x.shape) for n, x in tensors.items() if "conv" in n or "selector" in n
+            }
+            assert shapes == {
+                **{
+                    f"layers.{layer}.{part}_conv.{name}": shape
+                    for layer in (0, 1)
+                    for part in ("attention", "mlp")
+                    for name, shape in (
+                        ("base_kernel", [2, 2, HIDDEN]),
+                        ("kernel_projection.weight", [2 * 2 * HIDDEN // 4, HIDDEN]),
+                    )
+                },
+                "candidate_selector.predecessor_codebook": [VOCAB, 6],
+                "candidate_selector.successor_codebook": [VOCAB, 6],
+                "candidate_selector.hidden_projection.weight": [6, HIDDEN],
+            }
+        assert config["architectures"] == [architecture]
+        assert config["dflash_config"] == nested
 
 
 @heads
 def test_launch_commands(export_head: ExportHead, fields: dict) -> None:
-    method = fields["family"]
+    method = fields["family"].removesuffix("2")  # programs tell DFlash2 by its architecture
     vllm, sglang, llamacpp = (export_head(p, k=3, **fields).launch_text for p in PROGRAMS[1:])
     (line,) = [x for x in vllm.splitlines() if x.startswith("vllm")]
     options = json.loads(shlex.split(line)[-1])
@@ -133,6 +158,35 @@ def test_published_folders_come_in(export_head: ExportHead, target: Path, tmp_pa
     before = load_config(exported.head)
     assert back.options() == before.options()
     assert (back.k_trained, back.boundaries) == (before.k_trained, before.boundaries)
+
+
+def test_a_published_head_with_a_selector_comes_in(
+    export_head: ExportHead, target: Path, tmp_path: Path
+) -> None:
+    """All keys of the block stand in dflash_config there, and none is a head without a selector."""
+    exported = export_head("vllm", **DFLASH2, logit_scale=0.25, logit_softcap=20.0)
+    top = ("mask_token_id", "target_layer_ids", "block_size", "sample_from_anchor")
+    published = dict.fromkeys(top) | {"bos_token_id": 1, "initializer_range": 0.02}
+    folder = change_config(exported.folder, **published)
+    back = load_config(import_head(folder, tmp_path / "back", target=str(target)))
+    before = load_config(exported.head)
+    assert (back.family, back.options()) == ("dflash2", before.options())
+    assert (back.k_trained, back.boundaries) == (before.k_trained, before.boundaries)
+    nested = exported.config["dflash_config"] | {"selector_rank": None}
+    with pytest.raises(UserError, match="selector_rank: missing in dflash_config"):
+        import_head(
+            change_config(folder, dflash_config=nested), tmp_path / "other", target=str(target)
+        )
+
+
+def test_what_programs_do_not_read_of_a_head_with_a_selector(export_head: ExportHead) -> None:
+    for program, changes, message in (
+        ("speculators", {"logit_scale": 0.5}, "factors of embeddings and logits: logit_scale 0.5"),
+        ("sglang", {"embedding_scale": 4.0}, "this head's are multiplied by 4"),
+        ("llamacpp", {"selector_top_k": 6}, "6 candidates do not fit into hidden_size 32"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export_head(program, **DFLASH2 | changes)
 
 
 def test_a_missing_block_layout_is_said_or_asked_for(

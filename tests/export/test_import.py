@@ -17,6 +17,7 @@ from draftlab.heads.folder import load_config, new_head
 from tests.helpers.export_toys import (
     BOUNDARIES,
     DFLASH,
+    DFLASH2,
     DRAFT,
     DSPARK,
     EAGLE,
@@ -78,20 +79,27 @@ for block in (DSPARK, DFLASH):
             "mixed": {"sliding_window": 12, "layer_types": MIXED},
         }.items()
     }
+SHAPES |= {
+    "dflash2": DFLASH2 | {"sliding_window": 12},
+    "dflash2, factors": DFLASH2 | {"logit_scale": 0.5, "logit_softcap": 20.0},
+    "dflash2, embeddings": DFLASH2 | {"embedding_scale": 4.0, "selector_top_k": 6},
+}
 
 
 FIRST = "first generation"
 FOUR, NORMS = "four boundaries, float32", "norms of q and k"
+FACTORS = {"dflash2, factors", "dflash2, embeddings"}
 PARALLEL = {shape for shape in SHAPES if shape.startswith("parallel")}
 REFUSED = {
-    "speculators": {FIRST, "dspark, causal", "dflash, causal"},
+    "speculators": {FIRST, "dspark, causal", "dflash, causal"} | FACTORS,
     "vllm": set(),
     "sglang": {"own embeddings", "residual after the norm", FOUR, NORMS}
     | PARALLEL
-    | {"dspark, reduced", "dflash, reduced", "three layers"},
+    | {"dspark, reduced", "dflash, reduced", "dflash2, embeddings", "three layers"},
     "llamacpp": {"yarn", "a norm for each boundary", "normed output", FOUR, NORMS, FIRST}
     | PARALLEL
-    | {"sliding", "three layers"},
+    # 6 candidates and their scores do not fit into 32 channels.
+    | {"sliding", "three layers", "dflash2, embeddings"},
 }
 """Shapes that a program refuses (tests/export/test_native_exports.py)."""
 

@@ -35,6 +35,12 @@ DSPARK = DFLASH | {
     "markov_rank": 8,
     "confidence": True,
 }
+DFLASH2 = DFLASH | {
+    "family": "dflash2",
+    "conv_group_size": 8,
+    "selector_rank": 8,
+    "selector_top_k": 6,
+}
 EAGLE = {"family": "eagle", "boundaries": (4,)}
 NORMED = {"fc_norm": True, "norm_output": True}
 
@@ -51,7 +57,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> Any:
     """Return a head with initial values; its draft vocabulary lacks the lowest ids."""
     size = target.hidden_size
-    if get_family(changed.get("family", "eagle3")).reads_last_state:
+    if get_family(changed.get("family", "eagle3")).whole_vocabulary:
         draft_size = target.vocab_size
     config = make_config(
         **({"boundaries": BOUNDARIES, "rope_parameters": ROPE} | changed),
@@ -87,9 +93,14 @@ def head(target: Target) -> Eagle3Head:
 
 @pytest.fixture(scope="session")
 def block_heads(target: Target) -> dict[str, BlockHead]:
-    """A DSpark head, a causal one and a DFlash head, of three drafts, often accepted and not."""
-    steps = {"dspark": 150, "causal": 150, "dflash": 60}
-    kinds = {"dspark": DSPARK, "causal": DSPARK | {"is_causal": True}, "dflash": DFLASH}
+    """Block heads of three drafts, often accepted and often rejected."""
+    steps = {"dspark": 150, "causal": 150, "dflash": 60, "dflash2": 120}
+    kinds = {
+        "dspark": DSPARK,
+        "causal": DSPARK | {"is_causal": True},
+        "dflash": DFLASH,
+        "dflash2": DFLASH2,
+    }
     return {
         name: trained_head(
             target,

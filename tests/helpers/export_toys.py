@@ -52,6 +52,12 @@ DFLASH = DSPARK | {
     "markov_rank": 0,
     "confidence": False,
 }
+DFLASH2 = DFLASH | {
+    "family": "dflash2",
+    "conv_group_size": 4,
+    "selector_rank": 6,
+    "selector_top_k": 4,
+}
 """Fields of block heads."""
 LLAMA3 = head_toys.LLAMA3 | {"original_max_position_embeddings": 64}
 YARN = head_toys.YARN | {"original_max_position_embeddings": 64}

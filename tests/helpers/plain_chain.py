@@ -100,9 +100,11 @@ class PlainChain:
         return self.w[prefix + "o_proj.weight"] @ torch.cat(mixed)
 
     def feed_forward(self, out: Tensor, layer: str) -> Tensor:
-        y = self.norm(out, f"{layer}.post_attention_layernorm")
+        return out + self.swiglu(self.norm(out, f"{layer}.post_attention_layernorm"), layer)
+
+    def swiglu(self, y: Tensor, layer: str) -> Tensor:
         gate, up = (self.w[f"{layer}.mlp.{name}_proj.weight"] @ y for name in ("gate", "up"))
-        return out + self.w[f"{layer}.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
+        return self.w[f"{layer}.mlp.down_proj.weight"] @ (gate * gate.sigmoid() * up)
 
     def step(
         self, token: int, hidden: Tensor, position: int, caches: tuple[Cache, ...]
@@ -170,26 +172,50 @@ class PlainBlock(PlainChain):
         """
         context = [self.norm(self.w["fc.weight"] @ g, "hidden_norm") for g in features]
         ids = [newest, *[self.c.mask_token_id] * (num_slots - 1)]
-        slots = [self.w["embed_tokens.weight"][i] for i in ids]
+        scale = self.options.get("embedding_scale", 1.0)
+        slots = [scale * self.w["embed_tokens.weight"][i] for i in ids]
         for number in range(self.c.num_layers):
             layer = f"layers.{number}"
-            inputs = [*context, *(self.norm(u, f"{layer}.input_layernorm") for u in slots)]
+            normed = [self.norm(u, f"{layer}.input_layernorm") for u in slots]
+            inputs = [*context, *self.convolved(normed, normed, f"{layer}.attention_conv", 0)]
             prefix = f"{layer}.self_attn."
             cache = tuple(
                 (self.heads(x, prefix + "k", p), self.heads(x, prefix + "v", None))
                 for p, x in enumerate(inputs)
             )
-            slots = [
-                self.feed_forward(
-                    u
-                    + self.attend_all(
-                        x, layer, len(context) + i, self.seen(cache, len(context), i, number)
-                    ),
-                    layer,
+            attended = [
+                self.attend_all(
+                    x, layer, len(context) + i, self.seen(cache, len(context), i, number)
                 )
-                for i, (u, x) in enumerate(zip(slots, inputs[len(context) :], strict=True))
+                for i, x in enumerate(inputs[len(context) :])
             ]
+            slots = self.added(slots, attended, normed, f"{layer}.attention_conv")
+            normed = [self.norm(u, f"{layer}.post_attention_layernorm") for u in slots]
+            inputs = self.convolved(normed, normed, f"{layer}.mlp_conv", 0)
+            outputs = [self.swiglu(x, layer) for x in inputs]
+            slots = self.added(slots, outputs, normed, f"{layer}.mlp_conv")
         return [self.norm(u, "norm") for u in slots]
+
+    def convolved(self, ys: list[Tensor], xs: list[Tensor], name: str, side: int) -> list[Tensor]:
+        """Return ys [H] of a block's slots convolved by coefficients from xs; of DFlash2 alone."""
+        if f"{name}.base_kernel" not in self.w:
+            return ys
+        base, project = self.w[f"{name}.base_kernel"], self.w[f"{name}.kernel_projection.weight"]
+        size, groups = self.c.hidden_size, self.c.hidden_size // self.c.conv_group_size
+        kernels = [
+            base[side]
+            + (project @ x).view(2, -1, groups)[side].repeat_interleave(size // groups, 1)
+            for x in xs
+        ]
+        return [
+            sum(kernel[tap] * ys[i - tap] for tap in range(min(i + 1, len(kernel))))
+            for i, kernel in enumerate(kernels)
+        ]
+
+    def added(self, us: list, outputs: list, xs: list, name: str) -> list[Tensor]:
+        """Return us plus the convolved outputs of a sublayer."""
+        outputs = self.convolved(outputs, xs, name, 1)
+        return [u + output for u, output in zip(us, outputs, strict=True)]
 
     def seen(self, cache: tuple, context: int, slot: int, layer: int) -> tuple:
         """Return the keys that a slot sees: a sliding layer's window ends with the slot's own."""
@@ -205,7 +231,22 @@ class PlainBlock(PlainChain):
         if self.c.markov_rank:
             factor = self.w["markov_head.markov_w1.weight"][previous]
             logits = logits + self.w["markov_head.markov_w2.weight"] @ factor
-        return logits
+        logits = logits * self.options.get("logit_scale", 1.0)
+        cap = self.options.get("logit_softcap")
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def selector_scores(self, hidden: Tensor, previous: int, tokens: list[int]) -> Tensor:
+        """Return the scores of tokens after the token `previous`, among which a DFlash2 head
+        chooses."""
+        first, second = (
+            self.w[f"candidate_selector.{name}_codebook.weight"]
+            for name in ("predecessor", "successor")
+        )
+        projected = self.w["candidate_selector.hidden_projection.weight"] @ hidden
+        logits = self.logits(hidden, previous)
+        return torch.stack(
+            [logits[c] + (first[previous] * projected * second[c]).sum() for c in tokens]
+        )
 
     def confidence(self, hidden: Tensor, previous: int) -> Tensor:
         """Return the logit of a draft's acceptance."""

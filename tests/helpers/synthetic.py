@@ -28,6 +28,14 @@ VOCAB, HIDDEN, BOUNDARIES = 40, 32, (1, 2)
 OF_FAMILY: dict[object, dict[str, object]] = {
     "peagle": {"mask_token_id": 5, "embeddings": "own"},
     "dflash": {"mask_token_id": 5, "sample_from_anchor": False},
+    "dflash2": {
+        "mask_token_id": 5,
+        "sample_from_anchor": False,
+        "draft_vocab_size": 40,
+        "conv_group_size": 4,
+        "selector_rank": 6,
+        "selector_top_k": 8,
+    },
     "dspark": {
         "mask_token_id": 5,
         "sample_from_anchor": True,

@@ -89,11 +89,12 @@ def trained(
         "checkpoint_every": 1000,
         "log_every": 50,
     }
+    config = config or synthetic.config()
     trainer = Trainer(
         store,  # type: ignore[arg-type]
         target,
-        config or synthetic.config(),
-        DraftVocabulary(torch.arange(10, 40), 1.0),
+        config,
+        DraftVocabulary(torch.arange(40 - config.draft_vocab_size, 40), 1.0),
         TrainSettings.model_validate(fields | settings),
         seed=0,
         folder=folder,

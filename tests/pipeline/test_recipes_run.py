@@ -100,6 +100,21 @@ def test_a_recipe_of_a_block_head(tmp_path: Path) -> None:
     assert library["mask_token_id"] == config.mask_token_id
 
 
+def test_a_recipe_of_a_head_with_a_selector(tmp_path: Path) -> None:
+    """llama.cpp needs wider heads than the toy's."""
+    name, formats = "qwen3_dflash2", "export.formats=[speculators,vllm,sglang]"
+    settings = ("eval.timing_prompts=0", "head.selector_rank=8", formats)
+    _, config, rows, _ = run_recipe(tmp_path, name, "qwen3", *settings, num_hidden_layers=8)
+    assert (config.family, config.num_layers, config.k_trained) == ("dflash2", 3, 7)
+    assert (config.selector_rank, config.draft_vocab_size) == (8, config.vocab_size)
+    assert {(row.drafter, row.k) for row in rows} == {("parallel", 4), ("parallel", 7)}
+    exports = tmp_path / "runs" / name / "export"
+    library = json.loads((exports / "speculators/config.json").read_text())
+    native = json.loads((exports / "vllm/config.json").read_text())["dflash_config"]
+    keys = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k", "block_size")
+    assert [library[key] for key in keys] == [native[key] for key in keys] == [2, 16, 8, 16, 8]
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "family"),
     [

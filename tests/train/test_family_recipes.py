@@ -41,7 +41,7 @@ def test_a_head_of_the_last_state_needs_no_boundaries(tmp_path: Path) -> None:
     assert "the store holds only the last state, and eagle3 heads read states" in text
 
 
-@pytest.mark.parametrize("family", ["eagle3", "eagle", "peagle", "dspark", "dflash"])
+@pytest.mark.parametrize("family", ["eagle3", "eagle", "peagle", "dspark", "dflash", "dflash2"])
 def test_every_family_validates_beside_bfloat16_products(family: str, tmp_path: Path) -> None:
     copy_of_finished(tmp_path)
     settings = (f"head.family={family}", "export.formats=[]", "train.precision=bfloat16")

@@ -24,6 +24,7 @@ KINDS: dict[str, dict[str, object]] = {
     "dspark": {"family": "dspark", "num_layers": 2},
     "dspark, whole vocabulary": {"family": "dspark", "draft_vocab_size": synthetic.VOCAB},
     "dflash": {"family": "dflash", "intermediate_size": 120},
+    "dflash2": {"family": "dflash2", "num_layers": 2},
     "eagle": {"family": "eagle", "num_layers": 2, **LAST},
 }
 TURNS = {"answer": [(2, 40)], "prompt": [(40, 9)], "two": [(3, 8), (20, 12)]}

@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "dspark": {"family": "dspark", "num_layers": 2},
     "dspark, whole vocabulary": {"family": "dspark", "draft_vocab_size": synthetic.VOCAB},
     "dflash": {"family": "dflash", "num_layers": 2},
+    "dflash2": {"family": "dflash2", "num_layers": 2},
     "eagle": {"family": "eagle", "num_layers": 2, **CHAIN_OF_LAST},
     "eagle_llama4": {**LLAMA4_HEAD, "target_hidden_size": 32, **CHAIN_OF_LAST},
 }

@@ -104,11 +104,13 @@ SIZES: list[dict[str, int]] = [
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("family", ["eagle3", "peagle", "dspark", "dflash"])
+@pytest.mark.parametrize("family", ["eagle3", "peagle", "dspark", "dflash", "dflash2"])
 def test_matrices_with_a_row_for_each_token_and_vectors_have_adamw(
     family: str, sizes: dict[str, int]
 ) -> None:
-    config = synthetic.config(**{"family": family, "vocab_size": 64, **sizes})
+    rows = sizes.get("vocab_size", 64)
+    whole = {"draft_vocab_size": rows} if get_family(family).whole_vocabulary else {}
+    config = synthetic.config(**{"family": family, "vocab_size": 64, **sizes, **whole})
     head = get_family(family).new_head(config)
     groups = new_optimizer(head, TrainSettings(optimizer="muon"), CPU).param_groups
     steps = {id(p) for group in groups if group.get("muon") for p in group["params"]}
@@ -118,7 +120,8 @@ def test_matrices_with_a_row_for_each_token_and_vectors_have_adamw(
     assert names == {
         name
         for name, p in trainable(head).items()
-        if name == "fc.weight" or (name.startswith("layers.") and name.endswith("proj.weight"))
+        if name in ("fc.weight", "candidate_selector.hidden_projection.weight")
+        or (name.startswith("layers.") and name.endswith(("proj.weight", "projection.weight")))
     }
 
 

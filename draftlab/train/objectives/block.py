@@ -40,7 +40,7 @@ def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
     slot_rows = slot_row_indices(index, config.block_size)
     hidden = head.embed(head.block_tokens(newest, config.block_size)).to(context.dtype)
     for layer, window in zip(head.layers, config.windows, strict=True):
-        attention, x = layer.self_attn, layer.input_layernorm(hidden)
+        attention, (x, finish) = layer.self_attn, layer.begin(hidden)
         keys, values = (t.unbind(2) for t in attention.key_value(x, angles))
         attended = block_attention(
             attention.query(x, angles),
@@ -51,7 +51,7 @@ def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
             window=window,
             is_causal=config.is_causal,
         )
-        hidden = layer.output(attended, hidden)
+        hidden = finish(attended)
     flat = hidden.flatten(0, 1)[first.valid_rows]
     for slot, (rows, anchors) in enumerate(
         zip(steps, step_anchors(steps), strict=True), config.first_slot

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from draftlab.kernels.sampling.types import draft_index
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
+from draftlab.train.objectives.selector import select
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class LossTerms:
         dpace: floor of the acceptance probability in D-PACE's weights of rows; None: no weights.
         cross_entropy, l1: weights of ce_l1's terms.
         confidence: weight of the binary cross-entropy between a confidence head and α.
+        selector: weight of the cross-entropy of a candidate selector (`objectives/selector.py`).
     """
 
     loss: Loss = "soft_ce"
@@ -70,6 +72,7 @@ class LossTerms:
     cross_entropy: float = 0.0
     l1: float = 0.0
     confidence: float = 0.0
+    selector: float = 0.0
 
 
 SOFT_CE = LossTerms()
@@ -183,27 +186,27 @@ def weighted_loss(
     with torch.autocast(output.device.type, enabled=False):  # autocast widens the norm on a GPU
         normed = head.normed(output)
         hidden, trained, frozen = head.loss_product(normed, tokens[row])
-    labels = None
+    data, labels = target.draft_index[tokens[row + 1]], None
     if terms.loss == "ce_l1":
-        labels = Labels(target.draft_index[tokens[row + 1]], terms.cross_entropy, terms.l1)
+        labels = Labels(data, terms.cross_entropy, terms.l1)
     if terms.dpace is not None or terms.loss == "lk" or terms.acceptance_weighting:
         step = step_of_row(sizes, device)
         anchor, slots = row - 1 - step, batch.tokens.numel()
-    if terms.dpace is not None and labels is not None:
-        entropy = replace(labels, cross_entropy=1.0, l1=0.0)
+    if terms.dpace is not None:
+        entropy = Labels(data, cross_entropy=1.0, l1=0.0)
         with torch.no_grad():
             probe = distill_linear(
                 hidden, trained, teacher, plan, weight, loss="ce_l1", labels=entropy, frozen=frozen
             )
-        q = torch.where(labels.ids < 0, 0, (-probe.loss).exp())
+        q = torch.where(data < 0, 0, (-probe.loss).exp())
         weight = weight * dpace_weight(q, terms.dpace, step, anchor, len(sizes), slots)
     if terms.loss == "lk" or terms.acceptance_weighting:
         with torch.no_grad():
-            alpha = distill_linear(hidden, trained, teacher, plan, weight, frozen=frozen).alpha
+            found = distill_linear(hidden, trained, teacher, plan, weight, frozen=frozen)
         if terms.loss == "lk":
-            kl_weight = lk_weight(alpha, step, len(sizes))
+            kl_weight = lk_weight(found.alpha, step, len(sizes))
         if share := terms.acceptance_weighting:
-            reach = reach_probability(alpha, step, anchor, len(sizes), slots)
+            reach = reach_probability(found.alpha, step, anchor, len(sizes), slots)
             weight = torch.where(weight != 0, weight * (1 - share + share * reach), 0)  # no 0 · NaN
     out = distill_linear(
         hidden,
@@ -217,18 +220,24 @@ def weighted_loss(
         frozen=frozen,
     )
     total, value = out.total, terms.distillation * out.loss
+    alpha, best = out.alpha, out.best
     if terms.confidence:
         logits = at_least_float32(head.confidence_logits(normed, hidden[:, normed.shape[1] :]))
         distance = F.binary_cross_entropy_with_logits(logits, out.alpha, reduction="none")
         total = total + terms.confidence * weighted(weight, distance)
         value = value + terms.confidence * distance.detach()
+    if terms.selector:
+        label = batch.argmax.flatten()[row]
+        loss, alpha, best = select(head, normed, tokens[row], label, teacher, row)
+        total = total + terms.selector * weighted(weight, loss)
+        value = value + terms.selector * loss.detach()
     if terms.regression:
         state = target.norm(teacher.last[row].to(sum_dtype(target.weight.dtype)))
         distance = F.smooth_l1_loss(output.to(state.dtype), state, reduction="none").mean(-1)
         total = total + weighted(weight, distance)
         value = value + distance.detach()
-    hit = target.target_ids[out.best] == batch.argmax.flatten()[row]
-    values = torch.stack([value, out.alpha, hit]).split(sizes, 1)
+    hit = target.target_ids[best] == batch.argmax.flatten()[row]
+    values = torch.stack([value, alpha, hit]).split(sizes, 1)
     empty = [value.new_zeros(3)] * (len(batch.steps) - len(sizes))
     sums = torch.stack([*(x.sum(1) for x in values), *empty], 1)
     return total, Sums(*sums, counts.to(sums.dtype))

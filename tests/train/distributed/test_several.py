@@ -43,7 +43,7 @@ BEGUN = [
     "ddp-peagle",
     "fsdp2-peagle",
     "zero3-peagle",
-    *(f"{parallel}-dspark" for parallel in ("ddp", "fsdp2", "zero3")),
+    *(f"{p}-{family}" for p in ("ddp", "fsdp2", "zero3") for family in ("dspark", "dflash2")),
     *(f"{parallel}-eagle3-muon" for parallel in ("ddp", "fsdp2")),
 ]
 RESUMED = [
@@ -77,7 +77,7 @@ def curve(folder: Path) -> list[dict[str, Any]]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """What one process makes, by family, with every checkpoint."""
     folder = tmp_path_factory.mktemp("alone")
-    names = ("eagle3", "peagle", "dspark", "eagle3-muon")
+    names = ("eagle3", "peagle", "dspark", "dflash2", "eagle3-muon")
     for name in names:
         settings = MUON if name.endswith("muon") else {}
         trainer, _ = train(folder / name, name.partition("-")[0], **settings)

@@ -33,6 +33,7 @@ from tests.helpers.synthetic import (
 K, GAMMA = 4, 0.8
 TURNS = [[(3, 6)], [(2, 4), (0, 3)], [(1, 1)], [(4, 9)], [(1, 2), (3, 7)]]
 DFLASH, DSPARK = ({"family": f, "k_trained": K, "num_layers": 2} for f in ("dflash", "dspark"))
+DFLASH2 = DFLASH | {"family": "dflash2"}
 KINDS = {
     "dspark": DSPARK,
     "dspark, whole vocabulary": DSPARK | {"draft_vocab_size": VOCAB, "num_layers": 1},
@@ -43,6 +44,9 @@ KINDS = {
     "dflash, one sliding": DFLASH
     | {"sliding_window": 7, "layer_types": ("full_attention", "sliding_attention")},
     "dflash, causal": DFLASH | {"is_causal": True, "num_layers": 3},
+    "dflash2": DFLASH2,
+    "dflash2, three taps": DFLASH2
+    | {"conv_kernel_size": 3, "embedding_scale": 2.0, "logit_scale": 0.7, "num_layers": 1},
 }
 
 
@@ -51,7 +55,10 @@ def random_head(kind: str) -> BlockHead:
     generator = torch.Generator().manual_seed(8)
     with torch.no_grad():  # their initial values are small, or 0
         for name, parameter in model.named_parameters():
-            if name.startswith(("markov_head", "confidence_head")):
+            if (
+                name.startswith(("markov_head", "confidence_head", "candidate_"))
+                or "_conv." in name
+            ):
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
     return model
 
@@ -78,6 +85,7 @@ def reference(
     plain = PlainBlock(dict(model.named_parameters()), model.config)
     ids, spark = torch.nonzero(model.t2d)[:, 0], bool(model.config.markov_rank)
     ce, l1, confidence = (0.1, 0.9, 1.0) if spark else (1.0, 0.0, 0.0)
+    selects = model.config.family == "dflash2"
     total, weight, counts = torch.zeros(()), 0.0, [0] * K
     for r in records:
         reach = loss_reach(r.spans)
@@ -97,7 +105,14 @@ def reference(
                 alpha = torch.minimum(p, q).sum()
                 distance = (q - p).abs().sum() + 1 - p.sum()
                 loss = l1 * distance
-                if label in ids:
+                if selects:
+                    best, scores = int(full.argmax()), plain.logits(hidden, previous)
+                    tokens = scores.topk(model.config.selector_top_k).indices.tolist()
+                    if best not in tokens:
+                        tokens[-1] = best
+                    chosen = plain.selector_scores(hidden, previous, tokens).log_softmax(0)
+                    loss = loss - p @ q.log() - chosen[tokens.index(best)]
+                elif label in ids:
                     loss = loss - ce * q[int((ids == label).nonzero())].log()
                 if confidence:
                     s = plain.confidence(hidden, previous)
