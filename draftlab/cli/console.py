@@ -184,5 +184,7 @@ def show_report(report: Report, as_json: bool, path: Path) -> None:
     else:
         from draftlab.report import print_report
 
-        print_report(report, output, [w.removeprefix("warning: ") for w in monitor.warnings])
+        print_report(
+            report, output, [w.removeprefix("warning: ") for w in dict.fromkeys(monitor.warnings)]
+        )
     monitor.say(f"report: {path.with_name('report.html').resolve()}")
