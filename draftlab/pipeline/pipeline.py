@@ -157,6 +157,13 @@ class Pipeline:
         if here and not plan and {"answers", "store", "head"} & {*names}:  # a plan has a table
             for warning in estimate_warnings(self.recipe, self.runs, names, self.gpus or 1):
                 self.monitor.say(warning)
+        hardware, each = self.recipe.hardware, self.recipe.target.gpus
+        working = (self.gpus or num_launched()) * each
+        if here and not plan and names and hardware.nodes == 1 and working < hardware.gpus:
+            self.monitor.say(
+                f"warning: hardware.gpus is {hardware.gpus}, which estimates alone read, and "
+                f"{working} may work: --gpus {hardware.gpus // each} lets all of them work"
+            )
         settings = self.recipe.prompts
         unread = settings.source == SELF or (plan and find_prompts(settings) is None)
         if "answers" in names and not unread:
