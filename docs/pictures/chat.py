@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.terminal_theme import MONOKAI, TerminalTheme
 from rich.text import Text
 
-QUESTION = "How do I boil an egg? Answer in three steps."
+QUESTION = "What is the capital of France, and what is it known for?"
 HEAD = "heads/smollm2"
 WIDTH = 80
 WHITE, BLACK, GREEN = (255, 255, 255), (31, 35, 40), (26, 127, 55)
@@ -23,7 +23,7 @@ LIGHT = TerminalTheme(WHITE, BLACK, [BLACK, BLACK, GREEN, *[BLACK] * 5])
 def main() -> None:
     """Run the chat and write both pictures."""
     target, here = sys.argv[1], Path(__file__).parent
-    verb = ["chat", "--head", HEAD, "--target", target, "--plain", "--max-new-tokens", "96"]
+    verb = ["chat", "--head", HEAD, "--target", target, "--max-new-tokens", "96"]
     answer = subprocess.run(
         [sys.executable, "-m", "draftlab", *verb],
         input=f"{QUESTION}\n",
@@ -35,7 +35,7 @@ def main() -> None:
     ).stdout
     for name, theme in (("light", LIGHT), ("dark", MONOKAI)):
         console = Console(record=True, width=WIDTH, file=StringIO())
-        console.print(f"$ draftlab chat --head {HEAD} --target {Path(target).name} --plain")
+        console.print(f"$ draftlab chat --head {HEAD} --target {Path(target).name}")
         console.print(f"> {QUESTION}", style="bold")
         console.print(Text.from_ansi(answer))
         console.save_svg(str(here / f"chat_{name}.svg"), title="draftlab chat", theme=theme)

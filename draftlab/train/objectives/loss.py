@@ -186,7 +186,9 @@ def weighted_loss(
     with torch.autocast(output.device.type, enabled=False):  # autocast widens the norm on a GPU
         normed = head.normed(output)
         hidden, trained, frozen = head.loss_product(normed, tokens[row])
-    data, labels = target.draft_index[tokens[row + 1]], None
+    data = labels = None
+    if terms.loss == "ce_l1" or terms.dpace is not None:
+        data = target.draft_index[tokens[row + 1]]
     if terms.loss == "ce_l1":
         labels = Labels(data, terms.cross_entropy, terms.l1)
     if terms.dpace is not None or terms.loss == "lk" or terms.acceptance_weighting:
