@@ -31,10 +31,11 @@ _SPECULATIVE = "--speculative-config"
 _STEPS, _SLOTS = "--speculative-num-steps", "--speculative-num-draft-tokens"
 _STS = "--speculative-dspark-confidence-sts-path"
 _ADAPTIVE = "--speculative-adaptive-config"
+_WINDOW = "--speculative-draft-window-size"
 _K = "--spec-draft-n-max"
 _TAKEN = {
     "vllm": ("--override-generation-config",),
-    "sglang": ("--speculative-algorithm", _STEPS, "--speculative-eagle-topk", _SLOTS),
+    "sglang": ("--speculative-algorithm", _STEPS, "--speculative-eagle-topk", _SLOTS, _WINDOW),
     "llamacpp": ("--spec-type", _K, "--spec-draft-p-min"),
 }
 _TARGET = {"vllm": "", "sglang": "--model-path", "llamacpp": "-m"}

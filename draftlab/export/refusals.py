@@ -84,15 +84,6 @@ def refuse_block(program: str) -> tuple[Refusal, ...]:
     )
 
 
-def _windows(program: str, reason: str, do: str = USE_VLLM) -> Refusal:
-    """Refuse a sliding window."""
-    return Refusal(
-        lambda h, e: e.has("sliding_window") and str(h.sliding_window),
-        f"{program} cannot serve a head with a sliding_window of {{found}}: {reason}",
-        do,
-    )
-
-
 def _one_layer(program: str) -> Refusal:
     """Refuse a chain of several layers."""
     return Refusal(
@@ -160,7 +151,11 @@ SGLANG_EAGLE3 = (
 LLAMACPP_EAGLE3 = (
     refuse_width("llama.cpp's"),
     _one_layer("llama.cpp"),
-    _windows("llama.cpp", "its EAGLE3 graph attends to all keys"),
+    Refusal(
+        lambda h, e: e.has("sliding_window") and str(h.sliding_window),
+        "llama.cpp cannot serve a head with a sliding_window of {found}: its EAGLE3 graph attends "
+        "to all keys",
+    ),
     *_flags(
         "llama.cpp",
         qk_norm=_NO_QK_NORM,

@@ -42,6 +42,14 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "out"
 
 
+def test_sglang_gets_the_window_without_the_position_itself(tmp_path: Path) -> None:
+    target = toy_target_folder(tmp_path / "toy", layers=LAYERS, hidden=HIDDEN)
+    head = save_random_head(tmp_path / "head", target, sliding_window=12)
+    out = write_export(head, target, tmp_path / "out", "sglang", target_name="toy", k=4)
+    _, words = launch_arguments(out, "sglang")
+    assert words[words.index("--speculative-draft-window-size") + 1] == "11"
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
