@@ -26,7 +26,7 @@ from draftlab.run.resolve import REFERENCE, recipe_of, reference_head
 from draftlab.run.stages import STAGES, read_record, record_path
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.prompt_split import hold_out
-from draftlab.store.shard import ShardSizes
+from draftlab.store.shard import list_shards
 from draftlab.store.store import Store
 from draftlab.store.urls import is_url
 from draftlab.store.window import StoreWindow, planned_sizes
@@ -288,8 +288,8 @@ def _conversation(
 
 def _window(folder: Path, manifest: Manifest, window: StoreWindow, console: Console) -> None:
     """Print a store whose shards come and go, and what is there at the moment."""
-    num_kept, files = window.validation_shards, ShardSizes.of(folder)
-    there = files.sizes[files.numbers >= num_kept]
+    num_kept = window.validation_shards
+    there = [size for number, (size, _) in list_shards(folder).items() if number >= num_kept]
     size = size_text(float(planned_sizes(manifest)[num_kept:].sum()))
     _table(
         f"store {folder}",
@@ -299,8 +299,7 @@ def _window(folder: Path, manifest: Manifest, window: StoreWindow, console: Cons
             f"{count_text(num_kept, 'shard')}, which stay",
             "window": f"{size_text(window.size)} of {size}: the other shards are recorded while a "
             "training reads them, and deleted",
-            "there now": f"{count_text(len(there), 'shard')} of them, "
-            f"{size_text(float(there.sum()))}",
+            "there now": f"{count_text(len(there), 'shard')} of them, {size_text(sum(there))}",
         },
         console,
     )

@@ -35,6 +35,7 @@ from draftlab.store.extraction import (
     teacher_positions,
 )
 from draftlab.store.manifest import Manifest, Shard
+from draftlab.store.recording_plan import batches_of
 from draftlab.store.resume import lock_folder
 from draftlab.store.sample_table import Sample
 from draftlab.store.settings import RecordSettings
@@ -62,7 +63,7 @@ class VllmStateSource:
         self, target: TargetMetadata, settings: RecordSettings, monitor: Monitor, plan: Manifest
     ) -> None:
         self.target, self.settings, self.monitor = target, settings, monitor
-        self.identity = plan.identity
+        self.plan, self.identity = plan, plan.identity
         self.boundaries = sorted({*plan.identity.boundaries, plan.identity.num_layers})
         self.max_sample_tokens = int(plan.index.lengths.max())
         shard_tokens = int(plan.index.shard_tokens.max())
@@ -90,7 +91,7 @@ class VllmStateSource:
             {"prompts": [np.asarray(s.token_ids).tolist() for s in samples]}
         )
         files = [Path(file) for file in answer["files"]]
-        for batch in shard.batches:
+        for batch in batches_of(self.plan, shard):
             yield partial(self._load, [samples[i] for i in batch], [files[i] for i in batch])
 
     def _start(self, folder: Path) -> VllmProcess:

@@ -18,10 +18,9 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.store.fp8 import E4M3, quantise
-from draftlab.store.manifest import Manifest, Shard, StoreIdentity
-from draftlab.store.recording_plan import SIDE_BY_SIDE
+from draftlab.store.manifest import STATES, Manifest, Shard, StoreIdentity
+from draftlab.store.recording_plan import SIDE_BY_SIDE, batches_of
 from draftlab.store.sample_table import NO_TEACHER, Sample, teacher_mask
-from draftlab.store.shard_file import DTYPES
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import PackedRow, copy_to_device
@@ -71,7 +70,7 @@ class HiddenStateExtractor:
     """
 
     def __init__(self, target: Target, plan: Manifest) -> None:
-        self.target, self.identity = target, plan.identity
+        self.target, self.plan, self.identity = target, plan, plan.identity
         self.padded = not plan.settings.get(SIDE_BY_SIDE, False)
         if not self.padded and (reason := target.padding_reason) is not None:
             raise UserError(
@@ -84,7 +83,7 @@ class HiddenStateExtractor:
 
     def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[StatesFuture]:
         """Yield each batch's states (see `StateSource`) after submitting its forward pass."""
-        for batch in shard.batches:
+        for batch in batches_of(self.plan, shard):
             yield self.submit([samples[i] for i in batch])
 
     @torch.inference_mode()
@@ -181,14 +180,14 @@ def states_to_store(
     Returns:
         `ExtractedStates.tensors` and `ExtractedStates.finite`.
     """
-    boundaries, dtypes = len(identity.boundaries), DTYPES[identity.dtype]
-    tensors = {"last": last.to(dtypes.last)}
-    if dtypes.features is E4M3:
+    boundaries, (feature_dtype, last_dtype) = len(identity.boundaries), STATES[identity.dtype]
+    tensors = {"last": last.to(last_dtype)}
+    if feature_dtype is E4M3:
         quantised = quantise(features, boundaries)
         tensors |= {"features": quantised.codes, "scales": quantised.scales}
         tensors |= {"error": quantised.error, "square": quantised.square}
     else:  # rounded before the check: the largest float32 are infinite in bfloat16
-        tensors["features"] = features = features.to(dtypes.features)
+        tensors["features"] = features = features.to(feature_dtype)
     logsumexp, argmax = summarise_logits(target, last[positions])
     tensors["logsumexp"] = torch.full_like(last[:, 0], NO_TEACHER[0], dtype=torch.float32)
     tensors["argmax"] = torch.full_like(last[:, 0], NO_TEACHER[1], dtype=torch.int32)

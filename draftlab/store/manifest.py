@@ -6,16 +6,20 @@ files of columns (docs/formats.md), which are mapped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from draftlab.errors import UserError
 from draftlab.files import known_sha256, read_json, write_json
+from draftlab.kernels.fp8_linear import E4M3
 from draftlab.settings import describe_errors
+from draftlab.store.columns import write_columns
 from draftlab.store.record_index import RECORDS, RecordIndex
 from draftlab.store.settings import StoreDtype
 from draftlab.store.shard import SHARDS, Shard, Shards, ShardTable
@@ -29,6 +33,12 @@ __all__ = ["MANIFEST", "Counts", "Dropped", "Manifest", "Shard", "StoreIdentity"
 SCHEMA = 1
 MANIFEST = "manifest.json"
 BOUNDARY_MEANING = "input-of-layer: b is the state entering layer b; num_layers: before final norm"
+STATES = {
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "float32": (torch.float32, torch.float32),
+    "fp8": (E4M3, torch.bfloat16),
+}
+"""Dtypes of features and of the last state, by a store's dtype."""
 
 _INDEX = (
     "index of the store's records",
@@ -94,17 +104,17 @@ class StoreIdentity:
             dtype,
         )
 
-    def tensor_shapes(self, records: int, tokens: int) -> dict[str, list[int]]:
-        """Return the names and shapes of the tensors of a shard with so many records and tokens."""
-        width = self.hidden_size
-        per_token = {name: [tokens] for name in ("tokens", "spans", "logsumexp", "argmax")}
-        scales = {"scales": [tokens, len(self.boundaries)]} if self.dtype == "fp8" else {}
+    def tensors(self, records: int, tokens: int) -> dict[str, tuple[torch.dtype, list[int]]]:
+        """Return dtypes and shapes of the tensors of a shard with so many records and tokens."""
+        (features, last), width = STATES[self.dtype], self.hidden_size
+        scales = {"scales": (torch.float32, [tokens, self.fp8_boundaries])}
         return {
-            "features": [tokens, len(self.boundaries) * width],
-            **scales,
-            "last": [tokens, width],
-            "offsets": [records + 1],
-            **per_token,
+            "features": (features, [tokens, len(self.boundaries) * width]),
+            **(scales if self.dtype == "fp8" else {}),
+            "last": (last, [tokens, width]),
+            "offsets": (torch.int64, [records + 1]),
+            **{name: (torch.int32, [tokens]) for name in ("tokens", "spans", "argmax")},
+            "logsumexp": (torch.float32, [tokens]),
         }
 
     @property
@@ -115,13 +125,9 @@ class StoreIdentity:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that a token takes in a shard."""
-        boundaries, width = len(self.boundaries), self.hidden_size
-        state_bytes = {
-            "bfloat16": 2 * (boundaries + 1) * width,
-            "float32": 4 * (boundaries + 1) * width,
-            "fp8": boundaries * (width + 4) + 2 * width,
-        }
-        return state_bytes[self.dtype] + 16
+        tensors = self.tensors(0, 1)
+        del tensors["offsets"]
+        return sum(dtype.itemsize * math.prod(shape) for dtype, shape in tensors.values())
 
     def check(
         self,
@@ -256,14 +262,14 @@ class Manifest(_File):
         self.write_index(folder)
         path = folder / SHARDS
         if self.shards_sha256 and self.table and not _has_hash(path, self.shards_sha256):
-            self.table.write(path)
+            write_columns(self.table.columns(), path)
         write_json(folder / MANIFEST, self.dump())
 
     def write_index(self, folder: Path) -> None:
         """Write the index of the records, unless the folder has it."""
         path = folder / RECORDS
         if not _has_hash(path, self.records_sha256):
-            self.index.write(path)
+            write_columns(self.index.columns(), path)
 
     @classmethod
     def read(cls, path: Path) -> Manifest:

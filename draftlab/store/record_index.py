@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from pathlib import Path
 from typing import ClassVar
 
@@ -25,9 +24,6 @@ class RecordIndex(ColumnFile):
         id_ends: int64 [n], where they end in `id_bytes`.
         lengths: int32 [n], numbers of tokens.
         temperatures: float64 [n]; NaN: unknown.
-        pass_order: int32 [n], numbers of a shard's records, pass by pass; −1 in a shard whose
-            passes are unknown.
-        pass_ends: uint8 [n], 1 where the last record of a pass stands in `pass_order`.
         shard_records: int64 [shards], numbers of records.
     """
 
@@ -36,16 +32,12 @@ class RecordIndex(ColumnFile):
         "id_ends": np.int64,
         "lengths": np.int32,
         "temperatures": np.float64,
-        "pass_order": np.int32,
-        "pass_ends": np.uint8,
         "shard_records": np.int64,
     }
     id_bytes: np.ndarray
     id_ends: np.ndarray
     lengths: np.ndarray
     temperatures: np.ndarray
-    pass_order: np.ndarray
-    pass_ends: np.ndarray
     shard_records: np.ndarray
 
     @classmethod
@@ -55,29 +47,14 @@ class RecordIndex(ColumnFile):
         lengths: Sequence[int] | np.ndarray,
         temperatures: Sequence[float | None] | np.ndarray,
         shard_records: Sequence[int] | np.ndarray,
-        passes: Iterable[Sequence[Sequence[int]]],
     ) -> RecordIndex:
-        """Return the index of records in stored order.
-
-        Args:
-            shard_records: the number of records of each shard.
-            passes: for each shard, the numbers of its records that share a forward pass, which
-                decide the states' last bits; none: unknown.
-        """
+        """Return the index of records in stored order, of so many in each shard."""
         texts = Texts.of(ids)
-        order, ends, start = np.full(len(ids), -1, np.int32), np.zeros(len(ids), np.uint8), 0
-        for count, shard_passes in zip(shard_records, passes, strict=True):
-            if shard_passes:
-                order[start : start + count] = list(chain.from_iterable(shard_passes))
-                ends[start - 1 + np.cumsum([len(numbers) for numbers in shard_passes])] = 1
-            start += count
         return cls(
             texts.utf8,
             texts.ends,
             np.array(lengths, np.int32),
             np.array(temperatures, np.float64),  # None becomes NaN
-            order,
-            ends,
             np.array(shard_records, np.int64),
         )
 
@@ -95,7 +72,7 @@ class RecordIndex(ColumnFile):
 
     def check(self) -> None:
         """Raise a `ValueError` if the columns do not fit each other."""
-        names = ("id_ends", "lengths", "temperatures", "pass_order", "pass_ends")
+        names = ("id_ends", "lengths", "temperatures")
         shapes = {name: getattr(self, name).shape for name in names}
         if len(set(shapes.values())) > 1 or self.lengths.ndim != 1 or self.shard_records.ndim != 1:
             raise ValueError(f"expected columns of one length, found {shapes}")

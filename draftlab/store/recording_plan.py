@@ -16,6 +16,7 @@ from draftlab.store.manifest import (
     Counts,
     Dropped,
     Manifest,
+    Shard,
     StoreIdentity,
     template_arguments_setting,
 )
@@ -113,7 +114,7 @@ def plan_recording(
             do="check the chat template's assistant spans (draftlab inspect) and max_length",
         )
     manifest = Manifest.plan(
-        _index(recorded, lengths, settings, padded, num_held_out),
+        _index(recorded, lengths, settings.shard_tokens, num_held_out),
         identity=identity,
         samples_sha256=table.sha256,
         settings={
@@ -142,7 +143,7 @@ def plan_recording(
 def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
     """Check that a folder's manifest is one of the planned recording, so that it can be continued.
 
-    The batches may differ: a recording is continued with the batches of its own plan.
+    Whether rows are padded may differ: a recording is continued as its own plan has it.
 
     Raises:
         UserError: the fields of the identity, the settings or the samples that differ.
@@ -195,28 +196,17 @@ def _check_samples(table: SampleTable, vocab_size: int) -> None:
 
 
 def _index(
-    selection: Selection,
-    lengths: np.ndarray,
-    settings: RecordSettings,
-    padded: bool,
-    num_held_out: int,
+    selection: Selection, lengths: np.ndarray, shard_tokens: int, num_held_out: int
 ) -> RecordIndex:
     """Return the index; no shard has both held-out records, which are the first, and others."""
-    ids, rows, groups = selection.table.ids, selection.rows, list[list[int]]()
-    for first, stop in ((0, num_held_out), (num_held_out, len(rows))):
-        for group in group_consecutive(lengths[first:stop].tolist(), settings.shard_tokens):
-            groups.append([first + i for i in group])
-    batches = (
-        cut_batches(lengths[group].tolist(), settings.batch_tokens, padded=padded)
-        for group in groups
-    )
-    return RecordIndex.of(
-        [ids[row] for row in rows.tolist()],
-        lengths,
-        selection.table.temperatures[rows],
-        [len(group) for group in groups],
-        batches,
-    )
+    ids, rows = selection.table.ids, selection.rows
+    groups = [
+        len(group)
+        for part in (lengths[:num_held_out], lengths[num_held_out:])
+        for group in group_consecutive(part.tolist(), shard_tokens)
+    ]
+    temperatures = selection.table.temperatures[rows]
+    return RecordIndex.of([ids[row] for row in rows.tolist()], lengths, temperatures, groups)
 
 
 def group_consecutive(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -233,6 +223,13 @@ def group_consecutive(lengths: Sequence[int], max_tokens: int) -> list[list[int]
         groups[-1].append(index)
         group_tokens += length
     return groups
+
+
+def batches_of(plan: Manifest, shard: Shard) -> list[list[int]]:
+    """Return which of a shard's records share a forward pass, which decides the last bits."""
+    settings = plan.settings
+    padded = not settings.get(SIDE_BY_SIDE, False)
+    return cut_batches(shard.lengths, settings["batch_tokens"], padded=padded)
 
 
 def cut_batches(lengths: Sequence[int], batch_tokens: int, *, padded: bool) -> list[list[int]]:

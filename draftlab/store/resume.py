@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 
 from draftlab.errors import UserError
@@ -33,7 +32,7 @@ from draftlab.settings import describe_errors
 from draftlab.store.manifest import MANIFEST, Manifest, Shard
 from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
-from draftlab.store.shard import SHARDS, ShardTable, WrittenShard
+from draftlab.store.shard import NO_FILE, SHARDS, ShardTable, WrittenShard
 from draftlab.store.shard_files import ShardFiles
 from draftlab.store.window import num_kept_shards
 
@@ -109,10 +108,11 @@ class Receipts:
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not committed, of those that stay."""
-        shards = self.plan.shards[: num_kept_shards(self.plan)]
-        sizes = self.files.list().first(len(shards)).tolist()
-        pairs = zip(shards, sizes, strict=True)
-        return [shard.number for shard, size in pairs if not self.is_committed(shard, size)]
+        listing, kept = self.files.list(), num_kept_shards(self.plan)
+        sizes = (
+            (shard, listing.get(shard.number, NO_FILE)[0]) for shard in self.plan.shards[:kept]
+        )
+        return [shard.number for shard, size in sizes if not self.is_committed(shard, size)]
 
     def is_committed(self, shard: Shard, size: int | None = None) -> bool:
         """Return whether a shard has a receipt of this plan, and the file the receipt's size.
@@ -243,12 +243,12 @@ def resume_plan(
     if not manifest.complete:
         return manifest
     receipts = Receipts(folder, manifest.as_plan(), files)
-    num_kept = num_kept_shards(manifest)
-    sizes = receipts.files.list().first(num_kept)
-    if np.array_equal(sizes, manifest.table.bytes[:num_kept]):
+    kept, listing = manifest.shards[: num_kept_shards(manifest)], receipts.files.list()
+    problems = [shard.problem(listing.get(shard.number, NO_FILE)[0]) for shard in kept]
+    if not any(problems):
         return manifest
-    for shard, size in zip(manifest.shards[:num_kept], sizes.tolist(), strict=True):
-        if problem := shard.problem(size):
+    for shard, problem in zip(kept, problems, strict=True):
+        if problem:
             monitor.say(f"{shard.file}: {problem}; it is recorded again")
         else:
             receipts.commit(shard, shard.written())

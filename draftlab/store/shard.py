@@ -6,17 +6,17 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, overload
+from typing import Annotated, Any, ClassVar, overload
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from draftlab.errors import UserError
-from draftlab.store.columns import ColumnFile, Numbers, Texts
+from draftlab.store.columns import ColumnFile, Texts
 from draftlab.store.record_index import RecordIndex
 
 SHARDS = "shards.safetensors"
@@ -183,19 +183,8 @@ class Shard:
     @property
     def lengths(self) -> list[int]:
         """The records' numbers of tokens."""
-        return Numbers(self.index.lengths).read(self.rows)
-
-    @property
-    def temperatures(self) -> list[float | None]:
-        """The records' sampling temperatures."""
-        return Numbers(self.index.temperatures).read(self.rows)
-
-    @property
-    def batches(self) -> list[list[int]]:
-        """Numbers of the shard's records that share a forward pass; none: unknown."""
-        order: list[int] = self.index.pass_order[self.rows].tolist()
-        ends = (np.flatnonzero(self.index.pass_ends[self.rows]) + 1).tolist()
-        return [order[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        lengths: list[int] = self.index.lengths[self.rows].tolist()
+        return lengths
 
     @property
     def bytes(self) -> int | None:
@@ -279,61 +268,23 @@ def _checked(path: Path) -> Path:
     return path
 
 
-class ShardSizes(NamedTuple):
-    """The files of shards in a folder or at a URL, in any order.
+Listing = dict[int, tuple[int, int]]
+"""Files of shards by their numbers: sizes, and times of the last change (`st_mtime_ns`)."""
+NO_FILE = (-1, NO_TIME)
+"""In place of an entry of a `Listing` that is not there."""
 
-    Attributes:
-        numbers: int64 [m], of the shards.
-        sizes: int64 [m], in bytes.
-        modified_ns: int64 [m], times of the last change (`st_mtime_ns`), in nanoseconds;
-            `NO_TIME` at a URL.
+
+def list_shards(folder: Path) -> Listing:
+    """List a folder, which may be missing. Threads ask for the sizes: a network is slow.
+
+    Raises:
+        UserError: a shard is a symbolic link that leads out of the folder.
     """
-
-    numbers: np.ndarray
-    sizes: np.ndarray
-    modified_ns: np.ndarray
-
-    @classmethod
-    def from_files(cls, files: Iterable[tuple[str, int]]) -> ShardSizes:
-        """Return the shards among files with these names and sizes."""
-        numbered = ((shard_number(name), size) for name, size in files)
-        return cls._of([(number, size, NO_TIME) for number, size in numbered if number >= 0])
-
-    @classmethod
-    def of(cls, folder: Path) -> ShardSizes:
-        """List a folder, which may be missing. Threads ask for the sizes: a network is slow.
-
-        Raises:
-            UserError: a shard is a symbolic link that leads out of the folder.
-        """
-        names = os.listdir(folder) if folder.is_dir() else []
-        shards = [(number, name) for name in names if (number := shard_number(name)) >= 0]
-        root = str(folder)
-
-        def states(first: int) -> list[tuple[int, int, int]]:
-            part = shards[first::_LIST_THREADS]
-            found = ((number, _file_state(os.path.join(root, name))) for number, name in part)
-            return [(number, *state) for number, state in found if state is not None]
-
-        with ThreadPoolExecutor(_LIST_THREADS, "list") as pool:
-            return cls._of([one for part in pool.map(states, range(_LIST_THREADS)) for one in part])
-
-    @classmethod
-    def _of(cls, rows: list[tuple[int, int, int]]) -> ShardSizes:
-        return cls(*np.array(rows, np.int64).reshape(-1, 3).T)
-
-    def first(self, shards: int) -> np.ndarray:
-        """Return the sizes of so many first shards: int64 [shards]; −1: there is no such file."""
-        return self._first(self.sizes, shards, -1)
-
-    def first_modified_ns(self, shards: int) -> np.ndarray:
-        """Return `modified_ns` of so many first shards: int64 [shards]; `NO_TIME`: no file."""
-        return self._first(self.modified_ns, shards, NO_TIME)
-
-    def _first(self, values: np.ndarray, shards: int, missing: int) -> np.ndarray:
-        result, known = np.full(shards, missing, np.int64), self.numbers < shards
-        result[self.numbers[known]] = values[known]
-        return result
+    names = os.listdir(folder) if folder.is_dir() else []
+    shards = {number: name for name in names if (number := shard_number(name)) >= 0}
+    with ThreadPool(_LIST_THREADS) as pool:
+        states = pool.map(_file_state, [os.path.join(folder, name) for name in shards.values()])
+    return {number: state for number, state in zip(shards, states, strict=True) if state}
 
 
 def _file_state(path: str) -> tuple[int, int] | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -13,35 +13,8 @@ from safetensors.torch import save
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.store.columns import safetensors_header
-from draftlab.store.fp8 import E4M3
 from draftlab.store.manifest import Shard, StoreIdentity
 from draftlab.store.shard_files import ShardFiles
-
-
-class StateDtypes(NamedTuple):
-    """Dtypes of a store's hidden states; e4m3 features come with float32 scales."""
-
-    features: torch.dtype
-    last: torch.dtype
-
-
-DTYPES = {
-    "bfloat16": StateDtypes(torch.bfloat16, torch.bfloat16),
-    "float32": StateDtypes(torch.float32, torch.float32),
-    "fp8": StateDtypes(E4M3, torch.bfloat16),
-}
-"""By a store's dtype."""
-
-
-def tensor_dtypes(identity: StoreIdentity) -> dict[str, torch.dtype]:
-    """Return the dtypes of a shard's tensors, by the names of `StoreIdentity.tensor_shapes`."""
-    names = identity.tensor_shapes(0, 0)
-    dtypes = DTYPES[identity.dtype]._asdict() | {"offsets": torch.int64}
-    dtypes |= dict.fromkeys(("tokens", "spans", "argmax"), torch.int32)
-    dtypes |= dict.fromkeys(("logsumexp", "scales"), torch.float32)
-    return {name: dtypes[name] for name in names}
-
 
 _BLOCK = 1 << 24
 """Bytes that are hashed and written at a time."""
@@ -67,9 +40,20 @@ def write_shard(tensors: dict[str, Tensor], path: Path) -> tuple[int, str]:
 
 
 def _header(tensors: dict[str, Tensor]) -> tuple[bytes, list[str]]:
-    """Return the header of a file of these tensors, and their names in the file's order."""
+    """Return the header of a file of these tensors, and their names in the file's order.
+
+    The format's library orders tensors by dtype and name, and names the dtypes.
+    """
     example = save({name: torch.zeros(1, dtype=t.dtype) for name, t in tensors.items()})
-    return safetensors_header(example, {n: (t.shape, t.nbytes) for n, t in tensors.items()})
+    entries = json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])
+    start = 0
+    for name, entry in entries.items():
+        end = start + tensors[name].nbytes
+        entry |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, list(entries)
 
 
 def map_shard(
@@ -101,7 +85,8 @@ def map_shard(
             ) from None
         raise UserError(f"the shard is truncated or corrupt: {error}", where=path, do=do) from None
     shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    expected = identity.tensor_shapes(shard.records, shard.tokens)
+    planned = identity.tensors(shard.records, shard.tokens)
+    expected = {name: shape for name, (_, shape) in planned.items()}
     offsets = [0, *itertools.accumulate(shard.lengths)]
     if shapes != expected or tensors["offsets"].tolist() != offsets:
         raise UserError(
@@ -117,7 +102,7 @@ def map_shard(
 
 def _fault(tensors: dict[str, Tensor], identity: StoreIdentity) -> str | None:
     """Return the first dtype or value that a shard of this format cannot have; None without any."""
-    for name, dtype in tensor_dtypes(identity).items():
+    for name, (dtype, _) in identity.tensors(0, 0).items():
         if tensors[name].dtype != dtype:
             return f"{name}: expected {dtype}, found {tensors[name].dtype}"
     last_id = identity.vocab_size - 1

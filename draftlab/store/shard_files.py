@@ -22,7 +22,7 @@ from draftlab.files import atomic_path, read_json, sha256_file
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.object_store import UrlFolder
 from draftlab.store.record_index import RECORDS
-from draftlab.store.shard import SHARDS, Shard, ShardSizes
+from draftlab.store.shard import NO_TIME, SHARDS, Listing, Shard, list_shards, shard_number
 from draftlab.store.shard_cache import ShardCache, machine_cache
 from draftlab.store.url_claim import UrlClaim
 from draftlab.store.urls import address_of, local_folder
@@ -54,13 +54,13 @@ class ShardFiles:
         """Return the path or URL of a file."""
         return self.folder / name
 
-    def list(self) -> ShardSizes:
+    def list(self) -> Listing:
         """List the files of all shards at once.
 
         Raises:
             UserError: the URL does not answer, or a symbolic link leads out of the folder.
         """
-        return ShardSizes.of(self.folder)
+        return list_shards(self.folder)
 
     def size(self, shard: Shard) -> int:
         """Return the size of a shard's file; −1: there is none."""
@@ -158,8 +158,9 @@ class RemoteShardFiles(ShardFiles):
     def where(self, name: str) -> str:
         return self.remote.where(name)
 
-    def list(self) -> ShardSizes:
-        return ShardSizes.from_files(self.remote.sizes().items())
+    def list(self) -> Listing:
+        sizes = {shard_number(name): size for name, size in self.remote.sizes().items()}
+        return {number: (size, NO_TIME) for number, size in sizes.items() if number >= 0}
 
     def size(self, shard: Shard) -> int:
         return self.remote.size(shard.file)

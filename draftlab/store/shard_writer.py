@@ -21,10 +21,11 @@ from draftlab.errors import UserError
 from draftlab.store.extraction import StatesFuture, StateSource, find_not_finite
 from draftlab.store.fp8 import relative_errors
 from draftlab.store.manifest import Shard, StoreIdentity
+from draftlab.store.recording_plan import batches_of
 from draftlab.store.resume import Receipts
 from draftlab.store.sample_table import NO_TEACHER, Sample
 from draftlab.store.settings import NotFinitePolicy
-from draftlab.store.shard_file import tensor_dtypes, write_shard
+from draftlab.store.shard_file import write_shard
 
 SHARDS_AT_ONCE = 3  # filled or written at the same time; each is held in memory
 QUEUED_BATCHES = 2  # computed and not yet copied into their shard
@@ -91,7 +92,8 @@ class ShardRecorder:
         future.add_done_callback(lambda _: self._free.release())
         self._futures.append(future)
         states = self.source.batches(shard, samples)
-        for batch, computed in zip(shard.batches, states, strict=True):
+        batch_numbers = batches_of(self.receipts.plan, shard)
+        for batch, computed in zip(batch_numbers, states, strict=True):
             with self._waiting():
                 self._put(batches, computed)
             yield sum(lengths[i] for i in batch)
@@ -129,7 +131,7 @@ class ShardRecorder:
     ) -> None:
         """Fill, write and commit one shard."""
         buffer = ShardBuffer(shard, samples, self.receipts.plan.identity, self.policy)
-        for batch in shard.batches:
+        for batch in batches_of(self.receipts.plan, shard):
             buffer.add(batch, self._next(batches))
         self._commit(buffer)
 
@@ -178,15 +180,16 @@ class ShardBuffer:
         self.shard, self.samples, self.identity, self.policy = shard, samples, identity, policy
         self.lengths = shard.lengths
         self.offsets = torch.tensor([0, *self.lengths]).cumsum(0)
-        shapes = identity.tensor_shapes(shard.records, shard.tokens)
         self.states = {
-            name: torch.empty(shapes[name], dtype=dtype)
-            for name, dtype in tensor_dtypes(identity).items()
+            name: torch.empty(shape, dtype=dtype)
+            for name, (dtype, shape) in identity.tensors(shard.records, shard.tokens).items()
             if name not in ("offsets", "tokens", "spans")  # known from the samples
         }
         spans = np.concatenate([sample.spans for sample in samples])
         self.spans = torch.from_numpy(spans.astype(np.int32))
-        self.error = self.square = torch.zeros(shapes["features"][1], dtype=torch.float64)
+        self.error = self.square = torch.zeros(
+            self.states["features"].shape[1], dtype=torch.float64
+        )
         self.not_finite: dict[str, str] = {}
 
     @property

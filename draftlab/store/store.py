@@ -21,11 +21,10 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, known_sha256, sha256_text
 from draftlab.formatting import count_text
-from draftlab.store.columns import Numbers
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.sample_table import Sample, SampleTable, Selection
-from draftlab.store.shard import ShardSizes
+from draftlab.store.shard import NO_FILE, Listing
 from draftlab.store.shard_file import map_shard
 from draftlab.store.shard_files import ShardFiles, locate_store, open_shard_files
 from draftlab.store.window import StoreWindow, WindowFeed, num_kept_shards
@@ -92,8 +91,7 @@ class Store:
         self.files = files or ShardFiles(folder)
         self.identity, self.window = manifest.identity, StoreWindow.of(manifest)
         self.ids = manifest.index.ids
-        self.lengths = Numbers(manifest.index.lengths)
-        self.temperatures = Numbers(manifest.index.temperatures)
+        self.lengths = memoryview(manifest.index.lengths)
         self._num_kept, self._verified = num_kept_shards(manifest), set[int]()
         # A process may map 65,530 files; of a shard that is mapped no more, views stay valid.
         num_open = OPEN_SHARDS if self.files.is_local else OPEN_REMOTE_SHARDS
@@ -236,8 +234,9 @@ class Store:
             number, tensors, window = self._locate(index, opened)
             scales = tensors["scales"][window] if "scales" in tensors else None
             columns = (tensors[name][window] for name in names)
-            temperature = self.temperatures[number]
-            records.append(Record(self.ids[number], *columns, temperature, scales))
+            temperature = float(self.manifest.index.temperatures[number])
+            known = None if np.isnan(temperature) else temperature
+            records.append(Record(self.ids[number], *columns, known, scales))
         return records
 
     def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
@@ -340,18 +339,19 @@ def check_store(folder: Path, url: str | None = None, since_ns: int | None = Non
     check_complete(files, manifest, listing)
     if since_ns is None or not files.is_local:
         return False
-    changed = np.flatnonzero(listing.first_modified_ns(num_kept_shards(manifest)) > since_ns)
-    for shard in map(manifest.shards.__getitem__, changed.tolist()):
+    kept = manifest.shards[: num_kept_shards(manifest)]
+    changed = [shard for shard in kept if listing[shard.number][1] > since_ns]
+    for shard in changed:
         if (digest := known_sha256(folder / shard.file)) != shard.sha256:
             raise UserError(
                 f"{DAMAGED_SHARD} expected SHA-256 {shard.sha256}, found {digest}",
                 where=files.where(shard.file),
                 do=f"remove this shard and {RECORD_AGAIN}",
             )
-    return bool(len(changed))
+    return bool(changed)
 
 
-def check_complete(files: ShardFiles, manifest: Manifest, listing: ShardSizes) -> None:
+def check_complete(files: ShardFiles, manifest: Manifest, listing: Listing) -> None:
     """Check that a store is complete and that the shards that stay have their sizes.
 
     Args:
@@ -367,10 +367,9 @@ def check_complete(files: ShardFiles, manifest: Manifest, listing: ShardSizes) -
             where=files.address,
             do="run the same command again: recording resumes after the last whole shard",
         )
-    num_kept = num_kept_shards(manifest)
-    sizes = listing.first(num_kept)
-    for number in np.flatnonzero(sizes != manifest.written.bytes[:num_kept])[:1].tolist():
-        shard, do = manifest.shards[number], RECORD_AGAIN
-        if files.is_local and (sizes < 0).all():
-            do += "; or name the URL at which its run has the shards (record.url in its recipe)"
-        raise UserError(shard.problem(int(sizes[number])), where=files.where(shard.file), do=do)
+    for shard in manifest.shards[: num_kept_shards(manifest)]:
+        if problem := shard.problem(listing.get(shard.number, NO_FILE)[0]):
+            do = RECORD_AGAIN
+            if files.is_local and not listing:
+                do += "; or name the URL at which its run has the shards (record.url in its recipe)"
+            raise UserError(problem, where=files.where(shard.file), do=do)

@@ -12,7 +12,7 @@ import numpy as np
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.columns import map_columns, write_columns
-from draftlab.store.shard import NO_TIME, Shard
+from draftlab.store.shard import NO_FILE, NO_TIME, Shard
 from draftlab.store.store import Store
 from draftlab.store.window import num_kept_shards
 from draftlab.train.checkpoint import set_unverified_aside
@@ -71,7 +71,8 @@ class ShardVerification:
         """Return the numbers of the shards whose files are not known to be right."""
         if not self._num_shards:
             return np.zeros(0, np.int64)
-        times = self.store.files.list().first_modified_ns(self._num_shards)
+        listing, numbers = self.store.files.list(), range(self._num_shards)
+        times = np.array([listing.get(number, NO_FILE)[1] for number in numbers], np.int64)
         return np.flatnonzero((times != self._verified) | (times == NO_TIME))
 
     def _modified_ns(self, shard: Shard) -> int:

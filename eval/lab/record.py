@@ -26,6 +26,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.record import RecordSettings, record
+from draftlab.store.recording_plan import batches_of
 from draftlab.store.sample_table import Sample
 from draftlab.store.store import Store
 from draftlab.target_model.default_boundaries import default_boundaries
@@ -127,7 +128,7 @@ def measured(store: Store, seconds: float, forward: float) -> dict[str, Any]:
     return {
         "dtype": plan.identity.dtype,
         "tokens": tokens,
-        "tokens_pass": round(tokens / sum(len(shard.batches) for shard in plan.shards)),
+        "tokens_pass": round(tokens / sum(len(batches_of(plan, shard)) for shard in plan.shards)),
         "record_tokens_s": round(tokens / seconds),
         "bare_tokens_s": round(forward),
         "of_bare": round(tokens / seconds / forward, 3),

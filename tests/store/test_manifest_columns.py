@@ -98,7 +98,6 @@ def test_a_large_manifest_is_columns(tmp_path: Path) -> None:
         np.full(records, 7),
         np.full(records, np.nan),
         [records // shards] * shards,
-        [[]] * shards,
     )
     plan, _ = plan_recording(TARGET, SAMPLES, SETTINGS, IDENTITY, monitor=Monitor())
     fields = plan.model_dump(exclude={"complete", "records_sha256", "shards_sha256"})
@@ -119,7 +118,7 @@ def test_a_large_manifest_is_columns(tmp_path: Path) -> None:
     assert store.manifest.index.lengths.base is not None  # mapped, and shared with other processes
     last = store.manifest.shards[-1]
     assert last.ids == [f"record {number}" for number in range(records - 50, records)]
-    assert (last.batches, last.tokens, last.sha256) == ([], 350, "0a" * 32)
+    assert (last.tokens, last.sha256) == (350, "0a" * 32)
     assert store.shards_of([0, 49, 50, records - 1]) == [0, 1, shards - 1]
 
 
@@ -218,11 +217,3 @@ def test_a_forged_table_is_refused(tmp_path: Path, change: Callable[[dict], obje
     with pytest.raises(UserError, match="expected the table of the store's shards") as caught:
         Store.open(tmp_path)
     assert caught.value.where == str(tmp_path / SHARDS)
-
-
-def test_columns_are_written_as_safetensors_writes_them(tmp_path: Path) -> None:
-    store = record_table(tmp_path, SAMPLES, dtype="fp8")
-    for name, table in ((RECORDS, store.manifest.index), (SHARDS, store.manifest.written)):
-        content = (tmp_path / name).read_bytes()
-        assert content == save({key: np.array(value) for key, value in table.columns().items()})
-        assert table.file_sha256() == hashlib.sha256(content).hexdigest()

@@ -39,7 +39,7 @@ def test_merged_records_equal_those_of_the_parts(tmp_path: Path, dtype: str) -> 
     merged = merge([one, two], tmp_path / "c", Monitor())
     merged.verify()
     assert merged.ids == [*one.ids, *two.ids]
-    assert merged.lengths == [20, 9, 30, 5, 25]
+    assert list(merged.lengths) == [20, 9, 30, 5, 25]
     for index in range(5):
         source, source_index = (one, index) if index < 3 else (two, index - 3)
         assert same_record(source, source_index, merged, index)

@@ -15,7 +15,7 @@ from draftlab.progress import Monitor
 from draftlab.store import extraction, resume
 from draftlab.store import record as record_module
 from draftlab.store.record import RecordSettings, record
-from draftlab.store.recording_plan import PASS_TOKENS, cut_batches
+from draftlab.store.recording_plan import PASS_TOKENS, batches_of, cut_batches
 from draftlab.store.sample_table import Sample, teacher_mask
 from draftlab.target_model.model import Target
 from tests.helpers.monitors import RecordingMonitor
@@ -33,7 +33,8 @@ def test_records_equal_transformers_states_of_each_sequence(target: Target, tmp_
     samples = make_samples()
     store = record_store(target, tmp_path, samples)
     assert len(store.manifest.shards) > 2
-    assert any(len(batch) > 2 for shard in store.manifest.shards for batch in shard.batches)
+    plan = store.manifest
+    assert any(len(batch) > 2 for shard in plan.shards for batch in batches_of(plan, shard))
     pre_norm: list[torch.Tensor] = []
     hook = target.norm.register_forward_pre_hook(lambda _, args: pre_norm.append(args[0]))
     for sample, stored in zip(samples, store, strict=True):
@@ -113,7 +114,7 @@ def test_dropped_and_truncated_samples_are_counted(target: Target, tmp_path: Pat
     store = record_store(target, tmp_path / "cut", samples, monitor, max_length=12)
     manifest = store.manifest
     assert store.ids == ["whole", "long"]
-    assert store.lengths == [10, 12]
+    assert list(store.lengths) == [10, 12]
     assert manifest.truncated == 1
     assert manifest.dropped.model_dump() == {"nothing_to_predict": 3}
     assert manifest.counts.model_dump() == {"records": 2, "tokens": 22, "loss_tokens": 14}

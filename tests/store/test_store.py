@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save_file
 
 from draftlab.errors import UserError
 from draftlab.files import sha256_file
+from draftlab.store.recording_plan import batches_of
 from draftlab.store.sample_table import Sample, prediction_mask, teacher_mask
-from draftlab.store.shard import NO_TIME, ShardSizes, shard_file
+from draftlab.store.shard import list_shards, shard_file
 from draftlab.store.shard_file import map_shard
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.train.batch.loss_rows import loss_reach
@@ -68,11 +69,12 @@ def test_ragged_round_trip(
         store = Store.open(folder, replace(IDENTITY, dtype=dtype))
         store.verify()
         assert store.ids == [s.id for s in samples]
-        assert store.lengths == [len(s.token_ids) for s in samples]
+        assert list(store.lengths) == [len(s.token_ids) for s in samples]
         for shard in store.manifest.shards:
             assert shard.tokens <= shard_tokens or len(shard.ids) == 1
-            assert sorted(i for b in shard.batches for i in b) == list(range(len(shard.ids)))
-            for batch in shard.batches:
+            batches = batches_of(store.manifest, shard)
+            assert sorted(i for b in batches for i in b) == list(range(len(shard.ids)))
+            for batch in batches:
                 lengths = [shard.lengths[i] for i in batch]
                 tokens = len(lengths) * max(lengths) if padded else sum(lengths)
                 assert tokens <= batch_tokens or len(batch) == 1
@@ -361,14 +363,10 @@ def test_only_files_with_names_of_shards_are_shards(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"x" * size)
     (tmp_path / shard_file(8)).mkdir()
     os.utime(tmp_path / shard_file(7), ns=(1, 123_456_789))
-    listed, given = ShardSizes.of(tmp_path), ShardSizes.from_files(files.items())
-    for sizes in (listed, given):
-        pairs = sorted(zip(sizes.numbers.tolist(), sizes.sizes.tolist(), strict=True))
-        assert pairs == sorted(SHARDS.items())
-    assert listed.first(9).tolist() == [3, *[-1] * 6, 0, -1]
-    assert listed.first_modified_ns(9)[[6, 7]].tolist() == [NO_TIME, 123_456_789]
-    assert set(given.modified_ns.tolist()) == {NO_TIME}
-    assert ShardSizes.of(tmp_path / "nothing").first(2).tolist() == [-1, -1]
+    listed = list_shards(tmp_path)
+    assert {number: size for number, (size, _) in listed.items()} == SHARDS
+    assert listed[7] == (0, 123_456_789)
+    assert list_shards(tmp_path / "nothing") == {}
 
 
 def test_a_link_in_the_folder_is_followed_and_one_out_of_it_is_refused(tmp_path: Path) -> None:
@@ -377,8 +375,8 @@ def test_a_link_in_the_folder_is_followed_and_one_out_of_it_is_refused(tmp_path:
     (folder / "kept").write_bytes(b"four")
     (folder / shard_file(0)).symlink_to("kept")
     (folder / shard_file(1)).symlink_to("nothing")
-    assert ShardSizes.of(folder).first(2).tolist() == [4, -1]
+    assert [size for size, _ in list_shards(folder).values()] == [4]
     (tmp_path / "secret").write_bytes(b"secret")
     (folder / shard_file(2)).symlink_to("../secret")
     with pytest.raises(UserError, match="symbolic link that leads out of it"):
-        ShardSizes.of(folder)
+        list_shards(folder)

@@ -51,7 +51,7 @@ class ShardedStore(ListStore):
             if not self.path(number).exists():
                 self.path(number).write_bytes(bytes([number]) * 100)
         written = [WrittenShard(bytes=100, sha256=sha256_file(self.path(n))) for n in range(3)]
-        index = RecordIndex.of(self.ids, self.lengths, [None] * count, [count, 0, 0], [[]] * 3)
+        index = RecordIndex.of(self.ids, self.lengths, [None] * count, [count, 0, 0])
         self.manifest.shards = Shards(index, ShardTable.of(index, 0, written))
 
     def path(self, number: int) -> Path:

@@ -23,7 +23,7 @@ def planned(window: int, num_shards: int = 40, seed: int = 0) -> Manifest:
     counts = [HELD_OUT] + [8] * num_shards
     lengths = generator.integers(5, 40, sum(counts))
     ids = [f"r{number}" for number in range(len(lengths))]
-    index = RecordIndex.of(ids, lengths, np.zeros(len(ids)), counts, [[]] * len(counts))
+    index = RecordIndex.of(ids, lengths, np.zeros(len(ids)), counts)
     return Manifest.plan(
         index,
         identity=IDENTITY,
