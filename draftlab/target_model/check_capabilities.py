@@ -18,9 +18,8 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.kernels.paged_attention import slot_mapping
-from draftlab.target_model.cache import RowCache
 from draftlab.target_model.packed_rows import PackedRow
-from draftlab.target_model.paged_cache import PagedCache
+from draftlab.target_model.paged_cache import PagedCache, RowCache
 from draftlab.target_model.recurrent_layer import unknown_recurrence
 
 if TYPE_CHECKING:
@@ -111,7 +110,7 @@ def can_capture(target: Target) -> bool:
 @torch.inference_mode()
 def synchronisation_error(target: Target) -> str | None:
     """Return torch's message if a pass makes the host wait for the device; None if none does."""
-    pages = PagedCache(target.num_layers, 3, 16, 2 * target.recurrent, latent=target.latent)
+    pages = PagedCache(target.num_layers, 3, 16, 2 * target.recurrent, gathers=target.latent)
     table = torch.tensor([[1], [2]], dtype=torch.int32, device=target.device)
     ids, positions = (x.repeat(2, 1) for x in ids_and_positions(target, [5, 6, 7], 0))
     rows = torch.arange(2, device=target.device)
@@ -205,7 +204,7 @@ def ids_and_positions(target: Target, tokens: list[int], start: int) -> tuple[Te
 def _run_row(target: Target, cache: RowCache, tokens: list[int], start: int) -> Tensor:
     """Return last states [1, M, Ht] of tokens at positions from `start` of row 0."""
     ids, positions = ids_and_positions(target, tokens, start)
-    cache.at([0], positions, start + len(tokens))
+    cache.at_rows([0], positions, start + len(tokens))
     return target.states(ids, positions=positions, cache=cache).last
 
 
@@ -238,7 +237,8 @@ def _beside_longer_row(target: Target) -> tuple[Tensor, Tensor]:
     states = []
     for start in (0, target.max_length - 3):
         # Slots are columns here: the row at the last positions needs no cache of that length.
-        cache = RowCache(target.num_layers, 2, 3).at([0, 1], columns.expand(2, 3), 3)
+        cache = RowCache(target.num_layers, 2, 3)
+        cache.at_rows([0, 1], columns.expand(2, 3), 3)
         positions = torch.stack([columns, columns + start])
         states.append(target.states(ids, positions=positions, cache=cache).last[0])
     return states[0], states[1]
@@ -248,7 +248,7 @@ def _rows_and_pages(target: Target) -> tuple[Tensor, Tensor]:
     """Run a prompt and more tokens with keys in a row and in scattered pages."""
     prompt, size = list(range(5, 23)), 16
     rows = RowCache(target.num_layers, 1, 48)
-    pages = PagedCache(target.num_layers, 5, size, latent=target.latent)
+    pages = PagedCache(target.num_layers, 5, size, gathers=target.latent)
     table = torch.tensor([[3, 1, 4]], dtype=torch.int32, device=target.device)
     states = []
     for tokens, start in ((prompt, 0), (list(range(40, 65)), len(prompt))):
