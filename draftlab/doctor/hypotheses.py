@@ -16,7 +16,7 @@ from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS
 from draftlab.heads.rope import used_rope
 from draftlab.heads.validate import ascending_ids
-from draftlab.target_model.default_boundaries import default_boundaries
+from draftlab.target_model.hidden_states import default_boundaries
 
 ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 """The default base of programs, and those of well-known targets."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.target_model.default_boundaries import check_boundaries, default_boundaries
+from draftlab.target_model.hidden_states import check_boundaries, default_boundaries
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import RowCache
 from draftlab.target_model.parts import text_decoder
