@@ -86,26 +86,18 @@ class Hypothesis:
     variant: HeadVariant
 
 
-Row = tuple[str, str, str, dict[str, Any]]
-"""Kind, name and do of a hypothesis, and the fields or tensors that change."""
+def hypotheses(stored: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
+    """Yield every row of the table that the head's shapes allow."""
+    for kind, name, do, inputs in input_rows(stored, context):
+        yield Hypothesis(kind, name, do, replace(stored, **inputs))
+    for kind, name, do, config in config_rows(stored, context):
+        yield Hypothesis(kind, name, do, replace(stored, config=config))
+    for kind, name, do, tensors in weight_rows(stored, context):
+        yield Hypothesis(kind, name, do, replace(stored, tensors=stored.tensors | tensors))
 
 
-def hypotheses(stored: HeadVariant, context: HypothesisContext) -> list[Hypothesis]:
-    """Return every row of the table that the head's shapes allow."""
-    return [
-        *(
-            Hypothesis(kind, name, do, replace(stored, **inputs))
-            for kind, name, do, inputs in input_rows(stored, context)
-        ),
-        *(
-            Hypothesis(kind, name, do, replace(stored, config=changes["config"]))
-            for kind, name, do, changes in config_rows(stored, context)
-        ),
-        *(
-            Hypothesis(kind, name, do, replace(stored, tensors=stored.tensors | tensors))
-            for kind, name, do, tensors in weight_rows(stored, context)
-        ),
-    ]
+Row = tuple[str, str, str, Any]
+"""Kind, name and do of a hypothesis, and the inputs, the config or the tensors that change."""
 
 
 def input_rows(stored: HeadVariant, context: HypothesisContext) -> Iterator[Row]:
@@ -153,7 +145,7 @@ def config_rows(stored: HeadVariant, context: HypothesisContext) -> Iterator[Row
             continue
         if config not in tried:
             tried.append(config)
-            yield kind, name, do, {"config": config}
+            yield kind, name, do, config
 
 
 def boundary_rows(stored: HeadVariant, context: HypothesisContext) -> Iterator[Row]:
