@@ -11,7 +11,6 @@ from draftlab.recipe.recipe import Recipe
 from draftlab.run.stages import STAGES
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.prompt_split import group_by_prompt
-from draftlab.store.window import StoreWindow
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.conversations import Conversation, iterate_conversations
 from draftlab.text.suites import prompt_digest
@@ -84,6 +83,6 @@ def trained_prompts(recipe: Recipe, run: Path) -> frozenset[bytes]:
 def _split_ids(recipe: Recipe, store: Path) -> tuple[set[str], set[str]]:
     """Return the ids of the records that a training on a store reads, and of the held-out ones."""
     manifest = Manifest.read(store / MANIFEST)
-    ids, window = manifest.index.ids, StoreWindow.of(manifest)
-    trained, held_out = hold_out_records(ids, window, recipe.train, recipe.seed)
+    ids = manifest.index.ids
+    trained, held_out = hold_out_records(ids, manifest.window, recipe.train, recipe.seed)
     return {ids[int(i)] for i in trained}, {ids[int(i)] for i in held_out}

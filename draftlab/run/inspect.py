@@ -24,13 +24,12 @@ from draftlab.report import print_report, print_suites
 from draftlab.run.folder import find_run
 from draftlab.run.resolve import REFERENCE, recipe_of, reference_head
 from draftlab.run.stages import STAGES, read_record, record_path
-from draftlab.store.manifest import MANIFEST, Manifest
+from draftlab.store.manifest import MANIFEST, Manifest, StoreWindow
 from draftlab.store.prompt_split import hold_out
 from draftlab.store.shard import list_shards
 from draftlab.store.store import Store
 from draftlab.store.urls import is_url
-from draftlab.store.window import StoreWindow, planned_sizes
-from draftlab.target_model.hidden_states import default_boundaries
+from draftlab.target_model.default_boundaries import default_boundaries
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.draft_vocabulary import predicted_counts
@@ -252,7 +251,7 @@ def _store(store: Store, console: Console, verify: bool) -> None:
 def _recorded(folder: Path, run: Path, sample: int, verify: bool) -> Callable[[Console], None]:
     """Open a store, and return what prints it, with a conversation if its run is known."""
     manifest = Manifest.read(folder / MANIFEST)
-    if (window := StoreWindow.of(manifest)) and window.rolls:
+    if (window := manifest.window) and window.rolls:
         return partial(_window, folder, manifest, window)
     recipe = recipe_of(run) if (run / "recipe.yaml").is_file() else None
     store = Store.open(folder, url=recipe.record.url if recipe else None)
@@ -290,7 +289,7 @@ def _window(folder: Path, manifest: Manifest, window: StoreWindow, console: Cons
     """Print a store whose shards come and go, and what is there at the moment."""
     num_kept = window.validation_shards
     there = [size for number, (size, _) in list_shards(folder).items() if number >= num_kept]
-    size = size_text(float(planned_sizes(manifest)[num_kept:].sum()))
+    size = size_text(float(manifest.planned_sizes[num_kept:].sum()))
     _table(
         f"store {folder}",
         {

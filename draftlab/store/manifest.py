@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -51,7 +52,7 @@ _TABLE = (
     "the shards",
 )
 T = TypeVar("T")
-_ARGUMENTS = "template_arguments"
+_ARGUMENTS, _WINDOW = "template_arguments", "window"
 
 
 def template_arguments_setting(
@@ -163,6 +164,34 @@ def _as_text(value: Any) -> str:
     return str(list(value) if isinstance(value, tuple) else value)
 
 
+@dataclass(frozen=True)
+class StoreWindow:
+    """The window of a store (`record.window`), as its manifest has it.
+
+    The plan puts the held-out records into shards of their own, which come first and stay. The
+    other shards come and go: a training reads them group by group (`train/batch/window_order.py`),
+    and `workers/window/recorder.py` records and deletes them.
+
+    Attributes:
+        size: most bytes of shards that come and go.
+        rolls: whether they are deleted once they are read.
+        validation_share, seed: what decided the held-out records.
+        validation_records, validation_shards: numbers of the first records and shards, which are
+            the held-out ones.
+    """
+
+    size: int
+    rolls: bool
+    validation_share: float
+    seed: int
+    validation_records: int
+    validation_shards: int
+
+    def settings(self) -> dict[str, Any]:
+        """Return the entry of a manifest's settings."""
+        return {_WINDOW: asdict(self)}
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -223,6 +252,28 @@ class Manifest(_File):
     def shards(self) -> Shards:
         """The shards; each is made when it is read."""
         return Shards(self.index, self.table)
+
+    @property
+    def window(self) -> StoreWindow | None:
+        """The window of the store; None: it has none."""
+        values = self.settings.get(_WINDOW)
+        return (
+            StoreWindow(**{f.name: values[f.name] for f in fields(StoreWindow)}) if values else None
+        )
+
+    @property
+    def num_kept(self) -> int:
+        """How many of the first shards are kept: all; of a window that rolls the held-out ones."""
+        window = self.window
+        return window.validation_shards if window and window.rolls else len(self.shards)
+
+    @property
+    def planned_sizes(self) -> np.ndarray:
+        """int64 [shards]: the bytes that each shard's file has at most."""
+        index, header = self.index, 1024
+        tokens = index.shard_tokens * self.identity.bytes_per_token
+        sizes: np.ndarray = tokens + 8 * index.shard_records + header
+        return sizes
 
     @property
     def template_arguments(self) -> list[dict[str, Any]] | None:

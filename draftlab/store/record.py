@@ -25,7 +25,7 @@ from draftlab.formatting import count_text, size_text
 from draftlab.progress import Monitor
 from draftlab.store.extraction import HiddenStateExtractor, StateSource
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
-from draftlab.store.recording_plan import check_same_recording, plan_recording
+from draftlab.store.recording_plan import HeldOut, check_same_recording, plan_recording
 from draftlab.store.resume import Receipts, lock_folder, resume_plan
 from draftlab.store.sample_table import Sample
 from draftlab.store.settings import NotFinitePolicy, RecordSettings
@@ -37,7 +37,6 @@ from draftlab.store.shard_files import (
 )
 from draftlab.store.shard_writer import ShardRecorder
 from draftlab.store.store import Store
-from draftlab.store.window import HeldOut, StoreWindow, num_kept_shards, planned_sizes
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 
@@ -264,8 +263,8 @@ def _extractor_of(target: Target | TargetMetadata) -> OpenStateSource:
 def _check_disk(
     plan: Manifest, missing: Sequence[int], files: ShardFiles, monitor: Monitor
 ) -> None:
-    sizes, window = planned_sizes(plan), StoreWindow.of(plan)
-    num_kept, needed = num_kept_shards(plan), int(sizes[missing].sum())
+    sizes, window = plan.planned_sizes, plan.window
+    num_kept, needed = plan.num_kept, int(sizes[missing].sum())
     if window is not None and window.rolls:
         needed += min(window.size, int(sizes[num_kept:].sum()))
     if files.is_local:

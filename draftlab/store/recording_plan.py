@@ -6,7 +6,7 @@ import heapq
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,14 +18,14 @@ from draftlab.store.manifest import (
     Manifest,
     Shard,
     StoreIdentity,
+    StoreWindow,
     template_arguments_setting,
 )
 from draftlab.store.prompt_split import hold_out
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.sample_table import Sample, SampleTable, Selection
 from draftlab.store.settings import RecordSettings
-from draftlab.store.window import HeldOut, StoreWindow, check_window, planned_sizes
-from draftlab.target_model.hidden_states import check_boundaries
+from draftlab.target_model.default_boundaries import check_boundaries
 from draftlab.target_model.metadata import TargetMetadata
 
 if TYPE_CHECKING:
@@ -37,6 +37,13 @@ it computes 130 tokens, and small matrix products run below its full speed."""
 SIDE_BY_SIDE = "side_by_side"
 """Setting of a plan whose passes hold their records side by side in one packed row. Plans without
 it have right-padded rows."""
+
+
+class HeldOut(NamedTuple):
+    """What decides the held-out records: the share of validation, and the training's seed."""
+
+    share: float
+    seed: int
 
 
 def plan_recording(
@@ -135,9 +142,28 @@ def plan_recording(
         ends = manifest.index.shard_ends
         first = int(np.searchsorted(ends, num_held_out)) + 1 if num_held_out else 0
         window = StoreWindow(settings.window, settings.rolls, *held_out, num_held_out, first)
-        check_window(window, planned_sizes(manifest)[first:])
+        check_window(window, manifest.planned_sizes[first:])
         manifest.settings |= window.settings()
     return manifest, recorded
+
+
+def check_window(window: StoreWindow, sizes: np.ndarray) -> None:
+    """Check that a window holds enough of the shards that come and go.
+
+    Args:
+        sizes: their bytes, int64.
+
+    Raises:
+        UserError: it holds fewer than four of the largest, and not all of them.
+    """
+    largest = int(sizes.max(initial=0))
+    if window.size < 4 * largest and sizes.sum() > window.size // 2:
+        raise UserError(
+            f"expected a window of at least four shards, {4 * largest:,} bytes, found "
+            f"{window.size:,}",
+            where="record.window",
+            do="raise it, or lower record.shard_tokens",
+        )
 
 
 def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:

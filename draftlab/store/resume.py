@@ -34,11 +34,10 @@ from draftlab.store.record_index import RECORDS
 from draftlab.store.recording_plan import check_same_recording
 from draftlab.store.shard import NO_FILE, SHARDS, ShardTable, WrittenShard
 from draftlab.store.shard_files import ShardFiles
-from draftlab.store.window import num_kept_shards
 
 LOCK = ".lock"
 NOT_WRITTEN = WrittenShard(bytes=0, sha256="0" * 64)
-"""In the table of a complete store: a shard that comes and goes (`store/window.py`)."""
+"""In the table of a complete store: a shard that comes and goes (`StoreWindow`)."""
 
 
 @contextmanager
@@ -108,7 +107,7 @@ class Receipts:
 
     def missing(self) -> list[int]:
         """Return the numbers of the shards that are not committed, of those that stay."""
-        listing, kept = self.files.list(), num_kept_shards(self.plan)
+        listing, kept = self.files.list(), self.plan.num_kept
         sizes = (
             (shard, listing.get(shard.number, NO_FILE)[0]) for shard in self.plan.shards[:kept]
         )
@@ -179,7 +178,7 @@ class Receipts:
 
     def _written(self) -> Iterator[WrittenShard]:
         """Yield the fields of all shards; of a million, few are in memory at a time."""
-        num_kept = num_kept_shards(self.plan)
+        num_kept = self.plan.num_kept
         for shard in self.plan.shards:
             receipt = self.read(shard) if shard.number < num_kept else NOT_WRITTEN
             if receipt is None:  # a process that works on a former plan has replaced it
@@ -243,7 +242,7 @@ def resume_plan(
     if not manifest.complete:
         return manifest
     receipts = Receipts(folder, manifest.as_plan(), files)
-    kept, listing = manifest.shards[: num_kept_shards(manifest)], receipts.files.list()
+    kept, listing = manifest.shards[: manifest.num_kept], receipts.files.list()
     problems = [shard.problem(listing.get(shard.number, NO_FILE)[0]) for shard in kept]
     if not any(problems):
         return manifest

@@ -20,11 +20,10 @@ from pathlib import Path
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, read_json, sha256_file
 from draftlab.store.manifest import MANIFEST, Manifest
-from draftlab.store.object_store import UrlFolder
+from draftlab.store.object_store import UrlClaim, UrlFolder
 from draftlab.store.record_index import RECORDS
 from draftlab.store.shard import NO_TIME, SHARDS, Listing, Shard, list_shards, shard_number
 from draftlab.store.shard_cache import ShardCache, machine_cache
-from draftlab.store.url_claim import UrlClaim
 from draftlab.store.urls import address_of, local_folder
 
 METADATA = (RECORDS, SHARDS, MANIFEST)

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from shlex import quote
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, known_sha256, sha256_text
+from draftlab.files import canonical_json, sha256_text
 from draftlab.formatting import count_text
 from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
@@ -27,7 +27,9 @@ from draftlab.store.sample_table import Sample, SampleTable, Selection
 from draftlab.store.shard import NO_FILE, Listing
 from draftlab.store.shard_file import map_shard
 from draftlab.store.shard_files import ShardFiles, locate_store, open_shard_files
-from draftlab.store.window import StoreWindow, WindowFeed, num_kept_shards
+
+if TYPE_CHECKING:
+    from draftlab.train.batch.window_order import WindowFeed
 
 __all__ = ["Record", "Store", "StoreIdentity"]
 
@@ -89,10 +91,10 @@ class Store:
     ) -> None:
         self.folder, self.manifest, self.samples, self.feed = folder, manifest, samples, None
         self.files = files or ShardFiles(folder)
-        self.identity, self.window = manifest.identity, StoreWindow.of(manifest)
+        self.identity, self.window = manifest.identity, manifest.window
         self.ids = manifest.index.ids
         self.lengths = memoryview(manifest.index.lengths)
-        self._num_kept, self._verified = num_kept_shards(manifest), set[int]()
+        self._num_kept, self._verified = manifest.num_kept, set[int]()
         # A process may map 65,530 files; of a shard that is mapped no more, views stay valid.
         num_open = OPEN_SHARDS if self.files.is_local else OPEN_REMOTE_SHARDS
         self._kept_shard = shards.__getitem__ if shards else lru_cache(num_open)(self._map)
@@ -124,7 +126,7 @@ class Store:
             manifest = Manifest.read(folder / MANIFEST)
         if expected is not None:
             manifest.identity.check(expected, files.address)
-        if len(manifest.shards) > (num_kept := num_kept_shards(manifest)):
+        if len(manifest.shards) > (num_kept := manifest.num_kept):
             raise UserError(
                 "this store is a window: its shards come and go while a training reads them, and "
                 f"only the first {count_text(num_kept, 'shard')}, of the validation records, stay",
@@ -333,21 +335,13 @@ def check_store(folder: Path, url: str | None = None, since_ns: int | None = Non
     Raises:
         UserError: a shard is missing, or has another size or hash than in the manifest.
     """
-    manifest = Manifest.read(folder / MANIFEST)
-    files = open_shard_files(folder, url)
+    manifest, files = Manifest.read(folder / MANIFEST), open_shard_files(folder, url)
     listing = files.list()
     check_complete(files, manifest, listing)
     if since_ns is None or not files.is_local:
         return False
-    kept = manifest.shards[: num_kept_shards(manifest)]
-    changed = [shard for shard in kept if listing[shard.number][1] > since_ns]
-    for shard in changed:
-        if (digest := known_sha256(folder / shard.file)) != shard.sha256:
-            raise UserError(
-                f"{DAMAGED_SHARD} expected SHA-256 {shard.sha256}, found {digest}",
-                where=files.where(shard.file),
-                do=f"remove this shard and {RECORD_AGAIN}",
-            )
+    changed = [number for number in range(manifest.num_kept) if listing[number][1] > since_ns]
+    Store(folder, manifest, files=files).verify(changed)
     return bool(changed)
 
 
@@ -367,7 +361,7 @@ def check_complete(files: ShardFiles, manifest: Manifest, listing: Listing) -> N
             where=files.address,
             do="run the same command again: recording resumes after the last whole shard",
         )
-    for shard in manifest.shards[: num_kept_shards(manifest)]:
+    for shard in manifest.shards[: manifest.num_kept]:
         if problem := shard.problem(listing.get(shard.number, NO_FILE)[0]):
             do = RECORD_AGAIN
             if files.is_local and not listing:

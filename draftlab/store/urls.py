@@ -11,6 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 from draftlab.errors import UserError
 from draftlab.formatting import pip_install
+from draftlab.url_secrets import secret_in
 
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -32,29 +33,23 @@ def check_url(url: str) -> str:
         ValueError: it is not one, or it contains credentials, which the message does not repeat.
     """
     scheme, _, rest = url.partition("://")
-    if "::" in url:
-        raise ValueError(f"{_EXAMPLE}, found a chain of file systems (::)")
-    if "?" in url or "#" in url:
-        raise ValueError(f"{_EXAMPLE}, found one with a query, which may be a secret")
     host = rest.partition("/")[0]
     has_bucket = scheme.lower() in _BUCKET_SCHEMES
-    if has_bucket and (":" in rest or "@" in host):
-        raise ValueError(
-            f"{_EXAMPLE}, found one with credentials in it: give them in the environment "
-            "(docs/guide/scale.md)"
-        )
-    is_http = scheme.lower() in ("http", "https")  # there a user may be a token
-    if not has_bucket and "@" in rest and (is_http or ":" in rest.rpartition("@")[0]):
-        raise ValueError(
-            f"{_EXAMPLE}, found one with a password in it: give it in the environment "
-            "(docs/guide/scale.md)"
-        )
-    if not is_url(url):
-        raise ValueError(f"{_EXAMPLE}, found {url!r}")
-    if has_bucket and not _BUCKET.fullmatch(host):
-        raise ValueError(f"{_EXAMPLE}, found {url!r} without the name of a bucket")
-    if ".." in rest.split("/"):
-        raise ValueError(f"{_EXAMPLE}, found one with '..'")
+    found = ""
+    if "::" in url:
+        found = "a chain of file systems (::)"
+    elif "?" in url or "#" in url:
+        found = "one with a query, which may be a secret"
+    elif secret_in(url) or (has_bucket and (":" in rest or "@" in host)):
+        found = "one with credentials in it: give them in the environment (docs/guide/scale.md)"
+    elif not is_url(url):
+        found = repr(url)
+    elif has_bucket and not _BUCKET.fullmatch(host):
+        found = f"{url!r} without the name of a bucket"
+    elif ".." in rest.split("/"):
+        found = "one with '..'"
+    if found:
+        raise ValueError(f"{_EXAMPLE}, found {found}")
     local_folder(url)
     return url.rstrip("/") if rest.strip("/") else url
 

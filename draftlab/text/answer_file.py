@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -139,7 +140,10 @@ class AnswerFile:
             open(temporary, "xb") as file,
         ):
             partial.readline()  # the header
-            file.writelines(line for line in partial if not line.startswith(_DROPPED))
+            if counts.dropped.counts:
+                file.writelines(line for line in partial if not line.startswith(_DROPPED))
+            else:
+                shutil.copyfileobj(partial, file)
         fields = {"made_with": self.identity, **asdict(counts)}
         del fields["dropped_turns"]
         fields["dropped"] = dropped + counts.dropped.counts.total()

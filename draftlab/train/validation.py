@@ -30,10 +30,10 @@ from draftlab.intervals import MIN_INTERVAL_PROMPTS, ratio_interval, sums_by_pro
 from draftlab.kernels.distill import at_least_float32, distill
 from draftlab.progress import Monitor
 from draftlab.store.columns import Texts
+from draftlab.store.manifest import StoreWindow
 from draftlab.store.prompt_split import group_by_prompt, hold_out
 from draftlab.store.recording_plan import cut_batches
 from draftlab.store.store import Record, Store
-from draftlab.store.window import StoreWindow
 from draftlab.train.batch.loader import fetch_ahead
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import Batch, pack

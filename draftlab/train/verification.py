@@ -14,7 +14,6 @@ from draftlab.progress import Monitor
 from draftlab.store.columns import map_columns, write_columns
 from draftlab.store.shard import NO_FILE, NO_TIME, Shard
 from draftlab.store.store import Store
-from draftlab.store.window import num_kept_shards
 from draftlab.train.checkpoint import set_unverified_aside
 from draftlab.train.distributed.ranks import Ranks
 
@@ -44,7 +43,7 @@ class ShardVerification:
         self.store, self.folder, self.ranks = store, folder, ranks
         hashed_here = store.files.is_local
         # The recorder of a window verifies the shards that are not kept.
-        self._num_shards = num_kept_shards(store.manifest) if hashed_here else 0
+        self._num_shards = store.manifest.num_kept if hashed_here else 0
         self._verified = self._remembered() if ranks.is_main else np.zeros(0, np.int64)
         self.pending = ranks.broadcast(self._changed() if ranks.is_main else self._verified)
         self.complete, self._stopped = not len(self.pending), threading.Event()

@@ -18,9 +18,9 @@ from draftlab.servers.vllm_engine import VllmAnswers
 from draftlab.servers.vllm_hidden_states import VllmStateSource
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.record import OpenStateSource, open_recorder
+from draftlab.store.recording_plan import HeldOut
 from draftlab.store.sample_table import SampleTable
 from draftlab.store.shard_writer import ShardRecorder
-from draftlab.store.window import HeldOut
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target

@@ -1,4 +1,4 @@
-"""`PlannedExport.verify` names every change to an export."""
+"""verify_export names every change to an export."""
 
 from __future__ import annotations
 

@@ -23,6 +23,10 @@ class ListManifest:
         self.shards: list[Any] = []
         self.settings: dict[str, Any] = {}
 
+    @property
+    def num_kept(self) -> int:
+        return len(self.shards)
+
     def dump(self) -> dict[str, Any]:
         return {
             "schema": 1,

@@ -13,10 +13,9 @@ import pytest
 
 from draftlab.store import object_store
 from draftlab.store import store as store_module
-from draftlab.store.object_store import UrlFolder
+from draftlab.store.object_store import CLAIM, UrlClaim, UrlFolder
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.shard_files import RemoteShardFiles
-from draftlab.store.url_claim import CLAIM, UrlClaim
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
 from tests.helpers.small_run import (
     contents,

@@ -13,11 +13,16 @@ import pytest
 
 from draftlab.errors import UserError
 from draftlab.store import object_store
-from draftlab.store.object_store import UnreachableError, UrlFolder
+from draftlab.store.object_store import (
+    CLAIM,
+    LostClaimError,
+    UnreachableError,
+    UrlClaim,
+    UrlFolder,
+)
 from draftlab.store.shard_cache import ShardCache
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store
-from draftlab.store.url_claim import CLAIM, LostClaimError, UrlClaim
 from draftlab.store.urls import address_of, check_url, is_url, local_folder
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
 

@@ -22,7 +22,6 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.store import Store
-from draftlab.store.window import StoreWindow
 from draftlab.train.batch.window_order import WindowOrder
 from draftlab.workers.pool import MAX_ATTEMPTS
 from draftlab.workers.window import devices as window_training
@@ -87,7 +86,7 @@ def watched(store: Path) -> Iterator[list[int]]:
         while not ended.is_set():
             if not num_kept and (store / MANIFEST).is_file():
                 plan = Manifest.read(store / MANIFEST)
-                window = StoreWindow.of(plan) if plan.complete else None
+                window = plan.window if plan.complete else None
                 num_kept = window.validation_shards if window else 0
             sizes = []
             for path in store.glob("*shard-*") if num_kept else ():
@@ -122,7 +121,7 @@ def test_a_window_gives_the_bits_of_a_full_store(
     assert "the recording waited for room " in result.output
     assert WINDOW / 2 < max(seen) <= WINDOW + 2 * 40_000
     plan = Manifest.read(store / MANIFEST)
-    num_kept = StoreWindow.of(plan).validation_shards
+    num_kept = plan.window.validation_shards
     kept = sorted(path.name for path in store.glob("shard-*"))
     assert kept == [shard.file for shard in plan.shards[:num_kept]]
     assert not (store / kept[0]).samefile(full / "runs/full/store" / kept[0])

@@ -3,7 +3,7 @@
 Each epoch permutes the shards that come and go and cuts them into groups of at most half of the
 window. Records are shuffled, and packed into rows, within a group. So one group is trained while
 the next is recorded, and both fit into the window. A step is packed when its group is there
-(`store.window.WindowFeed`). Once no rank reads a group any more, the training reports it, so that
+(`WindowFeed`). Once no rank reads a group any more, the training reports it, so that
 its shards can be deleted.
 """
 
@@ -13,13 +13,12 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import count
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.store.manifest import Manifest
-from draftlab.store.window import StoreWindow, WindowFeed, planned_sizes
 from draftlab.train.batch.order import epoch_rows
 from draftlab.train.batch.packing import Batch, OptimizerStep, Packer
 from draftlab.train.distributed.ranks import Ranks, assign_micro_batches
@@ -48,7 +47,7 @@ class WindowOrder:
     """
 
     def __init__(self, manifest: Manifest, seed: int) -> None:
-        window = StoreWindow.of(manifest)
+        window = manifest.window
         if window is None:
             raise ValueError("expected a store with a window")
         self.seed, self.first = seed, window.validation_shards
@@ -56,7 +55,7 @@ class WindowOrder:
         counts, ends = index.shard_records[self.first :], index.shard_ends[self.first :]
         self._starts, self._ends = ends - counts, ends
         self.tokens = index.shard_tokens[self.first :]
-        self.sizes = planned_sizes(manifest)[self.first :]
+        self.sizes = manifest.planned_sizes[self.first :]
         self.window, self._total = window.size, int(self.sizes.sum())
         half, largest = window.size // 2, int(self.sizes.max())
         # Groups of equal size up to one shard: a small last one would leave the trainer waiting.
@@ -141,6 +140,32 @@ class WindowOrder:
             epoch=epoch,
         )
         return [records[row].tolist() for row in rows]
+
+
+class WindowFeed(Protocol):
+    """What makes the shards of a window, as a training sees it.
+
+    Groups are counted from the first epoch's first one on.
+    """
+
+    def begin(self, finished_groups: int) -> None:
+        """Begin to make the groups behind the finished ones, on rank 0."""
+
+    def wait(self, group: int) -> bool:
+        """Wait for the shards of all groups up to this one; return whether any was missing.
+
+        Raises:
+            UserError: making them failed.
+        """
+
+    def report_finished_groups(self, count: int) -> None:
+        """Report, on rank 0, how many groups no rank will read again."""
+
+    def share_waited(self) -> float | None:
+        """Return for how much of its time the recording has waited for room; None: not known."""
+
+    def stop(self) -> None:
+        """Have all `wait` end with an `InterruptedError`, since nothing is read any more."""
 
 
 Pack = Callable[[OptimizerStep], list[Batch]]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.store.manifest import Counts, Dropped, Manifest, StoreIdentity
+from draftlab.store.manifest import Counts, Dropped, Manifest, StoreIdentity, StoreWindow
 from draftlab.store.record_index import RecordIndex
-from draftlab.store.window import StoreWindow, check_window
+from draftlab.store.recording_plan import check_window
 from draftlab.train.batch.window_order import WindowOrder
 
 IDENTITY = StoreIdentity("t", "f", "tok", "tpl", (1, 2), 4, 8, 100, "bfloat16")
