@@ -112,7 +112,7 @@ def score_variants(
         boundaries=files.boundaries,
         own_embeddings=files.tensors.get(EMBEDDINGS),
     )
-    rows = hypotheses(stored, context)
+    rows = list(hypotheses(stored, context))
     boundaries = {b for v in (stored, *(row.variant for row in rows)) for b in v.config.boundaries}
     scoring_set.compute_states(boundaries)  # all in one pass
     scorer = Scorer(scoring_set, k)

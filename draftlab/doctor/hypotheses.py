@@ -16,7 +16,7 @@ from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS
 from draftlab.heads.rope import used_rope
 from draftlab.heads.validate import ascending_ids
-from draftlab.target_model.default_boundaries import default_boundaries
+from draftlab.target_model.hidden_states import default_boundaries
 
 ROPE_BASES = (10_000.0, 500_000.0, 1_000_000.0)
 """The default base of programs, and those of well-known targets."""
@@ -86,26 +86,18 @@ class Hypothesis:
     variant: HeadVariant
 
 
-Row = tuple[str, str, str, dict[str, Any]]
-"""Kind, name and do of a hypothesis, and the fields or tensors that change."""
+def hypotheses(stored: HeadVariant, context: HypothesisContext) -> Iterator[Hypothesis]:
+    """Yield every row of the table that the head's shapes allow."""
+    for kind, name, do, inputs in input_rows(stored, context):
+        yield Hypothesis(kind, name, do, replace(stored, **inputs))
+    for kind, name, do, config in config_rows(stored, context):
+        yield Hypothesis(kind, name, do, replace(stored, config=config))
+    for kind, name, do, tensors in weight_rows(stored, context):
+        yield Hypothesis(kind, name, do, replace(stored, tensors=stored.tensors | tensors))
 
 
-def hypotheses(stored: HeadVariant, context: HypothesisContext) -> list[Hypothesis]:
-    """Return every row of the table that the head's shapes allow."""
-    return [
-        *(
-            Hypothesis(kind, name, do, replace(stored, **inputs))
-            for kind, name, do, inputs in input_rows(stored, context)
-        ),
-        *(
-            Hypothesis(kind, name, do, replace(stored, config=changes["config"]))
-            for kind, name, do, changes in config_rows(stored, context)
-        ),
-        *(
-            Hypothesis(kind, name, do, replace(stored, tensors=stored.tensors | tensors))
-            for kind, name, do, tensors in weight_rows(stored, context)
-        ),
-    ]
+Row = tuple[str, str, str, Any]
+"""Kind, name and do of a hypothesis, and the inputs, the config or the tensors that change."""
 
 
 def input_rows(stored: HeadVariant, context: HypothesisContext) -> Iterator[Row]:
@@ -153,7 +145,7 @@ def config_rows(stored: HeadVariant, context: HypothesisContext) -> Iterator[Row
             continue
         if config not in tried:
             tried.append(config)
-            yield kind, name, do, {"config": config}
+            yield kind, name, do, config
 
 
 def boundary_rows(stored: HeadVariant, context: HypothesisContext) -> Iterator[Row]:

@@ -93,7 +93,7 @@ class ReferenceEngine:
         """Run each row's input tokens, which begin at position `starts`, through the target."""
         ends = [start + len(tokens) for start, tokens in zip(starts, inputs, strict=True)]
         positions = self._tensor([range(s, e) for s, e in zip(starts, ends, strict=True)], -1)
-        cache = self.cache.at([row.row for row in rows], positions, max(ends))
+        cache = self.cache.at_rows([row.row for row in rows], positions, max(ends))
         return self.target.states(
             self._tensor(inputs), self.boundaries, positions=positions, cache=cache
         )

@@ -31,7 +31,7 @@ from draftlab.heads.family import Family, families
 from draftlab.heads.rope import attention_factor
 from draftlab.heads.vllm_config import MASK_TOKEN_KEYS
 from draftlab.settings import describe_error, merged_errors
-from draftlab.target_model.default_boundaries import check_boundaries
+from draftlab.target_model.hidden_states import check_boundaries
 
 LLAMA4 = ("Llama4ForCausalLM", "EagleLlama4ForCausalLM")
 """Architectures of dense Llama 4 drafters, which cannot be imported."""

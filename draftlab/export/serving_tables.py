@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from draftlab.errors import UserError
 from draftlab.evaluate.calibration.result import Calibration
 from draftlab.evaluate.results import Report
+from draftlab.export.settings import ExportSettings
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS
 
@@ -81,26 +81,28 @@ class ServingTables:
         }
 
 
-def calibrated_k(path: Path, head_folder: Path) -> int:
-    """Return the largest K of a report's calibrations of a head.
-
-    Raises:
-        UserError: the report has none.
-    """
-    report = report_path(path)
-    calibrations = Report.read(report).calibrations
-    return max(one.k for one in _of_head(calibrations, report, head_folder))
-
-
 def report_path(path: Path) -> Path:
     """Return the report.json that a user named by its own path or by its folder's."""
     return path / REPORT if path.is_dir() else path
 
 
-def _of_head(
-    calibrations: Sequence[Calibration], path: Path, head_folder: Path
-) -> list[Calibration]:
-    sha256 = known_sha256(head_folder / WEIGHTS)
+def read_serving_tables(settings: ExportSettings, head_folder: Path) -> ServingTables | None:
+    """Read what servers need from the report that settings name; None: they name none.
+
+    Without a K in the settings it is the most of the head's calibrations. Argmax drafts, which
+    servers draft by default, come before sampled ones.
+
+    Args:
+        head_folder: the exported head; the calibration must be of its very weights.
+
+    Raises:
+        UserError: the report has no calibration of this head, K and temperature; or a temperature
+            is to be baked and the head has no confidence of its own.
+    """
+    if settings.calibration is None:
+        return None
+    path = report_path(Path(settings.calibration).expanduser())
+    calibrations, sha256 = Report.read(path).calibrations, known_sha256(head_folder / WEIGHTS)
     found = [one for one in calibrations if one.head_sha256 == sha256]
     if not found:
         others = ", ".join(dict.fromkeys(one.head for one in calibrations))
@@ -110,68 +112,27 @@ def _of_head(
             where=path,
             do="`draftlab eval --calibrate` makes one",
         )
-    return found
-
-
-def read_serving_tables(
-    path: Path,
-    head_folder: Path,
-    k: int,
-    *,
-    temperature: float | None = None,
-    bake: bool = False,
-) -> ServingTables:
-    """Read what servers need from a report.
-
-    Args:
-        path: report.json, or its folder.
-        head_folder: the exported head; the calibration must be of its very weights.
-        k: drafts a step.
-        temperature: whose calibration; None: the first of the report. Argmax drafts, which servers
-            draft by default, come before sampled ones.
-        bake: whether the confidence head will be divided by the common temperature.
-
-    Raises:
-        UserError: the report has no calibration of this head, K and temperature; or `bake` and the
-            head has no confidence of its own.
-    """
-    path = report_path(path)
-    report = Report.read(path)
-    calibration = _find_calibration(report, path, head_folder, k, temperature)
-    if bake and calibration.common_temperature is None:
+    wanted = {"k": ("--k", settings.k or max(one.k for one in found))}
+    if settings.calibration_temperature is not None:
+        wanted["temperature"] = "--temps", settings.calibration_temperature
+    for field, (option, value) in wanted.items():
+        there = dict.fromkeys(getattr(one, field) for one in found)
+        found = [one for one in found if getattr(one, field) == value]
+        if not found:
+            raise UserError(
+                f"expected a calibration of this head with {field} {value:g}, found "
+                + ", ".join(f"{other:g}" for other in there),
+                where=path,
+                do=f"`draftlab eval --calibrate {option} {value:g}` makes one",
+            )
+    first = [one for one in found if one.temperature == found[0].temperature]
+    calibration = min(first, key=lambda one: one.draft_probs)
+    if settings.bake_temperature and calibration.common_temperature is None:
         raise UserError(
             "expected a head with a confidence of its own, into whose weights a temperature can be "
             "baked; this one's is fitted from draft probabilities",
             where="export.bake_temperature",
             do="leave it out",
         )
-    return ServingTables(
-        known_sha256(path),
-        calibration,
-        calibration.common_temperature if bake else None,
-    )
-
-
-def _find_calibration(
-    report: Report, path: Path, head_folder: Path, k: int, temperature: float | None
-) -> Calibration:
-    candidates = _of_head(report.calibrations, path, head_folder)
-    conditions: list[tuple[str, str, float | None]] = [
-        ("k", "--k", k),
-        ("temperature", "--temps", temperature),
-    ]
-    for field, option, wanted in conditions:
-        found = dict.fromkeys(getattr(one, field) for one in candidates)
-        if wanted is not None:
-            candidates = [one for one in candidates if getattr(one, field) == wanted]
-        if not candidates:
-            raise UserError(
-                f"expected a calibration of this head with {field} {wanted:g}, found "
-                + ", ".join(f"{value:g}" for value in found),
-                where=path,
-                do=f"`draftlab eval --calibrate {option} {wanted:g}` makes one",
-            )
-    first = candidates[0].temperature
-    return min(
-        (one for one in candidates if one.temperature == first), key=lambda one: one.draft_probs
-    )
+    baked = calibration.common_temperature if settings.bake_temperature else None
+    return ServingTables(known_sha256(path), calibration, baked)

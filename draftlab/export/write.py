@@ -17,8 +17,8 @@ from draftlab.export.destination import atomic_folder, check_destination
 from draftlab.export.launch_text import cached_target_text, readme_text, template_text
 from draftlab.export.layout import CONFIG, LAUNCH, README, Export, Layout, layout_for
 from draftlab.export.refusals import serving_warnings
-from draftlab.export.serving_tables import calibrated_k, read_serving_tables
-from draftlab.export.settings import check_program
+from draftlab.export.serving_tables import ServingTables, read_serving_tables
+from draftlab.export.settings import ExportSettings, check_program
 from draftlab.export.weight_files import (
     WRITE_AGAIN,
     common_dtype,
@@ -29,7 +29,7 @@ from draftlab.export.weight_files import (
 )
 from draftlab.files import known_sha256, read_json, write_json, write_text
 from draftlab.heads.config import HeadConfig
-from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, load_config, new_head
+from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, load_config, meta_head
 from draftlab.heads.validate import refuse_faults, tensor_faults
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
@@ -56,6 +56,65 @@ class PlannedExport:
     head_folder: Path
     target_folder: Path
 
+    def write(self, *, trust_remote_code: bool = False) -> Path:
+        """Write the export, compare its files with the head, and move them to its folder.
+
+        Args:
+            trust_remote_code: whether code shipped with the target may run.
+
+        Returns:
+            The folder, with config.json, safetensors, launch.md and README.md.
+
+        Raises:
+            UserError: the files differ from the head, or cannot be written.
+        """
+        layout, export = self.layout, self.export
+        destination = self.out.expanduser().resolve()
+        tensors = self._tensors(trust_remote_code)
+        with atomic_folder(destination) as folder:
+            write_weights(tensors, folder)
+            for name, content in self._json_files().items():
+                write_json(folder / name, content)
+            launch = layout.launch(export, destination)
+            launch += cached_target_text(export.target_name, export.head.target.name)
+            launch += template_text(export.head)
+            write_text(folder / LAUNCH, launch)
+            write_text(folder / README, readme_text(export.head, export.target_name, layout.title))
+            del tensors  # the comparison reads them again
+            self.verify(folder, trust_remote_code=trust_remote_code)
+        return self.out
+
+    def verify(self, out: Path, *, trust_remote_code: bool = False) -> None:
+        """Compare an export on disk with the head, whose files are read again, bit by bit.
+
+        Args:
+            out: the export.
+            trust_remote_code: whether code shipped with the target may run.
+
+        Raises:
+            UserError: the first difference, or a file that cannot be read.
+        """
+        for name, expected in self._json_files().items():
+            found = read_json(out / name, kind=f"export's {name}")
+            if difference := _first_difference(expected, found):
+                what = f"the export's {name} differs: {difference}"
+                raise UserError(what, where=out / name, do=WRITE_AGAIN)
+        compare_tensors(self._tensors(trust_remote_code), out)
+
+    def _json_files(self) -> dict[str, dict[str, Any]]:
+        return {CONFIG: self.layout.config(self.export)} | self.layout.json_files(self.export)
+
+    def _tensors(self, trust_remote_code: bool) -> dict[str, Tensor]:
+        """Return the head's tensors, checked, cast, and in the layout's names."""
+        export, file = self.export, self.head_folder / WEIGHTS
+        tensors = read_file(file, WEIGHTS_KIND)
+        refuse_faults(tensor_faults(meta_head(export.head), tensors), file)
+        if self.layout.ships_embeddings and export.head.embeddings == "target":
+            parts = load_parts(self.target_folder, trust_remote_code=trust_remote_code)
+            tensors[EMBEDDINGS] = parts.embeddings
+        cast = {name: _cast(name, tensor, export.dtype) for name, tensor in tensors.items()}
+        return self.layout.tensors(cast, export)
+
 
 def plan_export(
     head_folder: Path,
@@ -64,12 +123,8 @@ def plan_export(
     program: str,
     *,
     target_name: str,
-    k: int | None = None,
-    dtype: torch.dtype | str | None = None,
+    settings: ExportSettings,
     report: Path | None = None,
-    calibration: Path | None = None,
-    calibration_temperature: float | None = None,
-    bake_temperature: bool = False,
     monitor: Monitor | None = None,
 ) -> PlannedExport:
     """Check that a head can be exported in a program's layout.
@@ -81,13 +136,7 @@ def plan_export(
         program: "speculators", "vllm", "sglang" or "llamacpp".
         target_name: the target's Hub id, or for llama.cpp its GGUF file; anything else is written
             as the resolved `target_folder`.
-        k: tokens that a server drafts; None: see `served_k`.
         report: report.json of the head's evaluation, whose fastest K is the default.
-        dtype: of floating tensors; None: the dtype of the head's files.
-        calibration: a report with a calibration of this head, for servers.
-        calibration_temperature: sampling temperature whose calibration is used; None: the report's
-            first.
-        bake_temperature: divide the confidence head by the common temperature.
         monitor: prints which defaults were chosen.
 
     Raises:
@@ -100,11 +149,10 @@ def plan_export(
     check_destination(destination)
     head = load_config(head_folder)
     layout = layout_for(program, head.family)
+    k, serving = settings.k, read_serving_tables(settings, head_folder)
     if k is None:
-        k, reason = served_k(head, head_folder, calibration, report)
+        k, reason = served_k(head, head_folder, serving, report)
         log(f"export: K = {k} speculative tokens, {reason}")
-    elif k < 1:
-        raise UserError(f"expected at least 1 speculative token, found {k}", do="raise export.k")
     elif k > head.k_trained:
         log(
             f"warning: export: {k} speculative tokens, but the head was trained for "
@@ -112,21 +160,16 @@ def plan_export(
             + f"; vLLM's runner V1 verifies at most {V1_K}"
             * (k > V1_K and program in IN_VLLM)
         )
-    if dtype is None:
+    if settings.dtype is None:
         dtype = common_dtype(read_file(head_folder / WEIGHTS, WEIGHTS_KIND), head_folder / WEIGHTS)
+    else:
+        dtype = floating_dtype(settings.dtype)
     if target_name.endswith(".gguf") and program == "llamacpp":
         target_name = str(Path(target_name).expanduser().resolve())
     elif not is_hub_id(target_name):  # readers open what is written here
         target_name = str(Path(target_folder).resolve())
     target_config = _target_config(head, target_folder)
-    serving = calibration and read_serving_tables(
-        calibration,
-        head_folder,
-        k,
-        temperature=calibration_temperature,
-        bake=bake_temperature,
-    )
-    export = Export(head, target_config, target_name, k, floating_dtype(dtype), serving or None)
+    export = Export(head, target_config, target_name, k, dtype, serving)
     if k >= export.positions:
         raise UserError(
             f"expected fewer speculative tokens than the target's {export.positions} positions, "
@@ -144,7 +187,7 @@ def plan_export(
 
 
 def served_k(
-    head: HeadConfig, folder: Path, calibration: Path | None, report: Path | None
+    head: HeadConfig, folder: Path, serving: ServingTables | None, report: Path | None
 ) -> tuple[int, str]:
     """Return K and a sentence's end that says why.
 
@@ -153,14 +196,13 @@ def served_k(
 
     Args:
         folder: the head folder.
-        calibration: a report with a calibration of the head, for servers.
         report: report.json of the head's evaluation.
 
     Raises:
-        UserError: a report is damaged, or the calibration is of another head.
+        UserError: the report is damaged.
     """
-    if calibration is not None:
-        return calibrated_k(calibration, folder), "as the head was calibrated for"
+    if serving is not None:
+        return serving.calibration.k, "as the head was calibrated for"
     if report is not None and report.is_file() and (found := _measured_k(report, folder)):
         return found
     unmeasured = "no speed-up with an interval was measured"
@@ -183,93 +225,8 @@ def _measured_k(path: Path, folder: Path) -> tuple[int, str] | None:
 
 
 def write_export(*places: Any, trust_remote_code: bool = False, **options: Any) -> Path:
-    """Write a head in a program's layout: `write_planned` of `plan_export`, which has the rest."""
-    return write_planned(plan_export(*places, **options), trust_remote_code=trust_remote_code)
-
-
-def write_planned(planned: PlannedExport, *, trust_remote_code: bool) -> Path:
-    """Write an export, compare its files with the head, and move them to its folder.
-
-    Args:
-        trust_remote_code: whether code shipped with the target may run.
-
-    Returns:
-        The folder, with config.json, safetensors, launch.md and README.md.
-
-    Raises:
-        UserError: the files differ from the head, or cannot be written.
-    """
-    layout, export = planned.layout, planned.export
-    head_folder, target_folder = planned.head_folder, planned.target_folder
-    destination = planned.out.expanduser().resolve()
-    tensors = _export_tensors(layout, export, head_folder, target_folder, trust_remote_code)
-    with atomic_folder(destination) as folder:
-        write_weights(tensors, folder)
-        write_json(folder / CONFIG, layout.config(export))
-        for name, content in layout.json_files(export).items():
-            write_json(folder / name, content)
-        launch = layout.launch(export, destination)
-        launch += cached_target_text(export.target_name, export.head.target.name)
-        launch += template_text(export.head)
-        write_text(folder / LAUNCH, launch)
-        write_text(folder / README, readme_text(export.head, export.target_name, layout.title))
-        del tensors  # the comparison reads them again
-        verify_export(
-            folder,
-            layout,
-            export,
-            head_folder,
-            target_folder,
-            trust_remote_code=trust_remote_code,
-        )
-    return planned.out
-
-
-def verify_export(
-    out: Path,
-    layout: Layout,
-    export: Export,
-    head_folder: Path,
-    target_folder: Path,
-    *,
-    trust_remote_code: bool = False,
-) -> None:
-    """Compare an export on disk with the head, bit by bit and key by key.
-
-    Args:
-        out: the export.
-        head_folder, target_folder: their files are read again.
-        trust_remote_code: whether code shipped with the target may run.
-
-    Raises:
-        UserError: the first difference, or a file that cannot be read.
-    """
-    for name, expected in ({CONFIG: layout.config(export)} | layout.json_files(export)).items():
-        found = read_json(out / name, kind=f"export's {name}")
-        if difference := _first_difference(expected, found):
-            raise UserError(
-                f"the export's {name} differs: {difference}",
-                where=out / name,
-                do=WRITE_AGAIN,
-            )
-    compare_tensors(
-        _export_tensors(layout, export, head_folder, target_folder, trust_remote_code), out
-    )
-
-
-def _export_tensors(
-    layout: Layout, export: Export, folder: Path, target_folder: Path, trust_remote_code: bool
-) -> dict[str, Tensor]:
-    """Return the tensors of an export: the head's, checked, cast, and in the layout's names."""
-    tensors = read_file(folder / WEIGHTS, WEIGHTS_KIND)
-    with torch.device("meta"):
-        head = new_head(export.head)
-    refuse_faults(tensor_faults(head, tensors), folder / WEIGHTS)
-    if layout.ships_embeddings and export.head.embeddings == "target":
-        parts = load_parts(Path(target_folder), trust_remote_code=trust_remote_code)
-        tensors[EMBEDDINGS] = parts.embeddings
-    cast = {name: _cast(name, tensor, export.dtype) for name, tensor in tensors.items()}
-    return layout.tensors(cast, export)
+    """Write a head in a program's layout, as `plan_export` plans it, which has the arguments."""
+    return plan_export(*places, **options).write(trust_remote_code=trust_remote_code)
 
 
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -161,12 +161,8 @@ def _export(
         folder / "export",
         exports.formats[0],
         target_name=base_model or workspace.target.path,
-        k=exports.k,
-        dtype=exports.dtype,
+        settings=exports,
         report=workspace.folder / "eval" / REPORT,
-        calibration=Path(exports.calibration).expanduser() if exports.calibration else None,
-        calibration_temperature=exports.calibration_temperature,
-        bake_temperature=exports.bake_temperature,
         monitor=monitor,
         trust_remote_code=workspace.target.trust_remote_code,
     )

@@ -36,7 +36,7 @@ from draftlab.store.shard_files import open_shard_files
 from draftlab.store.urls import check_scheme
 from draftlab.target_model.adapter import read_adapter
 from draftlab.target_model.auto_model import meta_model, model_class
-from draftlab.target_model.default_boundaries import default_boundaries
+from draftlab.target_model.hidden_states import default_boundaries
 from draftlab.target_model.loading import load_tokenizer, quiet_transformers
 from draftlab.target_model.locate import (
     explain_loading,

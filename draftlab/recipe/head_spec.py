@@ -19,7 +19,7 @@ from draftlab.recipe.recipe import Recipe
 from draftlab.settings import describe_errors
 from draftlab.store.manifest import StoreIdentity
 from draftlab.store.store import Store
-from draftlab.target_model.default_boundaries import check_boundaries, default_boundaries
+from draftlab.target_model.hidden_states import check_boundaries, default_boundaries
 from draftlab.target_model.locate import (
     config_folder,
     hub_answers,

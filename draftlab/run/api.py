@@ -13,7 +13,7 @@ from draftlab.evaluate.results import Report
 from draftlab.evaluate.vllm_compare import check_settings
 from draftlab.export.gguf import convert, find_converter
 from draftlab.export.settings import ExportSettings
-from draftlab.export.write import plan_export, write_planned
+from draftlab.export.write import plan_export
 from draftlab.files import check_folder, read_json
 from draftlab.formatting import count_text
 from draftlab.heads.config import HeadConfig
@@ -275,12 +275,8 @@ def export_layouts(
             out,
             layout,
             target_name=str(target_folder) if target_settings.adapter else target_settings.path,
-            k=settings.k,
-            dtype=settings.dtype,
+            settings=settings,
             report=report,
-            calibration=Path(settings.calibration).expanduser() if settings.calibration else None,
-            calibration_temperature=settings.calibration_temperature,
-            bake_temperature=settings.bake_temperature,
             monitor=monitor,
         )
         for layout, out in places.items()
@@ -288,7 +284,7 @@ def export_layouts(
     paths = []
     with writing or nullcontext():
         for layout, one in zip(places, planned, strict=True):
-            path = write_planned(one, trust_remote_code=target_settings.trust_remote_code)
+            path = one.write(trust_remote_code=target_settings.trust_remote_code)
             monitor.say(
                 f"export: {path} holds the head in {layout} layout; it was loaded back and is equal"
             )

@@ -29,7 +29,7 @@ from draftlab.store.prompt_split import hold_out
 from draftlab.store.shard import list_shards
 from draftlab.store.store import Store
 from draftlab.store.urls import is_url
-from draftlab.target_model.default_boundaries import default_boundaries
+from draftlab.target_model.hidden_states import default_boundaries
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.draft_vocabulary import predicted_counts

@@ -25,7 +25,7 @@ from draftlab.store.prompt_split import hold_out
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.sample_table import Sample, SampleTable, Selection
 from draftlab.store.settings import RecordSettings
-from draftlab.target_model.default_boundaries import check_boundaries
+from draftlab.target_model.hidden_states import check_boundaries
 from draftlab.target_model.metadata import TargetMetadata
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 transformers builds its masks from a cache length, which is one number for a whole batch. In
 speculative decoding every row has its own length, so each forward pass sets the position of each of
-its tokens here. With a `RowCache` the model's own mask functions (causal, sliding window, chunked)
-are evaluated on those positions; with a `PagedCache` or a `PackedRow` the mask is a `MaskRule`,
+its tokens here. Where a cache gathers, the model's own mask functions (causal, sliding window,
+chunked) are evaluated on those positions; with pages or a `PackedRow` the mask is a `MaskRule`,
 which the kernels apply. Stale keys of rejected drafts have later positions and are never visible.
 """
 
@@ -52,23 +52,13 @@ class MaskRule:
     window: int | None = None
     chunk: int | None = None
 
-    def visible(self, positions: Tensor, length: int) -> Tensor:
-        """Return which of `length` keys queries at positions [B, M] see, bool [B, M, length]."""
-        keys, queries = torch.arange(length, device=positions.device), positions[..., None]
-        seen = keys <= queries
-        if self.window is not None:
-            seen &= keys > queries - self.window
-        if self.chunk is not None:
-            seen &= keys >= queries // self.chunk * self.chunk
-        return seen
-
 
 @dataclass(frozen=True)
 class AttentionInputs:
     """What a forward pass sets for its attention layers, beside their own arguments.
 
     Attributes:
-        positions: [B, M] of the tokens, which mask the keys of a `RowCache`.
+        positions: [B, M] of the tokens, which mask the keys of a cache that gathers.
         paged_cache: cache that keys and values are read from.
         packed_row: conversations that do not see each other.
     """
@@ -76,6 +66,12 @@ class AttentionInputs:
     positions: Tensor | None = None
     paged_cache: PagedCache | None = None
     packed_row: PackedRow | None = None
+
+    @property
+    def has_rule(self) -> bool:
+        """Whether masks are rules, not tensors."""
+        cache = self.paged_cache
+        return self.packed_row is not None or (cache is not None and not cache.gathers)
 
 
 _NO_INPUTS = AttentionInputs()
@@ -119,7 +115,7 @@ def _build_mask(local_size: int | None = None, **options: Any) -> Tensor | MaskR
         options: transformers' other arguments of a mask function.
     """
     inputs = _inputs.get()
-    if inputs.paged_cache is not None or inputs.packed_row is not None:
+    if inputs.has_rule:
         return _mask_rule(local_size, options.get("config"))
     if (positions := inputs.positions) is None:
         return sdpa_mask(local_size=local_size, **options)
@@ -148,12 +144,8 @@ def _attention(
     """
     tensors, inputs = (query, key, value), _inputs.get()
     scores = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
-    if inputs.paged_cache is None and inputs.packed_row is None:
+    if not inputs.has_rule:
         return _attend_rows(module, *tensors, attention_mask, **scores, **options), None
-    if inputs.paged_cache is not None and inputs.paged_cache.latent:
-        # The model has expanded what the cache gathered for each row, in order of positions.
-        mask = attention_mask.visible(inputs.positions.to(key.device), key.shape[2])
-        return _attend_rows(module, *tensors, mask[:, None], **scores, **options), None
     if not isinstance(attention_mask, MaskRule):  # the model changed what `_build_mask` returned
         raise TypeError(f"expected a mask rule, found {type(attention_mask)}")
     if (cache := inputs.paged_cache) is None:

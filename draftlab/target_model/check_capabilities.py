@@ -18,9 +18,8 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.kernels.paged_attention import slot_mapping
-from draftlab.target_model.cache import RowCache
 from draftlab.target_model.packed_rows import PackedRow
-from draftlab.target_model.paged_cache import PagedCache
+from draftlab.target_model.paged_cache import PagedCache, RowCache
 from draftlab.target_model.recurrent_layer import unknown_recurrence
 
 if TYPE_CHECKING:
@@ -36,8 +35,8 @@ WITHOUT_ENGINE = (
 _LARGE_LENGTH = 1_000_000  # a cache length that changes every temperature
 
 
-class _WrongLengthCache(RowCache):
-    """A row cache that reports a far larger length."""
+class _WrongLengthCache(PagedCache):
+    """A cache that reports a far larger length."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return _LARGE_LENGTH
@@ -111,7 +110,7 @@ def can_capture(target: Target) -> bool:
 @torch.inference_mode()
 def synchronisation_error(target: Target) -> str | None:
     """Return torch's message if a pass makes the host wait for the device; None if none does."""
-    pages = PagedCache(target.num_layers, 3, 16, 2 * target.recurrent, latent=target.latent)
+    pages = PagedCache(target.num_layers, 3, 16, 2 * target.recurrent, gathers=target.latent)
     table = torch.tensor([[1], [2]], dtype=torch.int32, device=target.device)
     ids, positions = (x.repeat(2, 1) for x in ids_and_positions(target, [5, 6, 7], 0))
     rows = torch.arange(2, device=target.device)
@@ -202,32 +201,25 @@ def ids_and_positions(target: Target, tokens: list[int], start: int) -> tuple[Te
     return ids, torch.arange(start, start + len(tokens), device=target.device)[None]
 
 
-def _run_row(target: Target, cache: RowCache, tokens: list[int], start: int) -> Tensor:
-    """Return last states [1, M, Ht] of tokens at positions from `start` of row 0."""
-    ids, positions = ids_and_positions(target, tokens, start)
-    cache.at([0], positions, start + len(tokens))
-    return target.states(ids, positions=positions, cache=cache).last
-
-
 def _after_rejection(target: Target) -> tuple[Tensor, Tensor]:
     """Run the same continuation without and with two rejected tokens before it."""
     states = []
     for rejected in (False, True):
-        cache = RowCache(target.num_layers, 1, 8)
-        _run_row(target, cache, [5, 6, 7], 0)
+        rows = _Rows(target, 1, gathers=True)
+        rows.run([[5, 6, 7]])
         if rejected:
-            _run_row(target, cache, [8, 9], 3)
-        states.append(_run_row(target, cache, [10, 11], 3))
+            rows.run([[8, 9]], keep=[0])
+        states.append(rows.run([[10, 11]]))
     return states[0], states[1]
 
 
 def _with_wrong_length(target: Target) -> tuple[Tensor, Tensor]:
-    """Run the same tokens on a cache that reports its length and on one that reports another."""
+    """Run the same tokens on a cache that reports no length and on one that reports another."""
     states = []
-    for cls in (RowCache, _WrongLengthCache):
-        cache = cls(target.num_layers, 1, 8)
-        _run_row(target, cache, [5, 6, 7], 0)
-        states.append(_run_row(target, cache, [10, 11], 3))
+    for cls in (PagedCache, _WrongLengthCache):
+        rows = _Rows(target, 1, cls, gathers=True)
+        rows.run([[5, 6, 7]])
+        states.append(rows.run([[10, 11]]))
     return states[0], states[1]
 
 
@@ -238,27 +230,19 @@ def _beside_longer_row(target: Target) -> tuple[Tensor, Tensor]:
     states = []
     for start in (0, target.max_length - 3):
         # Slots are columns here: the row at the last positions needs no cache of that length.
-        cache = RowCache(target.num_layers, 2, 3).at([0, 1], columns.expand(2, 3), 3)
+        cache = RowCache(target.num_layers, 2, 3)
+        cache.at_rows([0, 1], columns.expand(2, 3), 3)
         positions = torch.stack([columns, columns + start])
         states.append(target.states(ids, positions=positions, cache=cache).last[0])
     return states[0], states[1]
 
 
 def _rows_and_pages(target: Target) -> tuple[Tensor, Tensor]:
-    """Run a prompt and more tokens with keys in a row and in scattered pages."""
-    prompt, size = list(range(5, 23)), 16
-    rows = RowCache(target.num_layers, 1, 48)
-    pages = PagedCache(target.num_layers, 5, size, latent=target.latent)
-    table = torch.tensor([[3, 1, 4]], dtype=torch.int32, device=target.device)
-    states = []
-    for tokens, start in ((prompt, 0), (list(range(40, 65)), len(prompt))):
-        ids, positions = ids_and_positions(target, tokens, start)
-        pages.at(table, positions, slot_mapping(table, positions, size))
-        states = [
-            _run_row(target, rows, tokens, start),
-            target.states(ids, positions=positions, cache=pages).last,
-        ]
-    return states[0], states[1]
+    """Run a prompt and more tokens with keys that are gathered and in scattered pages."""
+    gathered, paged = (_Rows(target, 1, gathers=gathers) for gathers in (True, False))
+    for tokens in (list(range(5, 23)), list(range(40, 65))):
+        states = gathered.run([tokens]), paged.run([tokens])
+    return states
 
 
 def _packed_with_others(target: Target) -> tuple[Tensor, Tensor]:
@@ -315,13 +299,22 @@ def check_states(target: Target) -> None:
     raise_fault(target, "computes other states token by token than at once", _in_steps, *close)
 
 
-class _StateRows:
-    """Rows of one target with pages and recurrent states, to run tokens in."""
+class _Rows:
+    """Rows of one target with scattered pages, and recurrent states if it has any."""
 
-    def __init__(self, target: Target, num_rows: int) -> None:
-        self.target, width = target, 4
-        self.cache = PagedCache(target.num_layers, num_rows * width + 1, 16, num_rows)
-        blocks = torch.arange(1, num_rows * width + 1, dtype=torch.int32, device=target.device)
+    def __init__(
+        self,
+        target: Target,
+        num_rows: int,
+        cls: type[PagedCache] = PagedCache,
+        *,
+        gathers: bool = False,
+    ) -> None:
+        self.target, width, states = target, 4, num_rows * target.recurrent
+        size = num_rows * width
+        gathers = gathers or target.latent
+        self.cache = cls(target.num_layers, size + 1, 16, states, gathers=gathers)
+        blocks = torch.arange(size, 0, -1, dtype=torch.int32, device=target.device)
         self.table, self.ends = blocks.view(num_rows, width), [0] * num_rows
         self.rows = torch.arange(num_rows, device=target.device)
 
@@ -329,7 +322,8 @@ class _StateRows:
         """Run the rows' next tokens; return last states [B, M, Ht], those of padding undefined.
 
         Args:
-            keep: tokens of each row that a verify step accepts; None: the texts are prompts.
+            keep: tokens of each row that a verify step accepts; None: all, the texts being prompts
+                for recurrent layers.
         """
         width, device = max(len(text) for text in texts), self.target.device
         ids = torch.tensor([t + [0] * (width - len(t)) for t in texts], device=device)
@@ -342,7 +336,7 @@ class _StateRows:
         self.cache.at(self.table, positions, slots, self.rows, None if keep else lengths)
         ids = ids % self.target.vocab_size
         last = self.target.states(ids, positions=positions, cache=self.cache).last
-        if keep:
+        if keep and self.cache.states:
             self.cache.states.keep(torch.tensor(keep, device=device))
         self.ends = [end + n for end, n in zip(self.ends, keep or lengths, strict=True)]
         return last
@@ -352,7 +346,7 @@ def _after_other_drafts(target: Target) -> tuple[Tensor, Tensor]:
     """Run the same continuation after steps in which different drafts were rejected."""
     states = []
     for drafts in ([9, 10], [30, 40]):
-        rows = _StateRows(target, 1)
+        rows = _Rows(target, 1)
         rows.run([[5, 6, 7]])
         rows.run([[8, *drafts]], keep=[1])
         states.append(rows.run([[11, 12]], keep=[2]))
@@ -361,7 +355,7 @@ def _after_other_drafts(target: Target) -> tuple[Tensor, Tensor]:
 
 def _beside_other_rows(target: Target) -> tuple[Tensor, Tensor]:
     """Run a row alone, and beside a longer and a shorter one that keep other numbers of tokens."""
-    alone, beside = _StateRows(target, 1), _StateRows(target, 3)
+    alone, beside = _Rows(target, 1), _Rows(target, 3)
     prompt, step = [5, 6, 7, 8, 9], [20, 21, 22]
     others = [list(range(30, 41)), [50]]
     alone.run([prompt])
@@ -376,7 +370,7 @@ def _in_steps(target: Target) -> tuple[Tensor, Tensor]:
     """Run a text at once and without a cache, and as a prompt and verify steps."""
     text = list(range(5, 36))
     at_once = target.states(ids_and_positions(target, text, 0)[0]).last
-    rows = _StateRows(target, 1)
+    rows = _Rows(target, 1)
     states = [rows.run([text[:18]])]
     for start in range(18, len(text), 3):
         tokens = text[start : start + 3]

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import (
     AutoTokenizer,
     PreTrainedModel,
@@ -38,6 +37,7 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.parts import shard_files, text_decoder
 from draftlab.target_model.pipeline_parallel import dispatch_layers, plan_placement
 from draftlab.target_model.quantisation import (
+    check_blocks,
     check_files,
     format_name,
     is_dequantised_here,
@@ -166,7 +166,7 @@ def load_model(
     wanted = model.dtype if dtype == "auto" else getattr(torch, dtype)
     dequantised = bool(quantisation) and not getattr(model, "is_quantized", False)
     if dequantised and not read_here:
-        _check_blocks(folder, quantisation)
+        check_blocks(folder, quantisation)
         torch.nn.Module.to(model, wanted)  # transformers leaves what it dequantises in bfloat16
     unused = Counter(drop_other_modules(model, text_decoder(model)[0]))
     unused.update(name.split(".")[0] for name in info["unexpected_keys"])
@@ -206,31 +206,6 @@ def _without_quantisation(config: Any) -> Any:
         if hasattr(part, "quantization_config"):
             del part.quantization_config
     return plain
-
-
-def _check_blocks(folder: Path, quantisation: Mapping[str, Any]) -> None:
-    """Check that blocks with a factor each divide the matrices whose weights were dequantised.
-
-    transformers (5.23) takes equal blocks, and with a smaller last block gives wrong weights.
-
-    Raises:
-        UserError: they do not divide a matrix.
-    """
-    if not (block := quantisation.get("weight_block_size")):
-        return
-    for file in shard_files(folder):
-        with safe_open(file, "pt") as tensors:
-            names = list(tensors.keys())
-            for name in (name for name in names if name.endswith("_scale_inv")):
-                weight = name.removesuffix("_scale_inv")
-                shape = tensors.get_slice(weight).get_shape()
-                if any(size % side for size, side in zip(shape[-2:], block, strict=True)):
-                    raise UserError(
-                        f"expected matrices of whole blocks of {block[0]} × {block[1]}, found "
-                        f"{weight} of {list(shape)}: transformers dequantises those wrongly",
-                        where=folder,
-                        do="use a GPU with a kernel for them, or the checkpoint in 16 bits",
-                    )
 
 
 def _quantisation(model: PreTrainedModel, dequantised: Mapping[str, Any] | None) -> Iterator[str]:

@@ -269,16 +269,13 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("draftlab runs on no such device")
     except RuntimeError as error:
         raise UserError(
             f"expected a device such as cpu or cuda:0, found {name!r}: {error}",
             do="use device: auto, cpu or cuda:0",
         ) from None
-    if device.type not in ("cpu", "cuda"):
-        raise UserError(
-            f"expected a device such as cpu or cuda:0, found {name!r}",
-            do="use device: auto, cpu or cuda:0",
-        )
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
             f"expected device {name!r}, found {torch.cuda.device_count()} GPUs",

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.target_model.attention import attention_inputs
-from draftlab.target_model.cache import RowCache, cache_name
 from draftlab.target_model.check_capabilities import (
     check_pages,
     check_rows,
@@ -24,7 +23,7 @@ from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.hidden_states import HiddenStates, recorded_inputs
 from draftlab.target_model.locate import max_positions
 from draftlab.target_model.packed_rows import PackedRow
-from draftlab.target_model.paged_cache import PagedCache
+from draftlab.target_model.paged_cache import PagedCache, RowCache, cache_name
 from draftlab.target_model.parts import TargetParts, model_parts, text_decoder
 from draftlab.target_model.recurrent_layer import recurrent_layers
 
@@ -125,7 +124,7 @@ class Target:
         for check in (check_states,) if self.recurrent else (check_rows, check_pages):
             self._check_once(check)
         rows = self.recurrent * num_rows
-        return PagedCache(self.num_layers, num_blocks, block_size, rows, latent=self.latent)
+        return PagedCache(self.num_layers, num_blocks, block_size, rows, gathers=self.latent)
 
     @property
     def kv_bytes(self) -> dict[torch.device, int]:

@@ -3,10 +3,14 @@
 The key of position p of row b is in block `block_table[b, p // S]` at offset p % S. The engine
 allocates blocks (`engine/scheduler.py`); `at` sets the tables for a forward pass. No row owns
 block 0. Slot −1 writes nothing, so padding and positions past the end leave no trace.
+
+Attention reads the pools by a block table. A cache that gathers gives it tensors instead, as models
+with latent attention and those that attend in their own code need them.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -15,10 +19,21 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from draftlab.kernels.paged_attention import write_paged
+from draftlab.kernels.paged_attention import slot_mapping, write_paged
 from draftlab.kernels.paged_attention.plan import Reads, Writes, plan_reads, plan_writes, write_rows
 from draftlab.target_model.attention import attention_inputs
 from draftlab.target_model.packed_rows import copy_to_device
+
+# The argument that is a layer's cache: from transformers 5.24 on, before it, and of some recurrent
+# layers before it.
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+
+
+def cache_name(forward: Callable[..., Any]) -> str:
+    """Return the name of the cache among a forward pass's parameters."""
+    parameters = inspect.signature(forward).parameters
+    return next((name for name in CACHE_NAMES if name in parameters), "past_key_values")
+
 
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """An operator of `kernels/recurrent_step/` that lacks its pool, rows and counts."""
@@ -130,7 +145,7 @@ class _PagedLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        if self.owner.latent:
+        if self.owner.gathers:
             return (
                 self._write_and_gather(self.keys, key_states),
                 self._write_and_gather(self.values, value_states),
@@ -145,15 +160,15 @@ class _PagedLayer(CacheLayerMixin):
         return self.keys, self.values
 
     def _write_and_gather(self, pool: Tensor, states: Tensor) -> Tensor:
-        """Write states [B, 1, M, width]; return those of all positions, [B, 1, N · S, width]."""
+        """Write states [B, kv heads, M, width]; return those of all positions that can be seen."""
         # Padding goes to block 0, which no row owns.
         slots = self.owner.slot_mapping.to(pool.device).clamp(min=0)
         pool.flatten(0, 1)[slots] = states.transpose(1, 2)
         rows = pool[self.owner.block_table.to(pool.device).long()]
-        return rows.flatten(1, 2).transpose(1, 2)
+        return rows.flatten(1, 2)[:, : self.owner.visible].transpose(1, 2)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return 1, 0  # masks are rules here, not tensors (target_model/attention.py)
+        return self.owner.visible, 0  # of masks that are tensors (target_model/attention.py)
 
     def get_seq_length(self) -> int:
         return 0  # rows differ; a layer that reads it needs a replacement (replacements.py)
@@ -170,14 +185,16 @@ class PagedCache(Cache):
         num_blocks: blocks in each layer's pool.
         block_size: positions in a block, S.
         num_rows: rows of recurrent states, for models with recurrent layers; 0: it has none.
-        latent: whether layers cache what their model expands into keys and values (multi-head
-            latent attention, DeepSeek-V2, arXiv:2405.04434). A pass gathers it for each row.
+        gathers: whether a pass gathers what layers cache for each row, in the order of positions:
+            of models that expand it into keys and values (multi-head latent attention, DeepSeek-V2,
+            arXiv:2405.04434), and in a `RowCache`.
 
     Attributes:
         states: recurrent states; None: the model has none.
         block_table: int32 [B, N] of the next forward pass.
         positions: int64 [B, M] of its tokens, −1 for padding.
         slot_mapping: int64 [B, M], the slots that their keys are written to; −1: none.
+        visible: positions that are gathered of each row.
     """
 
     def __init__(
@@ -187,9 +204,10 @@ class PagedCache(Cache):
         block_size: int,
         num_rows: int = 0,
         *,
-        latent: bool = False,
+        gathers: bool = False,
     ) -> None:
-        self.num_blocks, self.block_size, self.latent = num_blocks, block_size, latent
+        self.num_blocks, self.block_size, self.gathers = num_blocks, block_size, gathers
+        self.visible = 0
         self.states = RecurrentStates(num_rows) if num_rows else None
         self.block_table = torch.empty(0, 0, dtype=torch.int32)
         self.positions = self.slot_mapping = torch.empty(0, 0, dtype=torch.int64)
@@ -213,7 +231,7 @@ class PagedCache(Cache):
         if self.states is not None:
             self.states.at(rows, lengths)
         self.block_table, self.positions = block_table, positions
-        self.slot_mapping = slot_mapping
+        self.slot_mapping, self.visible = slot_mapping, block_table.shape[1] * self.block_size
         self._reads.clear()
         self._writes = None
         return self
@@ -259,3 +277,37 @@ class PagedCache(Cache):
     def value_pool(self) -> list[Tensor]:
         """Values of each layer that has any."""
         return [layer.values for layer in self.layers if layer.is_initialized]
+
+
+class RowCache(PagedCache):
+    """A cache that gathers, with a block for each row: row r has block r + 1.
+
+    Args:
+        num_layers: layers of the model.
+        num_rows: number of sequences.
+        max_length: positions in a row.
+    """
+
+    def __init__(self, num_layers: int, num_rows: int, max_length: int) -> None:
+        super().__init__(num_layers, num_rows + 1, max_length, gathers=True)
+
+    def at_rows(self, rows: Sequence[int], positions: Tensor, visible: int) -> RowCache:
+        """Set B rows for the next forward pass.
+
+        Args:
+            rows: the cache rows, all different.
+            positions: [B, M] positions of the new tokens, −1 for padding.
+            visible: one more than the highest position any query of this pass may see.
+
+        Raises:
+            ValueError: the pass does not fit into the cache.
+        """
+        if visible > self.block_size or max(rows) + 1 >= self.num_blocks:
+            raise ValueError(
+                f"rows {list(rows)} up to position {visible - 1} do not fit into "
+                f"{self.num_blocks - 1} rows of {self.block_size}"
+            )
+        table = torch.tensor(rows, dtype=torch.int32, device=positions.device)[:, None] + 1
+        self.at(table, positions, slot_mapping(table, positions, self.block_size))
+        self.visible = visible
+        return self

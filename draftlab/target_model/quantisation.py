@@ -141,6 +141,29 @@ def check_files(folder: Path, fields: Mapping[str, Any]) -> None:
         )
 
 
+def check_blocks(folder: Path, fields: Mapping[str, Any]) -> None:
+    """Check that blocks with a factor each divide the matrices whose weights were dequantised.
+
+    transformers (5.23) takes equal blocks, and with a smaller last block gives wrong weights.
+
+    Raises:
+        UserError: they do not divide a matrix.
+    """
+    if not (block := fields.get("weight_block_size")):
+        return
+    kinds = _dtypes(folder)
+    for name in (name for name in kinds if name.endswith("_scale_inv")):
+        weight = name.removesuffix("_scale_inv")
+        shape = kinds[weight][1]
+        if any(size % side for size, side in zip(shape[-2:], block, strict=True)):
+            raise UserError(
+                f"expected matrices of whole blocks of {block[0]} × {block[1]}, found {weight} of "
+                f"{shape}: transformers dequantises those wrongly",
+                where=folder,
+                do="use a GPU with a kernel for them, or the checkpoint in 16 bits",
+            )
+
+
 def read_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     """Read a checked checkpoint's tensors under the names that they had before they were quantised.
 

@@ -34,9 +34,8 @@ from draftlab.kernels.recurrent_step import (
     selective_scan_step,
 )
 from draftlab.target_model.attention import current_inputs
-from draftlab.target_model.cache import CACHE_NAMES
 from draftlab.target_model.packed_rows import PackedRow
-from draftlab.target_model.paged_cache import RecurrentStates
+from draftlab.target_model.paged_cache import CACHE_NAMES, RecurrentStates
 
 _NO_TIME = -1e4  # softplus of it is 0: such a token changes no state
 

@@ -18,49 +18,21 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.parts import text_decoder
 from draftlab.target_model.replacements import replace_layers
 
-WIDTHS = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "intermediate_size_mlp": 96,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "head_dim": 16,
-    "num_local_experts": 4,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "num_expert_group": 2,
-    "moe_shared_expert_intermediate_size": 32,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 16,
-    "mamba_n_heads": 8,
-    "mamba_d_head": 16,
-    "mamba_d_state": 16,
-    "ssm_state_size": 16,
-    "n_groups": 2,
-    "chunk_size": 16,
-    "mamba_chunk_size": 16,
-    "query_pre_attn_scalar": 16,
-    # Multi-head latent attention, and groups of experts.
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "n_group": 2,
-    "topk_group": 1,
-    "hidden_size_per_layer_input": 16,
-    "projector_output_dim": 16,
-    "projector_input_dim": 16,
-    "vision_output_dim": 16,
-    "image_size": 16,
-    "patch_size": 8,
+_NAMES = {
+    1: "topk_group",
+    2: "num_experts_per_tok num_experts_per_token num_expert_group n_group n_groups "
+    "linear_num_key_heads",
+    4: "num_local_experts num_experts n_routed_experts linear_num_value_heads",
+    8: "mamba_num_heads mamba_n_heads patch_size",
+    16: "head_dim linear_key_head_dim linear_value_head_dim mamba_head_dim mamba_d_head "
+    "mamba_d_state ssm_state_size chunk_size mamba_chunk_size query_pre_attn_scalar q_lora_rank "
+    "kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim hidden_size_per_layer_input "
+    "projector_output_dim projector_input_dim vision_output_dim image_size",
+    32: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+    64: "hidden_size",
+    96: "intermediate_size intermediate_size_mlp",
 }
+WIDTHS = {name: width for width, names in _NAMES.items() for name in names.split()}
 """Largest values of a stand-in's config fields."""
 INITIALIZER_RANGE = 0.12
 """Standard deviation of a stand-in's weights: products of width 64 keep the size of their inputs.

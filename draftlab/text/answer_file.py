@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -140,10 +139,7 @@ class AnswerFile:
             open(temporary, "xb") as file,
         ):
             partial.readline()  # the header
-            if counts.dropped.counts:
-                file.writelines(line for line in partial if not line.startswith(_DROPPED))
-            else:
-                shutil.copyfileobj(partial, file)
+            file.writelines(line for line in partial if not line.startswith(_DROPPED))
         fields = {"made_with": self.identity, **asdict(counts)}
         del fields["dropped_turns"]
         fields["dropped"] = dropped + counts.dropped.counts.total()

@@ -160,13 +160,19 @@ def regenerate(
         monitor.say(f"answers: left out {earlier:,} later turns before this command resumed")
     for line in left_out.lines("answers: left out", "later turn"):
         monitor.say(line)
-    cut = f"{counts.unfinished:,} ({counts.unfinished / counts.answers:.0%})"
-    _warn_of_cut_answers(counts, settings, monitor)
+    share = counts.unfinished / counts.answers
+    if share >= MANY_UNFINISHED:
+        monitor.say(
+            f"warning: answers: {share:.0%} were cut at regenerate.max_new_tokens = "
+            f"{settings.max_new_tokens:,} or at the target's last position, and a head does not "
+            "learn from them how answers end: raise regenerate.max_new_tokens"
+        )
     several = counts.answers != counts.conversations
     monitor.say(
         f"answers: {counts.answers:,}"
         + f" in {count_text(counts.conversations, 'conversation')}" * several
-        + f", {counts.tokens:,} tokens; {cut} reached their length limit unfinished; "
+        + f", {counts.tokens:,} tokens; {counts.unfinished:,} ({share:.0%}) reached their length "
+        "limit unfinished; "
         f"{throughput.rate:,.0f} tokens/s"
     )
 
@@ -207,18 +213,6 @@ def _finished(draft: Draft) -> Conversation | DroppedPrompt:
     if draft.answers:
         return draft.conversation()
     return DroppedPrompt(draft.prompt.id, draft.end, len(draft.rounds))
-
-
-def _warn_of_cut_answers(
-    counts: AnswerCounts, settings: RegenerateSettings, monitor: Monitor
-) -> None:
-    share = counts.unfinished / counts.answers
-    if share >= MANY_UNFINISHED:
-        monitor.say(
-            f"warning: answers: {share:.0%} were cut at regenerate.max_new_tokens = "
-            f"{settings.max_new_tokens:,} or at the target's last position, and a head does not "
-            "learn from them how answers end: raise regenerate.max_new_tokens"
-        )
 
 
 def _start_drafts(

@@ -25,7 +25,7 @@ class BenchmarkLayout:
     Attributes:
         column: the prompt's column, which `chat_rows.py` reads.
         id_column: the column of the rows' ids; None: rows are numbered.
-        hub, config, split: the data set on the Hub.
+        hub: the data set on the Hub.
         get: what a user does to get the benchmark if it is not on the Hub.
         subset: the default of a folder with one file per subset, as in `vllm bench`.
         max_new_tokens: the output tokens per prompt in `vllm bench`.
@@ -33,18 +33,18 @@ class BenchmarkLayout:
 
     column: str
     id_column: str | None
-    hub: str | None = None
-    config: str | None = None
-    split: str | None = None
+    hub: Source | None = None
     subset: str | None = None
     get: str = ""
     max_new_tokens: int = 256
 
 
 BENCHMARKS = {
-    "mt-bench": BenchmarkLayout("turns", "question_id", hub="philschmid/mt-bench", split="train"),
-    "humaneval": BenchmarkLayout("prompt", "task_id", hub="openai/openai_humaneval", split="test"),
-    "gsm8k": BenchmarkLayout("question", None, hub="openai/gsm8k", config="main", split="test"),
+    "mt-bench": BenchmarkLayout("turns", "question_id", Source("mt-bench", "philschmid/mt-bench")),
+    "humaneval": BenchmarkLayout(
+        "prompt", "task_id", Source("humaneval", "openai/openai_humaneval", "test")
+    ),
+    "gsm8k": BenchmarkLayout("question", None, Source("gsm8k", "openai/gsm8k", "test", "main")),
     "spec-bench": BenchmarkLayout(
         "turns",
         "question_id",
@@ -176,7 +176,7 @@ def read_rows(source: BenchmarkSource) -> list[tuple[str, str | None, str]]:
             )
         raise UserError(
             what,
-            where=source.path or layout.hub or source.name,
+            where=source.path or (layout.hub.path if layout.hub else source.name),
             do="check the name of the category, or the file",
         )
     return list(rows.values())
@@ -186,8 +186,7 @@ def _rows(source: BenchmarkSource) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each row after its location for error messages."""
     layout, file = source.layout, source.file()
     if file is None:
-        one = Source(source.name, str(layout.hub), str(layout.split), layout.config)
-        alternative = f"give a local copy: {source.name}:PATH"
+        one, alternative = layout.hub, f"give a local copy: {source.name}:PATH"
     else:
         one, alternative = Source(source.name, str(file)), ""
     for number, row in enumerate(rows_of(one, alternative), 1):

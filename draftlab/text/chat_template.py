@@ -11,7 +11,7 @@ from itertools import tee
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, read_fields, sha256_text
@@ -95,9 +95,9 @@ def render(
     named, source = tokenizer.special_tokens_map, chat_template(tokenizer)
     try:
         parts = _reads_parts_only(tokenizer, source)
-    except _FaultError as error:
+    except Fault as fault:
         for chat in first:
-            raise _template_error(tokenizer, chat, error.args[0]) from None
+            raise _template_error(tokenizer, chat, fault) from None
         return
     del first  # which would keep every chat
     variables = (_variables(chat, named, parts=parts) for chat in again)
@@ -155,10 +155,6 @@ def render_text(
     return rendered(result)
 
 
-class _FaultError(Exception):
-    """Carries the fault of a template, which is not cached."""
-
-
 @lru_cache(maxsize=8)
 def _reads_parts_only(tokenizer: PreTrainedTokenizerBase, source: str) -> bool:
     """Return whether a template writes the parts of a content and no text, as Idefics 3's does."""
@@ -170,7 +166,7 @@ def _reads_parts_only(tokenizer: PreTrainedTokenizerBase, source: str) -> bool:
             if "☃" in result:
                 return parts
         elif result.kind != "conversation":
-            raise _FaultError(result)
+            raise result  # which is not cached
     return False
 
 
@@ -308,31 +304,24 @@ def _answer_stops(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> fr
     return stop_ids(tokenizer, folder)
 
 
-def stop_ids(
-    tokenizer: PreTrainedTokenizerBase, source: GenerationConfig | Path | None
-) -> frozenset[int]:
+def stop_ids(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> frozenset[int]:
     """Return the ids that end an answer: the tokenizer's and the generation config's, as in vLLM.
 
     Args:
-        source: a generation config, or the target's folder (its generation_config.json, else the
-            eos_token_id of its config.json).
+        folder: the target's; its generation_config.json, else its config.json, has eos_token_id.
 
     Raises:
         UserError: there is none, so no answer would ever end.
     """
-    if isinstance(source, Path):
-        names = ("generation_config.json", "config.json")
-        file = next((source / name for name in names if (source / name).is_file()), None)
-        kind = "target's configuration"
-        eos = read_fields(file, {}, kind=kind).get("eos_token_id") if file else None
-    else:
-        eos = source.eos_token_id if source is not None else None
+    files = (folder / name for name in ("generation_config.json", "config.json") if folder)
+    file, kind = next(filter(Path.is_file, files), None), "target's configuration"
+    eos = read_fields(file, {}, kind=kind).get("eos_token_id") if file else None
     eos_ids = eos if isinstance(eos, list) else [eos]
     stops = frozenset(i for i in (*eos_ids, tokenizer.eos_token_id) if type(i) is int)
     if not stops:
         raise UserError(
             "expected an eos_token_id in the target's generation config or tokenizer, found none",
-            where=source if isinstance(source, Path) else tokenizer.name_or_path,
+            where=folder or tokenizer.name_or_path,
             do="name the token that ends its answers in generation_config.json",
         )
     return stops

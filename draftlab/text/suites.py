@@ -151,12 +151,21 @@ def load_suite(
             f"{f': {categories}' if categories else ''}; vllm bench generates at most "
             f"{benchmark.layout.max_new_tokens:,} tokens for each, draftlab eval.max_new_tokens"
         )
-    conversations = with_arguments(conversations, modes, seed)
-    return _render(source, conversations, tokenizer, monitor, raw, max_prompt_tokens)
+    return conversation_suite(
+        source,
+        conversations,
+        tokenizer,
+        monitor,
+        raw=raw,
+        max_prompt_tokens=max_prompt_tokens,
+        modes=modes,
+        seed=seed,
+        keep_own=True,
+    )
 
 
 def conversation_suite(
-    name: str,
+    source: str,
     conversations: Sequence[Conversation],
     tokenizer: Any,
     monitor: Monitor,
@@ -165,24 +174,15 @@ def conversation_suite(
     max_prompt_tokens: int | None = None,
     modes: Sequence[TemplateArguments] = ({},),
     seed: int = 0,
+    keep_own: bool = False,
 ) -> Suite:
     """Return a suite of conversations; the other arguments and errors are those of `load_suite`.
 
     Args:
-        modes: they take precedence over the conversations' own template arguments.
+        source: the suite's name.
+        keep_own: whether the conversations' own template arguments take precedence.
     """
-    conversations = with_arguments(conversations, modes, seed, keep_own=False)
-    return _render(name, conversations, tokenizer, monitor, raw, max_prompt_tokens)
-
-
-def _render(
-    source: str,
-    conversations: Sequence[Conversation],
-    tokenizer: Any,
-    monitor: Monitor,
-    raw: bool,
-    max_prompt_tokens: int | None,
-) -> Suite:
+    conversations = with_arguments(conversations, modes, seed, keep_own=keep_own)
     if raw:
         encoded = [_encode_raw(tokenizer, one, source) for one in conversations]
     else:

@@ -39,8 +39,8 @@ _BATCH, _BATCH_BYTES = 64, 1 << 20
 _START = "import sys; sys.path += sys.argv[1:]; from template_worker import main; main()"
 
 
-@dataclass(frozen=True)
-class Fault:
+@dataclass(eq=False)
+class Fault(Exception):
     """Why there is no text.
 
     Attributes:

@@ -29,7 +29,7 @@ from draftlab.store.record import RecordSettings, record
 from draftlab.store.recording_plan import batches_of
 from draftlab.store.sample_table import Sample
 from draftlab.store.store import Store
-from draftlab.target_model.default_boundaries import default_boundaries
+from draftlab.target_model.hidden_states import default_boundaries
 from draftlab.target_model.model import Target
 from eval.bench.random_models import random_target, target_config
 from eval.measurements import Measurements, PrintMonitor, add_options, require

@@ -19,11 +19,10 @@ from pathlib import Path
 import pytest
 
 from draftlab.export.launch_command import launch_arguments
-from draftlab.export.write import write_export
 from draftlab.servers import server_process
 from draftlab.servers.server_process import ServerProcess
 from draftlab.servers.vllm_process import PYTHON_VARIABLE
-from tests.helpers.export_toys import HIDDEN, LAYERS, save_random_head
+from tests.helpers.export_toys import HIDDEN, LAYERS, export, save_random_head
 from tests.helpers.server_stand_in import write_program
 from tests.helpers.small_run import draftlab, refused
 from tests.helpers.toys import toy_target_folder
@@ -36,7 +35,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = toy_target_folder(folder / "toy", layers=LAYERS, hidden=HIDDEN)
     head = save_random_head(folder / "head", target)
     for program in ("vllm", "sglang", "llamacpp"):
-        write_export(head, target, folder / "out" / program, program, target_name="toy", k=4)
+        export(head, target, folder / "out" / program, program, target_name="toy", k=4)
     (folder / "out/llamacpp/head.gguf").touch()
     (folder / "target.gguf").touch()
     return folder / "out"
@@ -45,7 +44,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_sglang_gets_the_window_without_the_position_itself(tmp_path: Path) -> None:
     target = toy_target_folder(tmp_path / "toy", layers=LAYERS, hidden=HIDDEN)
     head = save_random_head(tmp_path / "head", target, sliding_window=12)
-    out = write_export(head, target, tmp_path / "out", "sglang", target_name="toy", k=4)
+    out = export(head, target, tmp_path / "out", "sglang", target_name="toy", k=4)
     _, words = launch_arguments(out, "sglang")
     assert words[words.index("--speculative-draft-window-size") + 1] == "11"
 

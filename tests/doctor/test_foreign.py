@@ -14,14 +14,14 @@ from draftlab.doctor.diagnose import diagnose
 from draftlab.doctor.head_files import _config_findings, read_foreign_head
 from draftlab.doctor.target_session import TargetSession
 from draftlab.export.foreign_config import read_foreign_config
-from draftlab.export.write import write_export
 from draftlab.run.resolve import reference_head
 from tests.helpers.diagnosis import fault_kinds
+from tests.helpers.export_toys import export
 
 
 @pytest.fixture
 def exported(tmp_path: Path, session: TargetSession) -> Path:
-    return write_export(
+    return export(
         reference_head(),
         session.target.folder,
         tmp_path / "speculators",
@@ -43,7 +43,7 @@ def test_good_exports_have_no_findings(
 ) -> None:
     """A head of the first generation needs no flags of EAGLE3."""
     eagle = tmp_path / "vllm"
-    write_export(untrained_eagle, session.target.folder, eagle, "vllm", target_name="embedded")
+    export(untrained_eagle, session.target.folder, eagle, "vllm", target_name="embedded")
     for folder, shape in ((exported, ("eagle3", (2, 6, 9))), (eagle, ("eagle", (12,)))):
         files, findings = read_foreign_head(folder, session)
         assert not findings

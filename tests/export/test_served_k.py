@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from draftlab.evaluate.results import Report, Row, fastest_k
-from draftlab.export.write import served_k, write_export
+from draftlab.export.write import served_k
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS, load_config
 from tests.export.conftest import ExportHead
 from tests.helpers import sample_report as sample
+from tests.helpers.export_toys import export
 from tests.helpers.monitors import RecordingMonitor
 
 
@@ -54,10 +55,10 @@ def test_an_export_names_the_fastest_measured_k(export_head: ExportHead, tmp_pat
 
     report_of(exported.head, ROWS).write(path)
     options = {"target_name": str(exported.target), "report": path, "monitor": monitor}
-    write_export(exported.head, exported.target, tmp_path / "out", "speculators", **options)
+    export(exported.head, exported.target, tmp_path / "out", "speculators", **options)
     assert "export: K = 4 speculative tokens, the fastest measured at T = 0 (1.60×)" in monitor.text
     assert '"speculative_tokens": 4' in (tmp_path / "out" / "config.json").read_text()
-    write_export(exported.head, exported.target, tmp_path / "out", "speculators", k=2, **options)
+    export(exported.head, exported.target, tmp_path / "out", "speculators", k=2, **options)
     assert '"speculative_tokens": 2' in (tmp_path / "out" / "config.json").read_text()
 
 

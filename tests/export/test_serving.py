@@ -247,23 +247,23 @@ def test_reports_that_do_not_fit_are_refused(head: Path, target: Path, tmp_path:
 def test_changed_files_are_noticed_and_replaced(head: Path, target: Path, tmp_path: Path) -> None:
     from draftlab.export.layout import Export, layout_for
     from draftlab.export.serving_tables import read_serving_tables
-    from draftlab.export.write import verify_export
+    from draftlab.export.write import PlannedExport
 
     report = write_report(tmp_path / "eval", [calibration(head)])
     out = export(head, target, tmp_path / "out", "sglang", calibration=report)
     config = load_config(head)
-    serving = read_serving_tables(report, head, K)
+    serving = read_serving_tables(ExportSettings(calibration=str(report), k=K), head)
     target_config = json.loads((target / "config.json").read_text())
     exported = Export(config, target_config, "org/target", K, torch.float32, serving)
-    layout = layout_for("sglang", "dspark")
-    verify_export(out, layout, exported, head, target)
+    planned = PlannedExport(out, layout_for("sglang", "dspark"), exported, head, target)
+    planned.verify(out)
     fields = json.loads((out / "sts.json").read_text())
     fields["temperatures"][2] *= 1.01
     (out / "sts.json").write_text(json.dumps(fields))
     with pytest.raises(UserError, match=r"sts\.json differs: temperatures"):
-        verify_export(out, layout, exported, head, target)
+        planned.verify(out)
     export(head, target, out, "sglang", calibration=report)  # an earlier export is replaced
-    verify_export(out, layout, exported, head, target)
+    planned.verify(out)
     export(head, target, out, "sglang")
     assert not (out / "sts.json").exists()
 

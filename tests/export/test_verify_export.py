@@ -1,4 +1,4 @@
-"""verify_export names every change to an export."""
+"""`PlannedExport.verify` names every change to an export."""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftlab.export.layout import Export, layout_for
+from draftlab.export.settings import ExportSettings
 from draftlab.export.weight_files import floating_dtype
-from draftlab.export.write import verify_export, write_export
+from draftlab.export.write import PlannedExport, write_export
 from draftlab.heads.config import TargetIdentity
 from draftlab.heads.folder import load_config, new_head, save_head
 from draftlab.target_model.fingerprint import fingerprint
@@ -103,9 +104,16 @@ def export(
     max_shard: str = "5GB",
     **options: object,
 ) -> Path:
-    """Call `write_export` for a target called org/target, with files of at most `max_shard`."""
+    """Call `write_export` for a target called org/target, with files of at most `max_shard`.
+
+    Args:
+        options: of `plan_export`, and settings.
+    """
+    own = {name: options.pop(name) for name in [*options] if name in ExportSettings.model_fields}
+    own |= {"calibration": str(own["calibration"])} if "calibration" in own else {}
+    options = {"target_name": "org/target", "settings": ExportSettings(**own)} | options
     with patch("draftlab.export.weight_files.MAX_SHARD", max_shard):
-        return write_export(head, target, out, program, **({"target_name": "org/target"} | options))
+        return write_export(head, target, out, program, **options)
 
 
 @dataclass(frozen=True)
@@ -135,7 +143,7 @@ class ExportedHead:
         target = read_config(self.target)
         export = Export(fields, target, "org/target", fields.k_trained, dtype)
         layout = layout_for(self.program, fields.family)
-        verify_export(self.folder, layout, export, self.head, self.target)
+        PlannedExport(self.folder, layout, export, self.head, self.target).verify(self.folder)
 
 
 ExportHead = Callable[..., ExportedHead]

@@ -18,7 +18,7 @@ PassCache = Callable[[Tensor], Any]
 def row_cache(target: Target, rows: Sequence[int], max_length: int) -> PassCache:
     """Return a cache of rows, of which those with these numbers are used."""
     cache = target.new_cache(max(rows) + 1, max_length)
-    return lambda positions: cache.at(rows, positions, int(positions.max()) + 1)
+    return lambda positions: cache.at_rows(rows, positions, int(positions.max()) + 1)
 
 
 def paged_cache(target: Target, table: Tensor, block_size: int) -> PassCache:

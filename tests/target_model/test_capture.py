@@ -67,7 +67,7 @@ def pass_on_meta(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged, "write_paged", lambda *_: None)
     target = Target(target.model.to(META), target.folder, target.name)
     rows, width = 3, 4
-    cache = PagedCache(target.num_layers, 9, 4, rows * target.recurrent, latent=target.latent)
+    cache = PagedCache(target.num_layers, 9, 4, rows * target.recurrent, gathers=target.latent)
     tokens, positions = torch.zeros(2, rows, width, dtype=torch.int64, device=META)
     table = torch.zeros(rows, 5, dtype=torch.int32, device=META)
 

@@ -15,8 +15,8 @@ from draftlab.target_model import (
     check_capabilities,
     replacements,
 )
-from draftlab.target_model.cache import CACHE_NAMES
 from draftlab.target_model.model import Target
+from draftlab.target_model.paged_cache import CACHE_NAMES
 from draftlab.target_model.parts import load_parts
 from draftlab.target_model.recurrent_layer import (
     RecurrentStates,
@@ -49,7 +49,7 @@ def test_llama4_without_the_replacement_is_wrong_and_refused(
 
     def last_states(target: Target) -> Tensor:
         cache, passes = row_cache(target, range(3), 80), [(65, 0, 28), (5, 3, 5)]
-        return run_ragged(target, cache, texts, passes)[1][1]
+        return run_ragged(target, cache, texts, passes)[0][1]
 
     right = last_states(load_on_cpu(folder))
     monkeypatch.setattr(replacements, "use_true_positions", lambda layers: None)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.target_model.cache import RowCache
-from draftlab.target_model.default_boundaries import check_boundaries, default_boundaries
+from draftlab.target_model.hidden_states import check_boundaries, default_boundaries
 from draftlab.target_model.model import Target
+from draftlab.target_model.paged_cache import RowCache
 from draftlab.target_model.parts import text_decoder
 from tests.helpers.ragged import paged_cache, row_cache, run_ragged
 from tests.helpers.zoo import (
@@ -77,7 +77,7 @@ def test_a_cache_fed_in_ragged_chunks_changes_nothing(kind: str, target: Target)
 @pytest.mark.parametrize(("rows", "visible"), [([0, 1, 2], 5), ([1, 2, 3], 4), ([3], 1)])
 def test_passes_that_do_not_fit_are_refused(rows: list[int], visible: int) -> None:
     with pytest.raises(ValueError, match="do not fit into 3 rows of 4"):
-        RowCache(1, 3, 4).at(rows, torch.zeros(len(rows), 1, dtype=torch.int64), visible)
+        RowCache(1, 3, 4).at_rows(rows, torch.zeros(len(rows), 1, dtype=torch.int64), visible)
 
 
 def test_rejected_tokens_leave_no_trace(target: Target) -> None:
@@ -88,7 +88,7 @@ def test_rejected_tokens_leave_no_trace(target: Target) -> None:
 
     def feed(row: int, tokens: Tensor, start: int) -> Tensor:
         positions = torch.arange(start, start + len(tokens))[None]
-        at_row = cache.at([row], positions, start + len(tokens))
+        at_row = cache.at_rows([row], positions, start + len(tokens))
         return target.states(tokens[None], positions=positions, cache=at_row).last
 
     feed(0, wrong, 0)  # an earlier request
