@@ -219,7 +219,7 @@ def _copy_blocks(
         step.input_batch.to_device(blocks, torch.int64) for blocks in zip(*pairs, strict=True)
     )
     draft_pools = chain.from_iterable(step.drafter.pools if step.drafter else ())
-    for pool in (*step.cache.key_pool, *step.cache.value_pool, *draft_pools):
+    for pool in (*step.cache.pools, *draft_pools):
         pool.index_copy_(0, index_to, pool.index_select(0, index_from))
     if step.cache.states is not None:
         to_device = step.input_batch.to_device

@@ -23,7 +23,7 @@ from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.hidden_states import HiddenStates, recorded_inputs
 from draftlab.target_model.locate import max_positions
 from draftlab.target_model.packed_rows import PackedRow
-from draftlab.target_model.paged_cache import PagedCache, RowCache, cache_name
+from draftlab.target_model.paged_cache import PagedCache, RowCache, cache_name, row_bytes
 from draftlab.target_model.parts import TargetParts, model_parts, text_decoder
 from draftlab.target_model.recurrent_layer import recurrent_layers
 
@@ -143,11 +143,8 @@ class Target:
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         cache.at(zero.int() + 1, zero, zero + 1, zero[0], [1])
         self.states(zero, positions=zero, cache=cache)
-        states = cache.states.row_bytes() if cache.states else {}
-        sizes = dict.fromkeys(states, 0)
-        for pool in (*cache.key_pool, *cache.value_pool):
-            sizes[pool.device] = sizes.get(pool.device, 0) + pool[0].nbytes
-        return sizes, states
+        states = row_bytes(cache.states.pools) if cache.states else {}
+        return dict.fromkeys(states, 0) | row_bytes(cache.pools), states
 
     @cached_property
     def padding_reason(self) -> str | None:
@@ -168,7 +165,7 @@ class Target:
         boundaries: tuple[int, ...] = (),
         *,
         positions: Tensor | None = None,
-        cache: RowCache | PagedCache | None = None,
+        cache: PagedCache | None = None,
         packed_row: PackedRow | None = None,
     ) -> HiddenStates:
         """Run one forward pass of the decoder.
@@ -205,7 +202,7 @@ class Target:
             else:
                 # Padding (slot −1) may have any valid position; its output is never read.
                 valid = positions.clamp(min=0)
-                stack.enter_context(cache.attention_context(valid))
+                stack.enter_context(attention_inputs(positions=valid, paged_cache=cache))
                 self.decoder(
                     input_ids=token_ids,
                     position_ids=valid,

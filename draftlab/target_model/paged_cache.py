@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from draftlab.kernels.paged_attention import slot_mapping, write_paged
 from draftlab.kernels.paged_attention.plan import Reads, Writes, plan_reads, plan_writes, write_rows
-from draftlab.target_model.attention import attention_inputs
 from draftlab.target_model.packed_rows import copy_to_device
 
 # The argument that is a layer's cache: from transformers 5.24 on, before it, and of some recurrent
@@ -37,6 +35,14 @@ def cache_name(forward: Callable[..., Any]) -> str:
 
 Step = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """An operator of `kernels/recurrent_step/` that lacks its pool, rows and counts."""
+
+
+def row_bytes(pools: Sequence[Tensor]) -> dict[torch.device, int]:
+    """Return the bytes of one row (block, request) of some pools on each device."""
+    sizes: dict[torch.device, int] = {}
+    for pool in pools:
+        sizes[pool.device] = sizes.get(pool.device, 0) + pool[0].nbytes
+    return sizes
 
 
 class RecurrentStates:
@@ -113,13 +119,6 @@ class RecurrentStates:
         """Copy the states of rows to other rows."""
         for pool in self.pools:
             pool[index_to.to(pool.device)] = pool[index_from.to(pool.device)]
-
-    def row_bytes(self) -> dict[torch.device, int]:
-        """Return the bytes of one request's states on each device; there are some after a pass."""
-        sizes: dict[torch.device, int] = {}
-        for pool in self.pools:
-            sizes[pool.device] = sizes.get(pool.device, 0) + pool[0].nbytes
-        return sizes
 
 
 class _PagedLayer(CacheLayerMixin):
@@ -260,23 +259,15 @@ class PagedCache(Cache):
             self._writes = plan_writes(self.slot_mapping)
         return self._writes
 
-    def attention_context(self, positions: Tensor) -> AbstractContextManager[None]:
-        """Make the model's attention read this cache inside the block."""
-        return attention_inputs(positions=positions, paged_cache=self)
-
     def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
         """Return True: recurrent layers get no padding here that a model would have to mask."""
         return True
 
     @property
-    def key_pool(self) -> list[Tensor]:
-        """Keys of each layer that has any."""
-        return [layer.keys for layer in self.layers if layer.is_initialized]
-
-    @property
-    def value_pool(self) -> list[Tensor]:
-        """Values of each layer that has any."""
-        return [layer.values for layer in self.layers if layer.is_initialized]
+    def pools(self) -> list[Tensor]:
+        """Keys and values of each layer that has any."""
+        layers = [layer for layer in self.layers if layer.is_initialized]
+        return [pool for layer in layers for pool in (layer.keys, layer.values)]
 
 
 class RowCache(PagedCache):

@@ -269,7 +269,7 @@ def without_wrappers(name: str) -> str:
 
 def _open(file: Path) -> Any:
     """Open a safetensors file."""
-    if file.exists() and (found := other_kind(file)):
+    if found := other_kind(file):
         raise UserError(
             f"expected a shard of the checkpoint, found {found}",
             where=file,
@@ -277,12 +277,6 @@ def _open(file: Path) -> Any:
         )
     try:
         return safe_open(file, "pt")
-    except FileNotFoundError:
-        raise UserError(
-            "expected a shard of the checkpoint, found nothing",
-            where=file,
-            do="fetch the checkpoint again: one of its files is missing",
-        ) from None
     except SafetensorError as error:
         raise UserError(
             f"a safetensors file is truncated or corrupt: {error}",

@@ -8,6 +8,7 @@ GPUs do not overlap: the purpose is memory, not speed.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,14 +103,9 @@ def dispatch_layers(model: PreTrainedModel, placement: Placement) -> PreTrainedM
     _, layers, norm = text_decoder(model)
     devices = (*zip(layers, placement.layers, strict=True), (norm, placement.first))
     for module, device in devices:
-        module.register_forward_pre_hook(_input_mover(device), with_kwargs=True)
+        module.register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
     return model
 
 
-def _input_mover(device: torch.device) -> Any:
-    """Return a forward pre-hook that moves all inputs to `device`."""
-
-    def move(_module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        return send_to_device((args, kwargs), device, non_blocking=True)
-
-    return move
+def _move_inputs(device: torch.device, _: nn.Module, args: tuple, kwargs: dict) -> Any:
+    return send_to_device((args, kwargs), device, non_blocking=True)

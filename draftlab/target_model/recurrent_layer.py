@@ -35,7 +35,7 @@ from draftlab.kernels.recurrent_step import (
 )
 from draftlab.target_model.attention import current_inputs
 from draftlab.target_model.packed_rows import PackedRow
-from draftlab.target_model.paged_cache import CACHE_NAMES, RecurrentStates
+from draftlab.target_model.paged_cache import CACHE_NAMES, RecurrentStates, row_bytes
 
 _NO_TIME = -1e4  # softplus of it is 0: such a token changes no state
 
@@ -320,4 +320,4 @@ def planned_state_bytes(decoder: nn.Module) -> int | None:
             RecurrentLayer(module, name).run(states, None, hidden_states=hidden)
         except (RuntimeError, TypeError):  # other shapes, other arguments
             return None
-    return sum(states.row_bytes().values())
+    return sum(row_bytes(states.pools).values())

@@ -319,18 +319,6 @@ def iterate_conversations(path: Path, *, do: str = LINE_HELP) -> Iterator[Conver
         ) from None
 
 
-def read_conversations(path: Path) -> list[Conversation]:
-    """Return all conversations of a JSONL file; raise a `UserError` if there are none."""
-    return check_not_empty(list(iterate_conversations(path)), path)
-
-
-def check_not_empty(conversations: list[Conversation], path: Path) -> list[Conversation]:
-    """Return the conversations; raise a `UserError` that names `path` if there are none."""
-    if not conversations:
-        raise UserError("expected conversations, found an empty data set", where=path, do=LINE_HELP)
-    return conversations
-
-
 def write_conversations(path: Path, conversations: Iterable[Conversation]) -> None:
     """Write conversations as JSONL, in order and atomically."""
     with atomic_path(path) as temporary, open(temporary, "x", encoding="utf-8") as file:

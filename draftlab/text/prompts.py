@@ -21,7 +21,6 @@ from draftlab.target_model.settings import TemplateArguments
 from draftlab.text.conversations import (
     LINE_HELP,
     Conversation,
-    check_not_empty,
     iterate_conversations,
     split_rounds,
 )
@@ -190,11 +189,11 @@ def select_prompts(
     prompts = list(islice(usable(), settings.max_prompts))
     for reason, count in sorted(dropped.items()):
         monitor.say(f"prompts: dropped {count_text(count, 'conversation')} that {reason}")
-    if not prompts and dropped:
-        raise UserError(
-            "expected text conversations with a user turn, found none", where=path, do=LINE_HELP
-        )
-    return check_not_empty(prompts, path)
+    if not prompts:
+        found = "found none" if dropped else "found an empty data set"
+        what = f"expected text conversations with a user turn, {found}"
+        raise UserError(what, where=path, do=LINE_HELP)
+    return prompts
 
 
 def _digest(conversation: Conversation, reads_answers: bool) -> bytes:

@@ -13,8 +13,7 @@ import pytest
 
 from draftlab.errors import UserError
 from draftlab.text import chat_rows, data_sets
-from draftlab.text.conversations import read_conversations
-from tests.helpers.messages import user
+from tests.helpers.messages import read_conversations, user
 
 FOLDER = Path(__file__).resolve().parents[2] / "data_prep"
 if str(FOLDER) not in sys.path:

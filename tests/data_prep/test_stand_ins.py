@@ -16,9 +16,9 @@ from draftlab.engine.sampling import Request
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256
-from draftlab.text.conversations import read_conversations
 from draftlab.text.prompts import prompt_file
 from tests.helpers.greedy_answers import run
+from tests.helpers.messages import read_conversations
 from tests.helpers.zoo import eager_model
 
 FOLDER = str(Path(__file__).resolve().parents[2] / "data_prep")

@@ -32,7 +32,7 @@ def block_bytes(target: Target, head: Eagle3Head) -> int:
     """Return the bytes of a block in the pools of an engine that drafts."""
     engine = Engine(target, ChainDrafter(head, 3), **SIZE)
     run(engine, requests(1))
-    pools = [*engine.cache.key_pool, *engine.cache.value_pool]
+    pools = [*engine.cache.pools]
     pools += [pool for pair in engine.step.drafter.pools for pool in pair]
     return sum(pool[0].nbytes for pool in pools)
 

@@ -206,7 +206,7 @@ def test_graphs_change_no_bit(kind: str, temperature: float, device: str, tmp_pa
 
 def device_state(engine: Engine) -> list[Tensor]:
     """Return keys, values and slots without block 0 and the dummy, which a warm-up writes."""
-    pools = [pool[1:] for pool in (*engine.cache.key_pool, *engine.cache.value_pool)]
+    pools = [pool[1:] for pool in engine.cache.pools]
     slots = engine.input_batch
     buffers = [slots.length, slots.newest]
     if slots.draft_logits is not None:

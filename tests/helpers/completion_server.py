@@ -18,7 +18,7 @@ from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
-from draftlab.text.conversations import read_conversations
+from tests.helpers.messages import read_conversations
 from tests.helpers.small_run import draftlab
 
 SAMPLED = ("regenerate.temperatures=[0.0]", "regenerate.batch=3")

@@ -15,8 +15,8 @@ from draftlab.engine.sampling import Generation, Request
 from draftlab.progress import Monitor
 from draftlab.servers.settings import RegenerateSettings
 from draftlab.text.answers import regenerate
-from draftlab.text.conversations import Conversation, read_conversations
-from tests.helpers.messages import assistant, user
+from draftlab.text.conversations import Conversation
+from tests.helpers.messages import assistant, read_conversations, user
 from tests.helpers.toys import toy_tokenizer
 
 STOP = 285

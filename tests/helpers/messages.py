@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+from draftlab.text.conversations import Conversation, iterate_conversations
+
 
 def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
@@ -9,3 +13,7 @@ def user(text: str) -> dict[str, str]:
 
 def assistant(text: str, **fields: str) -> dict[str, str]:
     return {"role": "assistant", "content": text, **fields}
+
+
+def read_conversations(path: Path) -> list[Conversation]:
+    return list(iterate_conversations(path))

@@ -11,7 +11,7 @@ import pytest
 from draftlab.evaluate.results import Report
 from draftlab.export.launch_text import stated_k
 from draftlab.store.store import Store
-from draftlab.text.conversations import read_conversations
+from tests.helpers.messages import read_conversations
 from tests.helpers.small_run import draftlab, new_workshop, refused, snapshot
 from tests.helpers.template_families import QWEN3
 from tests.helpers.toys import toy_tokenizer

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from draftlab.text.conversations import read_conversations
 from tests.helpers.completion_server import CompletionServer, answer_tokens, prepare, serve
+from tests.helpers.messages import read_conversations
 from tests.helpers.small_run import write_prompts
 
 

@@ -20,8 +20,9 @@ from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.answers import regenerate
-from draftlab.text.conversations import Conversation, read_conversations
+from draftlab.text.conversations import Conversation
 from tests.helpers.fake_vllm import read_log
+from tests.helpers.messages import read_conversations
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.toys import toy_target_folder
 

@@ -172,11 +172,6 @@ def test_an_unknown_device_is_refused(device: str, folder: Path) -> None:
         load_on_cpu(folder, device=device)
 
 
-def test_auto_is_an_available_device() -> None:
-    assert resolve_device("auto").type in ("cpu", "cuda")
-    assert resolve_device("cpu").type == "cpu"
-
-
 def test_a_folder_has_no_revision(tmp_path: Path) -> None:
     folder = toy_target_folder(tmp_path / "toy", layers=2)
     with pytest.raises(UserError, match="expected no revision of a folder or file, found 'v2'"):

@@ -25,6 +25,21 @@ from tests.helpers.small_run import draftlab, new_workshop, refused
 from tests.helpers.toys import toy_target_folder
 from tests.helpers.zoo import load_on_cpu, zoo_folder
 
+_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+OF_CODE = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64)
+
+
+def packed(codes: torch.Tensor) -> torch.Tensor:
+    """Return codes of 4 bits, two in a byte."""
+    return (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    """Change fields of a config.json; None removes one."""
+    config = json.loads((folder / "config.json").read_text()) | fields
+    config = {name: value for name, value in config.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -104,9 +119,8 @@ def test_greedy_tokens_are_transformers_own(
 def test_without_its_library_a_quantised_target_is_refused(plain: Path, tmp_path: Path) -> None:
     for file in plain.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((plain / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors", "format": "dense"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    quantisation = {"quant_method": "compressed-tensors", "format": "dense"}
+    edit_config(tmp_path, quantization_config=quantisation)
     with pytest.raises(UserError, match="pip install compressed-tensors"):
         load_on_cpu(tmp_path)
 
@@ -134,11 +148,9 @@ def eight_bit_blocks(folder: Path, out: Path) -> dict[str, torch.Tensor]:
                     meant[name][block] = blocks[block].float() * scale[i, j]
             stored[name], stored[f"{name}_scale_inv"] = blocks, scale
     save_file(stored, out / "model.safetensors", {"format": "pt"})
-    config = json.loads((out / "config.json").read_text()) | {"dtype": "bfloat16"}
-    config["quantization_config"] = {
-        "quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
-    }  # fmt: skip
-    (out / "config.json").write_text(json.dumps(config))
+    quantisation = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+    quantisation |= {"weight_block_size": [128, 128]}
+    edit_config(out, dtype="bfloat16", quantization_config=quantisation)
     return meant
 
 
@@ -165,22 +177,19 @@ def test_blocks_that_do_not_divide_a_matrix_are_not_dequantised(tmp_path: Path) 
 @pytest.mark.skipif(find_spec("gptqmodel") is not None, reason="the library is there")
 def test_a_plan_names_the_library_that_quantised_weights_need(tmp_path: Path) -> None:
     folder = new_workshop(tmp_path)
-    config = json.loads((folder / "toy/config.json").read_text())
     for method, words in (("awq", "gptqmodel"), ("modelopt", "Unknown quantization type")):
-        config["quantization_config"] = {"quant_method": method, "bits": 4}
-        (folder / "toy/config.json").write_text(json.dumps(config))
+        edit_config(folder / "toy", quantization_config={"quant_method": method, "bits": 4})
         plan = " ".join(draftlab(folder, "run", "small.yaml", "--plan").output.split())
         said = " ".join(refused(folder, "run", "small.yaml").split())
         for text in (plan, said):
             assert f"the target's weights are quantised ({method})" in text
             assert words in text
     assert "regenerate.backend=vllm record.backend=vllm" in said
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (folder / "toy/config.json").write_text(json.dumps(config))
+    quantisation = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    edit_config(folder / "toy", quantization_config=quantisation)
     said = " ".join(draftlab(folder, "run", "small.yaml", "--plan").output.split())
     assert "a row's states depend on the rows beside it" in said
-    config.pop("quantization_config")
-    (folder / "toy/config.json").write_text(json.dumps(config))
+    edit_config(folder / "toy", quantization_config=None)
     quantised = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "W4A8_AWQ"}}
     (folder / "toy/hf_quant_config.json").write_text(json.dumps(quantised))
     plan = " ".join(draftlab(folder, "run", "small.yaml", "--plan").output.split())
@@ -190,8 +199,6 @@ def test_a_plan_names_the_library_that_quantised_weights_need(tmp_path: Path) ->
 def test_blocks_of_4_bits_are_dequantised_on_a_cpu(tmp_path: Path) -> None:
     """gpt-oss's experts: MXFP4, 32 values to a power of two, two in a byte."""
     zoo_folder(tmp_path, "gpt_oss", hidden_size=64, intermediate_size=64)
-    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-    of_code = torch.tensor([*values, *(-value for value in values)])
     stored, meant = {}, {}
     for name, weight in load_file(tmp_path / "model.safetensors").items():
         if not name.endswith("_proj"):
@@ -200,24 +207,18 @@ def test_blocks_of_4_bits_are_dequantised_on_a_cpu(tmp_path: Path) -> None:
         experts, columns, rows = weight.shape
         codes = torch.randint(0, 16, (experts, rows, columns // 32, 32))
         exponents = torch.randint(122, 126, codes.shape[:3], dtype=torch.uint8)
-        stored[f"{name}_blocks"] = (codes[..., 0::2] | codes[..., 1::2] << 4).to(torch.uint8)
+        stored[f"{name}_blocks"] = packed(codes)
         stored[f"{name}_scales"] = exponents
-        blocks = of_code[codes] * 2.0 ** (exponents.int()[..., None] - 127)
+        blocks = OF_CODE[codes].float() * 2.0 ** (exponents.int()[..., None] - 127)
         meant[name] = blocks.reshape(experts, rows, columns).transpose(1, 2)
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text()) | {"dtype": "bfloat16"}
-    config["quantization_config"] = {"quant_method": "mxfp4"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    edit_config(tmp_path, dtype="bfloat16", quantization_config={"quant_method": "mxfp4"})
     target = load_on_cpu(tmp_path)
     assert "its weights were dequantised" in target.notes[0]
     own = dict(target.model.named_parameters())
     assert len(meant) == 8
     for name, weight in meant.items():
         assert torch.equal(own[name], weight)
-
-
-_E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
-_OF_CODE = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.float64)
 
 
 def four_bits(folder: Path, out: Path, method: str, **changes: Any) -> dict[str, torch.Tensor]:
@@ -239,10 +240,9 @@ def four_bits(folder: Path, out: Path, method: str, **changes: Any) -> dict[str,
         scale = torch.randint(1, 100, (rows, columns // 16)).to(torch.float8_e4m3fn)
         factor = torch.rand(()) / 2000
         module = name.removesuffix(".weight")
-        packed = (codes[:, 0::2] | codes[:, 1::2] << 4).to(torch.uint8)
-        stored[name if is_modelopt else f"{name}_packed"] = packed
+        stored[name if is_modelopt else f"{name}_packed"] = packed(codes)
         stored[f"{module}.weight_scale"] = scale
-        blocks = _OF_CODE[codes].unflatten(-1, (-1, 16)) * scale.double()[..., None]
+        blocks = OF_CODE[codes].unflatten(-1, (-1, 16)) * scale.double()[..., None]
         meant[name] = blocks.flatten(-2) * factor.double()
         if is_modelopt:
             stored[f"{module}.weight_scale_2"], stored[f"{module}.input_scale"] = factor, 2 * factor
@@ -250,17 +250,15 @@ def four_bits(folder: Path, out: Path, method: str, **changes: Any) -> dict[str,
             stored[f"{module}.weight_global_scale"] = 1 / factor[None]
             stored[f"{module}.input_global_scale"] = factor[None]
     save_file({**stored, **changes}, out / "model.safetensors", {"format": "pt"})
-    config = json.loads((out / "config.json").read_text()) | {"dtype": "bfloat16"}
+    edit_config(out, dtype="bfloat16")
     quantisation = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
     if is_modelopt:
         (out / "hf_quant_config.json").write_text(json.dumps({"quantization": quantisation}))
     else:
         weights = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "tensor_group"}
         group = {"targets": ["Linear"], "weights": weights, "format": "nvfp4-pack-quantized"}
-        config["quantization_config"] = {
-            "quant_method": method, "format": "nvfp4-pack-quantized", "config_groups": {"0": group},
-        }  # fmt: skip
-    (out / "config.json").write_text(json.dumps(config))
+        whole = {"quant_method": method, "format": "nvfp4-pack-quantized"}
+        edit_config(out, quantization_config=whole | {"config_groups": {"0": group}})
     return meant
 
 

@@ -17,7 +17,6 @@ from draftlab.target_model import (
 )
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import CACHE_NAMES
-from draftlab.target_model.parts import load_parts
 from draftlab.target_model.recurrent_layer import (
     RecurrentStates,
     planned_state_bytes,
@@ -31,7 +30,6 @@ from tests.helpers.zoo import (
     ZOO,
     assert_close,
     change_layer,
-    eager_model,
     load_on_cpu,
     random_texts,
     wide,
@@ -66,27 +64,6 @@ def test_llama4_replaces_only_layers_with_a_temperature(tmp_path: Path) -> None:
     assert replaced == [0, 1, 0, 1]
     plain = zoo_target(tmp_path / "plain", "llama4_text", attn_temperature_tuning=False)
     assert not any(layer.self_attn.q_proj._forward_hooks for layer in plain.layers)
-
-
-def test_multimodal_llama4_gives_its_text_model(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Tensor names are prefixed and the config is nested."""
-    folder = zoo_folder(tmp_path, "llama4")
-    capfd.readouterr()
-    target = load_on_cpu(folder)
-    assert capfd.readouterr() == ("", "")  # transformers prints no table of tensors
-    (note,) = target.notes
-    assert "multi_modal_projector (1), vision_model (25)" in note
-    whole = eager_model(folder)
-    ids = random_texts((70,))[0][None]
-    with torch.inference_mode():
-        expected = whole(input_ids=ids, use_cache=False).logits
-    assert_close(target.logits(target.states(ids).last), expected)
-    assert target.num_layers == SHAPE["num_hidden_layers"]
-    parts = load_parts(tmp_path)
-    assert torch.equal(parts.lm_head, target.parts.lm_head)
-    assert torch.equal(parts.embeddings, target.parts.embeddings)
 
 
 @pytest.mark.parametrize(
@@ -253,19 +230,3 @@ def test_time_steps_of_nemotron_h_have_one_limit(tmp_path: Path) -> None:
         layer.time_step_limit = (0.7, 0.75)  # far more than its time steps
     for experiment in (check_capabilities._in_steps, check_capabilities._beside_other_rows):
         assert_close(*reversed(experiment(target)))
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("kind", HYBRID)
-def test_recurrent_states_recorded_side_by_side_equal_each_alone(kind: str, tmp_path: Path) -> None:
-    target = zoo_target(tmp_path, kind)
-    texts = random_texts((23, 2, 11))
-    rows = torch.zeros(3, 23, dtype=torch.int64)
-    for row, text in zip(rows, texts, strict=True):
-        row[: len(text)] = text
-    together = target.states(rows, (1, 2))
-    for row, text in enumerate(texts):
-        alone = target.states(text[None], (1, 2))
-        for name in ("features", "last"):
-            beside = getattr(together, name)[row : row + 1, : len(text)]
-            assert_close(beside, getattr(alone, name), 1e-4)

@@ -7,12 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from draftlab.errors import UserError
 from draftlab.target_model.hidden_states import check_boundaries, default_boundaries
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import RowCache
 from draftlab.target_model.parts import text_decoder
+from tests.helpers.hybrid_zoo import HYBRID
 from tests.helpers.ragged import paged_cache, row_cache, run_ragged
 from tests.helpers.zoo import (
     SHAPE,
@@ -22,6 +24,7 @@ from tests.helpers.zoo import (
     load_on_cpu,
     random_texts,
     zoo_folder,
+    zoo_target,
 )
 
 LAYERS = SHAPE["num_hidden_layers"]
@@ -80,32 +83,15 @@ def test_passes_that_do_not_fit_are_refused(rows: list[int], visible: int) -> No
         RowCache(1, 3, 4).at_rows(rows, torch.zeros(len(rows), 1, dtype=torch.int64), visible)
 
 
-def test_rejected_tokens_leave_no_trace(target: Target) -> None:
-    """Wrong tokens precede the right ones at later positions, and fill another row."""
-    right, wrong = random_texts((20, 20), seed=1)
-    expected = target.states(right[None]).last
-    cache = target.new_cache(2, 20)
-
-    def feed(row: int, tokens: Tensor, start: int) -> Tensor:
-        positions = torch.arange(start, start + len(tokens))[None]
-        at_row = cache.at_rows([row], positions, start + len(tokens))
-        return target.states(tokens[None], positions=positions, cache=at_row).last
-
-    feed(0, wrong, 0)  # an earlier request
-    feed(1, right[:9], 0)
-    feed(1, wrong[9:15], 9)
-    feed(0, wrong[:20], 0)
-    assert_close(feed(1, right[9:12], 9), expected[:, 9:12])
-    assert_close(feed(1, right[12:20], 12), expected[:, 12:])
-
-
-def test_right_padding_without_a_cache(target: Target) -> None:
-    short, long = random_texts((9, 21), seed=2)
-    padded = torch.zeros(2, 21, dtype=torch.int64)
-    padded[0, :9], padded[1] = short, long
-    states = target.states(padded)
-    assert_close(states.last[0, :9], target.states(short[None]).last[0])
-    assert_close(states.last[1], target.states(long[None]).last[0])
+@pytest.mark.parametrize("kind", [*ZOO, *HYBRID])
+def test_texts_side_by_side_have_the_states_of_each_alone(kind: str, tmp_path: Path) -> None:
+    target, texts = zoo_target(tmp_path, kind), random_texts((23, 2, 11))
+    together = target.states(pad_sequence(texts, batch_first=True), (1, 2))
+    for row, text in enumerate(texts):
+        alone = target.states(text[None], (1, 2))
+        for name in ("features", "last"):
+            beside = getattr(together, name)[row : row + 1, : len(text)]
+            assert_close(beside, getattr(alone, name), 1e-4)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.answer_rounds import AnswerGenerator, Draft
 from draftlab.text.chat_template import prompt_ids
-from draftlab.text.conversations import Conversation, read_conversations
+from draftlab.text.conversations import Conversation
 from draftlab.text.decode import engine_decode
 from tests.helpers.fake_decoder import (
     SETTINGS,
@@ -29,7 +29,7 @@ from tests.helpers.fake_decoder import (
     generate,
     prompts,
 )
-from tests.helpers.messages import assistant, user
+from tests.helpers.messages import assistant, read_conversations, user
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.toys import CHATML_TEMPLATE, toy_target_folder, toy_tokenizer
 
@@ -112,24 +112,6 @@ def test_prompts_without_room_are_dropped_and_counted(tmp_path: Path):
     assert "left out 1 later turn (first: 2): no room" in monitor.text
     with pytest.raises(UserError, match="no room"):
         generate(tmp_path / "b.jsonl", prompts=short_and_long[:1], **arguments)
-
-
-@pytest.mark.parametrize("room", [0, 1, 2])
-def test_an_answer_has_the_room_behind_its_prompt(tmp_path: Path, room: int):
-    length = len(prompt_ids(toy_tokenizer(), [user("short")]))
-    generator = AnswerGenerator(toy_tokenizer(), SETTINGS, 1, frozenset({STOP}), length + room)
-    asked = Conversation("a", [user("short")], "s")
-    draft, decoder = Draft(asked, 0.0, [[user("short")]]), FakeDecoder()
-    generator.answer([draft], decoder, lambda _: None)
-    assert [request.max_new_tokens for request in decoder.requests] == [room] * (room > 0)
-    assert ("no room" in draft.end) == (room == 0)
-    arguments = {"prompts": [asked], "target": fake_target(length + room)}
-    if room:
-        (answered,) = generate(tmp_path / "a.jsonl", **arguments)
-        assert 1 <= len(answered.answers[0].token_ids) <= room
-    else:
-        with pytest.raises(UserError, match="the target can answer, found none: no room"):
-            generate(tmp_path / "a.jsonl", **arguments)
 
 
 def test_answers_that_end_at_other_tokens_are_others(tmp_path: Path):

@@ -14,12 +14,11 @@ from draftlab.progress import Monitor
 from draftlab.text.conversations import (
     Answer,
     Conversation,
-    read_conversations,
     write_conversations,
 )
 from draftlab.text.prompts import load_prompts, select_answered
 from draftlab.text.settings import PromptSettings
-from tests.helpers.messages import assistant, user
+from tests.helpers.messages import assistant, read_conversations, user
 from tests.helpers.monitors import RecordingMonitor
 
 

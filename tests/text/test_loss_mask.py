@@ -83,20 +83,16 @@ def test_the_mask_equals_the_one_from_transformers():
     assert [int(span > 0) for span in sample.spans] == out["assistant_masks"]
 
 
-@pytest.mark.parametrize("template", [NO_HEADER, LLAMA3_TEMPLATE, CHATML_TEMPLATE])
-def test_adjacent_answers_are_distinct(template):
-    tokenizer = toy_tokenizer(template)
-    first, second = assistant_turns(tokenizer, [*CHAT[:3], assistant("and more")])
-    texts = [tokenizer.decode(turn.token_ids).split("<|")[0] for turn in (first, second)]
-    assert texts == ["the\none 日本語", "and more"]
-    if template == NO_HEADER:
-        assert second.prompt_ids == first.prompt_ids + first.token_ids
-
-
 @pytest.mark.parametrize("template", [LLAMA3_TEMPLATE, CHATML_TEMPLATE])
 def test_an_empty_answer_is_its_closing_tag(template):
     (turn,) = assistant_turns(toy_tokenizer(template), [user(""), assistant("")])
     assert len(turn.token_ids) == 1
+
+
+def test_adjacent_answers_are_distinct():
+    tokenizer = toy_tokenizer(NO_HEADER)
+    first, second = assistant_turns(tokenizer, [*CHAT[:3], assistant("and more")])
+    assert second.prompt_ids == first.prompt_ids + first.token_ids
 
 
 def test_a_conversation_without_an_answer_has_no_turns():

@@ -16,7 +16,6 @@ from draftlab.text.answers import regenerate
 from draftlab.text.conversations import (
     Conversation,
     parse_conversation,
-    read_conversations,
     write_conversations,
 )
 from draftlab.text.prompts import load_prompts, with_arguments
@@ -24,7 +23,7 @@ from draftlab.text.samples import build_samples
 from draftlab.text.settings import PromptSettings
 from draftlab.text.suites import conversation_suite, load_suite
 from tests.helpers.fake_decoder import generate
-from tests.helpers.messages import assistant, user
+from tests.helpers.messages import assistant, read_conversations, user
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.template_families import QWEN3
 from tests.helpers.toys import toy_tokenizer
