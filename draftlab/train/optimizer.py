@@ -110,7 +110,8 @@ class Muon(torch.optim.AdamW):
         gradients = [parameter.grad for parameter in matrices]
         momenta = [self.state[parameter]["momentum"] for parameter in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - MOMENTUM)
-        updates = torch._foreach_lerp(gradients, momenta, MOMENTUM)  # Nesterov's momentum
+        # Nesterov's momentum, in place: torch 2.11 has no other `lerp` of sharded tensors.
+        torch._foreach_lerp_(gradients, momenta, MOMENTUM)
         # Matrices of one size, upright or not, are one batch: small ones take the GPU less time
         # than the host.
         by_size: dict[tuple[int, ...], list[int]] = {}
@@ -121,7 +122,7 @@ class Muon(torch.optim.AdamW):
             per_batch = max(1, MAX_BATCH // elements)
             for start in range(0, len(numbers), per_batch):
                 chosen = numbers[start : start + per_batch]
-                steps = _orthogonal_steps([updates[number] for number in chosen])
+                steps = _orthogonal_steps([gradients[number] for number in chosen])
                 scale = -learning_rate * 0.2 * math.sqrt(longest)
                 torch._foreach_add_([matrices[number] for number in chosen], steps, alpha=scale)
 
