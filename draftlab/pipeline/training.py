@@ -46,7 +46,7 @@ def train_and_save(
         new_pool: returns the workers that record the shards of a window meanwhile, for rank 0.
     """
     store, ranks = recording.open_store(), ranks or Ranks.join(recipe.train.device)
-    with window_recording(recipe, store, run / "train", ranks, new_pool, monitor):
+    with window_recording(recipe, store, ranks, new_pool, monitor):
         head = train_head(
             recipe,
             store,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import threading
@@ -17,6 +16,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch.distributed as dist
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
@@ -26,7 +26,7 @@ from draftlab.train.batch.window_order import WindowOrder
 from draftlab.workers.pool import MAX_ATTEMPTS
 from draftlab.workers.window import devices as window_training
 from draftlab.workers.window import recorder as window_recorder
-from draftlab.workers.window.recorder import WindowFollower, WindowSession, WindowState
+from draftlab.workers.window.recorder import STATE, WindowFollower, WindowSession
 from draftlab.workers.window.shards import DamagedShardError
 from tests.helpers.small_run import draftlab, new_workshop, write_prompts
 from tests.helpers.thread_pool import LostError, ThreadPool
@@ -303,18 +303,11 @@ def test_what_waits_to_be_verified_is_left_when_the_training_ends() -> None:
     assert future.cancelled()
 
 
-def test_a_rank_reads_again_what_a_network_file_system_has_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = WindowState(tmp_path / "window.json", "session")
-    state.write(1, None)
-    plain, faults = window_recorder.read_json, [OSError(errno.ESTALE, "Stale file handle")]
-
-    def read(path: Path) -> Any:
-        if faults:
-            raise faults.pop()
-        return plain(path)
-
-    monkeypatch.setattr(window_recorder, "read_json", read)
-    assert WindowFollower(state).wait(0)
-    assert not faults
+def test_other_ranks_wait_for_the_groups_and_get_the_error() -> None:
+    shared = dist.HashStore()
+    shared.set(STATE, json.dumps([1, None]))
+    follower = WindowFollower(shared)
+    assert not follower.wait(0)
+    shared.set(STATE, json.dumps([1, {"what": "the GPU burns", "where": "", "do": "quench it"}]))
+    with pytest.raises(UserError, match="the GPU burns"):
+        follower.wait(1)

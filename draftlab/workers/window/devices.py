@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from uuid import uuid4
 
 import torch
 
@@ -18,7 +17,7 @@ from draftlab.store.store import Store
 from draftlab.target_model.locate import resolve_device
 from draftlab.train.distributed.ranks import Ranks, num_launched_here
 from draftlab.workers.pool import LocalPool, WorkerPool
-from draftlab.workers.window.recorder import STATE, WindowFollower, WindowRecorder, WindowState
+from draftlab.workers.window.recorder import WindowFollower, WindowRecorder, shared_store
 
 RESTARTS = 10
 """Workers that are started again when they end: a training may last for days."""
@@ -32,7 +31,6 @@ RECORDERS = "DRAFTLAB_RECORDERS"
 def window_recording(
     recipe: Recipe,
     store: Store,
-    folder: Path,
     ranks: Ranks,
     new_pool: NewPool,
     monitor: Monitor,
@@ -40,18 +38,16 @@ def window_recording(
     """Record the shards of a window in the block, and delete them when it has succeeded.
 
     Args:
-        folder: of the training.
         new_pool: returns the workers, for rank 0.
     """
     if store.window is None or not store.window.rolls:
         yield
         return
-    state = WindowState(folder / STATE, ranks.broadcast(uuid4().hex))
-    if not ranks.is_main:
-        with WindowFollower(state) as store.feed:
+    shared = shared_store(ranks) if ranks.size > 1 else None
+    if shared is not None and not ranks.is_main:
+        with WindowFollower(shared) as store.feed:
             yield
         return
-    shared = state if ranks.size > 1 else None
     open_pool = partial(new_pool, ranks)
     recorder = WindowRecorder(store, recipe.train, recipe.seed, open_pool, shared, monitor)
     with recorder:
@@ -59,7 +55,6 @@ def window_recording(
         yield
     monitor.say(recorder.line())
     recorder.clear()
-    state.path.unlink(missing_ok=True)
 
 
 def local_window_pool(recipe: Recipe, run: Path, monitor: Monitor, ranks: Ranks) -> LocalPool:

@@ -2,11 +2,13 @@
 
 A thread of rank 0 leads a pool of workers. It follows the groups of shards that the training needs,
 in their order: it hands shards out as long as the window has room, compares each with its receipt,
-and deletes those that all ranks have read. Other ranks see what is there in a file, `WindowState`.
+and deletes those that all ranks have read. It tells the other ranks what is there.
 """
 
 from __future__ import annotations
 
+import json
+import os
 import threading
 import time
 import traceback
@@ -14,16 +16,18 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from pathlib import Path
+from datetime import timedelta
+
+import torch.distributed as dist
 
 from draftlab.errors import UserError
-from draftlab.files import read_json, write_json
 from draftlab.formatting import count_text
 from draftlab.progress import Monitor
 from draftlab.store.resume import Receipts, renew_version
 from draftlab.store.shard import WrittenShard
 from draftlab.store.store import Store
 from draftlab.train.batch.window_order import WindowOrder
+from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.settings import TrainSettings
 from draftlab.workers.pool import MAX_ATTEMPTS, Tasks, Worker, WorkerPool
 from draftlab.workers.window.shards import DamagedShardError, WindowShards
@@ -32,13 +36,12 @@ VERIFIERS = 2
 """Threads that compare shards with their receipts."""
 GROUPS_AHEAD = 4
 """Groups that are made at the same time, the one that is read included."""
-STATE = "window.json"
-"""In the folder of the training."""
-BEAT_S = 5.0
-"""Longest time between two writes of the state, in seconds."""
+STATE = "window"
+"""Key of what rank 0 tells: how many groups of shards are or were there, and the error or null."""
 SILENCE_S = 180.0
-"""Time without a write after which the other ranks end."""
+"""Time without an answer of rank 0 after which the other ranks end."""
 POLL_S, FOLLOWER_POLL_S = 0.05, 0.2
+_PARTS = ("what", "where", "do")
 
 
 class WindowRecorder:
@@ -48,7 +51,7 @@ class WindowRecorder:
         store: that is trained on.
         settings, seed: of the training.
         new_pool: returns the workers.
-        state: for the other ranks; None: there are none.
+        shared: for the other ranks, of `shared_store`; None: there are none.
         monitor: receives lines, and progress until training begins.
     """
 
@@ -58,10 +61,10 @@ class WindowRecorder:
         settings: TrainSettings,
         seed: int,
         new_pool: Callable[[], WorkerPool],
-        state: WindowState | None,
+        shared: dist.Store | None,
         monitor: Monitor,
     ) -> None:
-        self.store, self.monitor, self.new_pool, self.state = store, monitor, new_pool, state
+        self.store, self.monitor, self.new_pool, self.shared = store, monitor, new_pool, shared
         self.order = WindowOrder(store.manifest, seed)
         rows = settings.steps * settings.batch_rows
         self._groups = [
@@ -71,6 +74,7 @@ class WindowRecorder:
         self._changed, self._ended = threading.Condition(), threading.Event()
         self._thread: threading.Thread | None = None
         self._error: UserError | None = None
+        self._announced: object = None
         self._started = self._idle_s = 0.0
         self._ready = self._finished_groups = 0  # numbers of first groups
         self.shards: WindowShards | None = None
@@ -168,8 +172,10 @@ class WindowRecorder:
         """Let all ranks know which groups are there, or the error."""
         with self._changed:
             self._changed.notify_all()
-        if self.state is not None:
-            self.state.write(self._ready, self._error)
+        error = self._error and {name: str(getattr(self._error, name)) for name in _PARTS}
+        if self.shared is not None and (news := (self._ready, error)) != self._announced:
+            self._announced = news
+            self.shared.set(STATE, json.dumps(news))
 
 
 class WindowSession:
@@ -316,43 +322,24 @@ class WindowSession:
             self.ready = number + 1
 
 
-class WindowState:
-    """The file, which rank 0 writes.
-
-    Args:
-        path: of the file.
-        session: a text that no earlier training in this folder had.
-    """
-
-    def __init__(self, path: Path, session: str) -> None:
-        self.path, self.session = path, session
-        self._last: tuple[int, bool] | None = None
-        self._written, self._beat = 0.0, 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-
-    def write(self, ready: int, error: UserError | None) -> None:
-        """Write how many groups are there, and the error of the recording, if that is news."""
-        news = (ready, error is not None)
-        if news == self._last and time.monotonic() < self._written + BEAT_S:
-            return
-        self._last, self._written, self._beat = news, time.monotonic(), self._beat + 1
-        fields = {"session": self.session, "beat": self._beat, "ready": ready}
-        if error is not None:
-            fields["error"] = {"what": error.what, "where": str(error.where), "do": error.do}
-        write_json(self.path, fields)
+def shared_store(ranks: Ranks) -> dist.Store:
+    """Return a store of keys that rank 0 serves, and all ranks read."""
+    host, silence, server = os.environ["MASTER_ADDR"], timedelta(seconds=SILENCE_S), None
+    if ranks.is_main:
+        server = dist.TCPStore(host, 0, is_master=True, timeout=silence, wait_for_workers=False)
+    port = ranks.broadcast(server and server.port)
+    return server or dist.TCPStore(host, port, timeout=silence)
 
 
 class WindowFollower:
     """A `WindowFeed` of the ranks whose window rank 0 has filled.
 
     Args:
-        state: the file as rank 0 writes it.
+        shared: of `shared_store`.
     """
 
-    def __init__(self, state: WindowState) -> None:
-        self.path, self.session = state.path, state.session
-        self._ready, self._ended = 0, False
-        self._beat, self._heard = -1, time.monotonic()
+    def __init__(self, shared: dist.Store) -> None:
+        self._shared, self._ready, self._ended = shared, 0, False
 
     def __enter__(self) -> WindowFollower:
         return self
@@ -361,7 +348,7 @@ class WindowFollower:
         self.stop()
 
     def begin(self, finished_groups: int) -> None:
-        self._heard = time.monotonic()
+        pass
 
     def wait(self, group: int) -> bool:
         waited = False
@@ -385,18 +372,12 @@ class WindowFollower:
 
     def _read(self) -> None:
         try:
-            fields = read_json(self.path) if self.path.exists() else {}
-        except OSError:  # NFS: another machine has replaced the open file (ESTALE)
-            fields = {}
-        if fields.get("session") == self.session:
-            if fields["beat"] != self._beat:
-                self._beat, self._heard = fields["beat"], time.monotonic()
-            if error := fields.get("error"):
-                raise UserError(error["what"], where=error["where"], do=error["do"])
-            self._ready = fields["ready"]
-        if time.monotonic() > self._heard + SILENCE_S:
+            self._ready, error = json.loads(self._shared.get(STATE))
+        except dist.DistError as lost:
             raise UserError(
-                f"expected rank 0 to record the window, heard nothing of it for {SILENCE_S:g} s",
-                where=self.path,
+                "expected rank 0 to record the window, heard nothing of it: "
+                + str(lost).partition("\n")[0],
                 do="look at its log; the same command goes on after the last checkpoint",
-            )
+            ) from None
+        if error:
+            raise UserError(error["what"], where=error["where"], do=error["do"])
