@@ -78,6 +78,9 @@ SMALL_HEAD: dict[str, Any] = {
     "vocab_size": 8192,
     "draft_vocab_size": 4096,
 }
+RANDOM = TargetIdentity(
+    name="random", fingerprint="", architecture="", tokenizer_sha256="", template_sha256=""
+)
 SYNTHETIC = 0.6
 COINS = 1024  # different sequences of coin tosses; a request's id picks one
 
@@ -146,9 +149,7 @@ def random_head(target: Target, device: torch.device, **changed: Any) -> DraftHe
         "vocab_size": 128256,
         "draft_vocab_size": 32000,
         "k_trained": 8,
-        "target": TargetIdentity(
-            name="random", fingerprint="", architecture="", tokenizer_sha256="", template_sha256=""
-        ),
+        "target": RANDOM,
     }
     config = make_head_config(**(fields | changed))
     with device:

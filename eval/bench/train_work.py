@@ -8,9 +8,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from random_models import RANDOM
 from torch import Tensor
 
-from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
+from draftlab.heads.config import HeadConfig, make_head_config
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import new_head
@@ -134,13 +135,7 @@ def head_config(shape: Shape) -> HeadConfig:
         vocab_size=shape.vocab,
         draft_vocab_size=shape.draft_vocab,
         k_trained=shape.steps,
-        target=TargetIdentity(
-            name="random",
-            fingerprint="random",
-            architecture="random",
-            tokenizer_sha256="random",
-            template_sha256="random",
-        ),
+        target=RANDOM,
     )
 
 

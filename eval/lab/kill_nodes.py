@@ -17,12 +17,9 @@ is a temporary one. Commit nothing meanwhile: the files of a run name draftlab's
 
 from __future__ import annotations
 
-import argparse
-import os
 import random
 import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -33,9 +30,17 @@ from typing import Any
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from eval.lab.kills import CASES, OVERRIDES, RECIPE, contents, current_stage
+from eval.lab.kills import (
+    CASES,
+    OVERRIDES,
+    RECIPE,
+    command_line,
+    contents,
+    current_stage,
+    differences,
+    enter_workshop,
+)
 from tests.helpers.ray_nodes import NODE, processes, ray_cluster, start_driver
-from tests.helpers.small_run import new_workshop, write_prompts
 
 COMMAND = ("run", str(RECIPE), *(o for o in OVERRIDES if "device" not in o))
 STAGES = ("start", "answers", "store", "head", "eval")
@@ -92,10 +97,8 @@ class NodeKills:
             driver.kill()
             self.fault(f"the command ended with {driver.wait()}")
             return
-        actual = contents()
-        for path in sorted(self.expected.keys() | actual.keys()):
-            if self.expected.get(path) != actual.get(path):
-                self.fault(f"{path}: {self.expected.get(path)} became {actual.get(path)}")
+        for difference in differences(self.expected):
+            self.fault(difference)
 
     def start(self) -> Any:
         """Start the driver, which prints into a log."""
@@ -158,17 +161,12 @@ def current_stage_or_last() -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path)
+    parser = command_line(__doc__, 30)
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--window", action="store_true")
     options = parser.parse_args(arguments)
     command = (*COMMAND, *CASES["window"].options * options.window)
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="kill-nodes-")) / "work"
-    os.chdir(new_workshop(folder))
-    write_prompts(Path("prompts.jsonl"), [f"def f{i}(use): the user {i}" for i in range(48)])
+    enter_workshop(options.folder)
     with open(LOG, "w") as log:
         undisturbed = start_driver(Path(), *command, output=log)
     if undisturbed.wait():

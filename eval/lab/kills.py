@@ -35,7 +35,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -189,6 +189,29 @@ def contents() -> dict[str, str]:
     return files
 
 
+def differences(expected: dict[str, str]) -> Iterator[str]:
+    """Yield each difference of the current folder's `contents` from the expected ones."""
+    actual = contents()
+    for path in sorted(expected.keys() | actual.keys()):
+        if expected.get(path) != actual.get(path):
+            yield f"{path}: {expected.get(path)} became {actual.get(path)}"
+
+
+def command_line(description: str, kills: int) -> argparse.ArgumentParser:
+    """Return the options of a program that kills."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=kills)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path)
+    return parser
+
+
+def enter_workshop(folder: Path | None) -> None:
+    """Make the folder of all runs, with their prompts and recipe, the current one."""
+    os.chdir(new_workshop(folder or Path(tempfile.mkdtemp(prefix="kills-")) / "work"))
+    write_prompts(Path("prompts.jsonl"), [f"def f{i}(use): the user {i}" for i in range(48)])
+
+
 class Kills:
     """The kills of a session of this program, and what went wrong."""
 
@@ -279,10 +302,8 @@ class Kills:
         while not self.attempt(name, kill=sum(self.kills.values()) < last):
             if len(self.faults) > 20:
                 raise SystemExit("too many faults")
-        expected, actual = self.undisturbed[name].files, contents()
-        for path in sorted(expected.keys() | actual.keys()):
-            if expected.get(path) != actual.get(path):
-                self.fault(f"{name}: {path}: {expected.get(path)} became {actual.get(path)}")
+        for difference in differences(self.undisturbed[name].files):
+            self.fault(f"{name}: {difference}")
 
 
 def after(seconds: float) -> Callable[[], bool]:
@@ -292,15 +313,10 @@ def after(seconds: float) -> Callable[[], bool]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path)
+    parser = command_line(__doc__, 60)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     options = parser.parse_args(arguments)
-    folder = options.folder or Path(tempfile.mkdtemp(prefix="kills-")) / "work"
-    os.chdir(new_workshop(folder))
-    write_prompts(Path("prompts.jsonl"), [f"def f{i}(use): the user {i}" for i in range(48)])
+    enter_workshop(options.folder)
     temporary = Path(tempfile.mkdtemp(prefix="kills-tmp-"))
     os.environ["TMPDIR"] = str(temporary)
     importlib.import_module("draftlab.pipeline.pipeline")  # before the forks

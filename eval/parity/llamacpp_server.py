@@ -8,20 +8,16 @@ import os
 import re
 import socket
 import subprocess
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.export import gguf
 from draftlab.progress import Monitor
-
-START_S = 60.0
-"""Seconds a server may take until it answers."""
+from draftlab.servers.connection import Connection
+from draftlab.servers.server_counters import parse_counters
+from draftlab.servers.server_process import ServerProcess
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,7 @@ class Answer:
 class Server:
     """A running llama-server, one request at a time."""
 
-    address: str
+    connection: Connection
 
     def complete(self, token_ids: tuple[int, ...], max_new_tokens: int) -> Answer:
         """Continue a prompt greedily."""
@@ -110,7 +106,8 @@ class Server:
             "cache_prompt": False,
             "return_tokens": True,
         }
-        answer = self._post("/completion", body)
+        with self.connection.open("/completion", body, timeout_s=300) as opened:
+            answer = json.loads(opened.read())
         timings = answer["timings"]
         return Answer(
             tuple(answer["tokens"]),
@@ -121,26 +118,16 @@ class Server:
 
     def counted(self, k: int) -> tuple[int, list[int]]:
         """Return the verify steps, and accepted drafts by position, of all prompts so far."""
-        with urllib.request.urlopen(f"{self.address}/metrics") as answer:
-            text = answer.read().decode()
-        drafts = re.search(r"spec_decode_num_drafts_total (\d+)", text)
-        found = re.findall(r'accepted_tokens_per_pos_total\{position="(\d+)"\} (\d+)', text)
-        counts = {int(position): int(count) for position, count in found}
-        return int(drafts[1]) if drafts else 0, [counts.get(position, 0) for position in range(k)]
-
-    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        request = urllib.request.Request(
-            self.address + path,
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=300) as answer:
-            return json.loads(answer.read())
+        with self.connection.open("/metrics", timeout_s=30) as opened:
+            counters = parse_counters(opened.read().decode())
+        assert counters is not None
+        accepted = [*counters.accepted_at, *[0] * k][:k]  # it names no position without any
+        return counters.values.get("drafts", 0), accepted
 
 
 @contextlib.contextmanager
 def serving(
-    llama: LlamaCpp, target: Path, head: Path, method: str, *, k: int, max_length: int, log: Path
+    llama: LlamaCpp, target: Path, head: Path, method: str, *, k: int, max_length: int
 ) -> Iterator[Server]:
     """Run a server with float32 caches and K drafts a step, whatever their probability.
 
@@ -153,38 +140,13 @@ def serving(
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [
-        *(str(llama.program("llama-server")), "-m", str(target), "-md", str(head)),
-        *(
-            "--spec-type",
-            f"draft-{method}",
-            "--spec-draft-n-max",
-            str(k),
-            "--spec-draft-p-min",
-            "0",
-        ),
-        *("-ctk", "f32", "-ctv", "f32", "-ctkd", "f32", "-ctvd", "f32", "-fa", "off"),
-        *("-c", str(max_length), "-np", "1", "-t", "1", "-td", "1", "--metrics"),
-        *("--host", "127.0.0.1", "--port", str(port)),
-    ]
-    with open(log, "w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        address = f"http://127.0.0.1:{port}"
-        deadline = time.monotonic() + START_S
-        while not _ready(address):
-            if process.poll() is not None or time.monotonic() > deadline:
-                raise UserError(f"llama-server did not start:\n{log.read_text()[-2000:]}")
-            time.sleep(0.2)
-        yield Server(address)
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
-
-
-def _ready(address: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{address}/health", timeout=5) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
+    options = (
+        f"--spec-type draft-{method} --spec-draft-n-max {k} --spec-draft-p-min 0 "
+        "-ctk f32 -ctv f32 -ctkd f32 -ctvd f32 -fa off "
+        f"-c {max_length} -np 1 -t 1 -td 1 --metrics --host 127.0.0.1 --port {port}"
+    )
+    program = llama.program("llama-server")
+    command = [str(program), "-m", str(target), "-md", str(head), *options.split()]
+    with ServerProcess("llama-server", command, port) as server:
+        server.wait_until_ready(lambda line: None)
+        yield Server(Connection(server.url))

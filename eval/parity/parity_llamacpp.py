@@ -83,9 +83,8 @@ class Work:
             head = self.llama.quantize(head, self.place / "head.q.gguf", quantized)
         longest = max(len(ids) for _, ids in self.subject.prompts) + self.max_new_tokens
         length = longest + self.k + 8  # room for all drafts, so that only the end clips them
-        method, log = self.subject.head.family.vllm_method, self.place / "server.log"
-        served = serving(self.llama, target, head, method, k=self.k, max_length=length, log=log)
-        with served as server:
+        method = self.subject.head.family.vllm_method
+        with serving(self.llama, target, head, method, k=self.k, max_length=length) as server:
             yield server
 
     def theirs(self, server: Server) -> list[Answer]:
