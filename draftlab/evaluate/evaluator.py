@@ -179,26 +179,18 @@ class Evaluator:
         workload, certificates = self.workload, {}
         if not workload.settings.certify:
             return certificates
-        from draftlab.evaluate.certificate.certify import CertifySettings, certify
+        from draftlab.evaluate.certificate.certify import Certification, CertifySettings
 
-        settings = workload.settings
+        settings, sampled = workload.settings, workload.sampled_configs
+        size = CertifySettings(seed=settings.seed, num_rows=max(len(sampled), 1))
+        engine = partial(Engine, cpu_prepacked=settings.packed)
+        if settings.engine == "reference":
+            engine = ReferenceEngine
+        same = workload.stop_ids, size, workload.monitor, engine
         for head in workload.heads:
-            certificate = certify(
-                workload.target,
-                head.head,
-                self._prompts_in_turn(),
-                workload.stop_ids,
-                CertifySettings(seed=settings.seed, num_rows=max(len(workload.sampled_configs), 1)),
-                k=max(head.ks(settings)),
-                rows=[
-                    self._sampled(t, config)
-                    for t, config in workload.sampled_configs
-                    if config.head is head
-                ],
-                monitor=workload.monitor,
-                engine=ReferenceEngine
-                if settings.engine == "reference"
-                else partial(Engine, cpu_prepacked=settings.packed),
+            rows = [self._sampled(t, config) for t, config in sampled if config.head is head]
+            certificate = Certification(workload.target, head.head, *same).run(
+                self._prompts_in_turn(), max(head.ks(settings)), rows
             )
             for line in certificate.lines:
                 workload.monitor.say(f"certificate of {head.name}: {line}")

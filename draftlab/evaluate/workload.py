@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from draftlab.engine.counters import Counters
@@ -181,8 +181,19 @@ class Workload:
         distinct = len(self.suite.prompts)
         plain = Decoded.of(runs[PLAIN_DECODING].generations, distinct)
         counted = {config: results.generations.get((temperature, config)) for config in runs}
-        timings = {c: self.timing(runs, c, batch, counted[c]) for c in runs}
-        known = {config: one for config, one in timings.items() if one is not None}
+        known = {}
+        for config, run in runs.items():
+            answers = {g.id: g for g in counted[config] or ()}
+            one = timing(
+                run,
+                runs[PLAIN_DECODING] if config != PLAIN_DECODING else None,
+                batch=batch,
+                counted=[answers[id_] for id_, _ in self.timed_prompts] if answers else None,
+                distinct=distinct,
+                floor_ms=floor_ms(self.target, config.head and config.head.head, config.k, batch),
+            )
+            if one is not None:
+                known[config] = one
         for config, one in without_disturbed(known).items():
             key = temperature, config
             if counted[config] is not None:
@@ -193,30 +204,6 @@ class Workload:
             elif config.head:
                 conditions = self.suite.name, results.engine, config.head.name, temperature
                 results.probes.append(Probe(*conditions, config.draft_probs, config.k, one))
-
-    def timing(
-        self,
-        runs: Mapping[DecodingConfig, TimedRun],
-        config: DecodingConfig,
-        batch: int,
-        counted: Sequence[Generation] | None,
-    ) -> Timing | None:
-        """Return a configuration's times, compared with plain decoding in the same `runs`.
-
-        Args:
-            counted: its answers to the suite; None: the suite was not decoded with it.
-        """
-        head = config.head.head if config.head else None
-        by_id = {g.id: g for g in counted} if counted is not None else {}
-        ordered = [by_id[id_] for id_, _ in self.timed_prompts] if by_id else None
-        return timing(
-            runs[config],
-            runs[PLAIN_DECODING] if config != PLAIN_DECODING else None,
-            batch=batch,
-            counted=ordered,
-            distinct=len(self.suite.prompts),
-            floor_ms=floor_ms(self.target, head, config.k, batch),
-        )
 
 
 ENGINE_NAMES = {"paged": "draftlab", "reference": "draftlab-reference", "vllm": "draftlab"}

@@ -15,7 +15,7 @@ from draftlab.engine.kv_pool import draft_kv_bytes
 from draftlab.engine.sampling import Generation
 from draftlab.errors import UserError
 from draftlab.evaluate import workload
-from draftlab.evaluate.certificate import certify as certify_module
+from draftlab.evaluate.certificate.certify import Certification
 from draftlab.evaluate.certificate.result import Certificate, Sampled, SamplingTest
 from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.evaluator import Evaluator
@@ -324,14 +324,14 @@ def test_each_sampled_row_has_the_test_of_its_own_sampling(
             **vars(row), level="L3", test=row.name, passed=False, p_value=1e-9, n=500, tests=[]
         )  # fmt: skip
 
-    def certify(*_: Any, rows: list[Sampled], **__: Any) -> Certificate:
+    def run(_: Any, prompts: Any, k: int, rows: list[Sampled]) -> Certificate:
         tested = [arm(row) for row in rows if row.temperature < 1]
         return Certificate(
             level="L3", prompts_equal=1.0, passed=False, faults=["p = 1e-9"], num_tests=8,
             arms=tested, lines=["it differs"],
         )  # fmt: skip
 
-    monkeypatch.setattr(certify_module, "certify", certify)
+    monkeypatch.setattr(Certification, "run", run)
     monitor, temperatures = RecordingMonitor(), (0.0, 0.8, 1.2)
     settings = {"timing_prompts": 0, "certify": True, "top_p": 0.9, "k": [2, 3]}
     report = evaluate(target, head, monitor=monitor, temperatures=temperatures, **settings)
@@ -353,13 +353,13 @@ def test_a_certificate_compares_prompts_of_every_suite(
 ) -> None:
     found: list[tuple[str, tuple[int, ...]]] = []
 
-    def certify(_: Any, __: Any, prompts: Any, *___: Any, **____: Any) -> Certificate:
+    def run(_: Any, prompts: Any, *__: Any) -> Certificate:
         found.extend(prompts)
         return Certificate(
             level="L2", prompts_equal=1.0, passed=True, faults=[], num_tests=0, arms=[], lines=[]
         )
 
-    monkeypatch.setattr(certify_module, "certify", certify)
+    monkeypatch.setattr(Certification, "run", run)
     suites = [suite(2), replace(suite(3), name="other")]  # with the same ids
     settings = EvalSettings(certify=True, k=2, timing_prompts=0, max_new_tokens=4)
     heads = [NamedHead("a head", head)]

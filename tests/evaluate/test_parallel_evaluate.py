@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from draftlab.engine.engine import Engine
 from draftlab.evaluate.bandwidth import head_bytes
-from draftlab.evaluate.certificate.certify import CertifySettings, Sampled, certify
+from draftlab.evaluate.certificate.certify import Certification, CertifySettings, Sampled
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.peagle import PeagleHead
 from draftlab.progress import Monitor
@@ -63,9 +62,7 @@ def test_a_parallel_head_is_certified(target: Target, parallel_head: PeagleHead)
         Sampled(temperature=0.8, k=3, draft_probs=True),
         Sampled(temperature=1.5, k=2, draft_probs=False, top_k=4),
     ]
-    certificate = certify(
-        target, parallel_head, prompts, frozenset(), settings, k=3, rows=rows, monitor=Monitor(),
-        engine=Engine,
-    )  # fmt: skip
+    certification = Certification(target, parallel_head, frozenset(), settings, Monitor())
+    certificate = certification.run(prompts, 3, rows)
     assert (certificate.passed, certificate.prompts_equal) == (True, 1.0)
     assert {arm.draft_probs for arm in certificate.arms} == {True, False}

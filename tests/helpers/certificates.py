@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from draftlab.engine.engine import Engine
-from draftlab.evaluate.certificate.certify import Certificate, CertifySettings, Sampled, certify
-from draftlab.heads.block import BlockHead
+from draftlab.evaluate.certificate.certify import (
+    Certificate,
+    Certification,
+    CertifySettings,
+    EngineFactory,
+    Sampled,
+)
+from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 
@@ -38,10 +44,15 @@ ROWS = [
 RunCertify = Callable[..., Certificate]
 
 
-def certify_markov(small: Target, head: BlockHead, **changes: Any) -> Certificate:
-    """Certify the engine with a block head, in rows with and without draft probabilities."""
-    settings = replace(SETTINGS, num_rows=len(MARKOV_ROWS), **changes)
-    return certify(
-        small, head, PROMPTS, frozenset(), settings, k=2, rows=MARKOV_ROWS, monitor=Monitor(),
-        engine=Engine,
-    )  # fmt: skip
+def certify(
+    target: Target,
+    head: DraftHead,
+    rows: Sequence[Sampled],
+    *,
+    engine: EngineFactory = Engine,
+    **changes: Any,
+) -> Certificate:
+    """Certify an engine with a head at K = 2, with changed settings."""
+    settings = replace(SETTINGS, **{"num_rows": max(len(rows), 1)} | changes)
+    certification = Certification(target, head, frozenset(), settings, Monitor(), engine)
+    return certification.run(PROMPTS, 2, rows)

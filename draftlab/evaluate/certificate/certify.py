@@ -47,7 +47,7 @@ from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 
-__all__ = ["Certificate", "CertifySettings", "Sampled", "certify"]
+__all__ = ["Certificate", "Certification", "CertifySettings", "Sampled"]
 
 Prompts = Sequence[tuple[str, tuple[int, ...]]]
 
@@ -82,47 +82,22 @@ class CertifySettings:
     tokens: int = 64
 
 
-def certify(
-    target: Target,
-    head: DraftHead,
-    prompts: Prompts,
-    stop_ids: frozenset[int],
-    settings: CertifySettings,
-    *,
-    k: int,
-    rows: Sequence[Sampled],
-    monitor: Monitor,
-    engine: EngineFactory = Engine,
-) -> Certificate:
-    """Test the engine against the target alone.
-
-    Args:
-        prompts: (id, token ids) of each prompt.
-        stop_ids: tokens that end an answer at T = 0; ignored at T > 0.
-        k: drafts a step at T = 0.
-        rows: how the rows at T > 0 are sampled; each is tested.
-        engine: constructor of the engine to test.
-
-    Raises:
-        UserError: there are no prompts.
-    """
-    if not prompts:
-        raise UserError(
-            "expected prompts to certify the engine on, found none",
-            do="raise eval.max_prompts, or name another eval.suite",
-        )
-    certification = _Certification(target, head, engine, stop_ids, settings, monitor)
-    return certification.run(prompts[: settings.prompts], k, rows)
-
-
 @dataclass(frozen=True)
-class _Certification:
+class Certification:
+    """The tests of an engine with a head against the target alone.
+
+    Attributes:
+        stop_ids: tokens that end an answer at T = 0; ignored at T > 0.
+        engine: constructor of the engine to test.
+        faults: what the tests have found so far.
+    """
+
     target: Target
     head: DraftHead
-    engine: EngineFactory
     stop_ids: frozenset[int]
     settings: CertifySettings
     monitor: Monitor
+    engine: EngineFactory = Engine
     faults: list[str] = field(default_factory=list)
 
     @property
@@ -141,7 +116,22 @@ class _Certification:
         return ALPHA / self.num_tests
 
     def run(self, prompts: Prompts, k: int, rows: Sequence[Sampled]) -> Certificate:
-        """Run all tests and return the certificate."""
+        """Run all tests and return the certificate.
+
+        Args:
+            prompts: (id, token ids) of each prompt, of which the first are compared.
+            k: drafts a step at T = 0.
+            rows: how the rows at T > 0 are sampled; each is tested.
+
+        Raises:
+            UserError: there are no prompts.
+        """
+        if not prompts:
+            raise UserError(
+                "expected prompts to certify the engine on, found none",
+                do="raise eval.max_prompts, or name another eval.suite",
+            )
+        prompts = prompts[: self.settings.prompts]
         dtype = str(self.target.dtype).removeprefix("torch.")
         then = (
             f", then {count_text(len(rows), 'row')} at T > 0 with {self.settings.samples:,} short "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,15 @@ import torch
 
 from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.engine import Engine
-from draftlab.evaluate.certificate.certify import Certificate, Sampled, certify
+from draftlab.evaluate.certificate.certify import Certificate, Sampled
 from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.kernels.sampling.types import VerifyResult
 from draftlab.kernels.verify import verify
-from draftlab.progress import Monitor
 from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
-from tests.helpers.certificates import OFF, ON, PROMPTS, SETTINGS, VOCAB, RunCertify
+from tests.helpers.certificates import OFF, ON, VOCAB, RunCertify, certify
 from tests.helpers.decoding import DSPARK, untrained_head
 from tests.helpers.zoo import zoo_folder
 
@@ -71,10 +69,6 @@ def run_certify(small: Target, poor_head: Eagle3Head) -> RunCertify:
         def engine(target: Target, drafter: ChainDrafter | None, **options: Any) -> Engine:
             return Engine(target, drafter, **options, verifier=verifier if drafter else verify)
 
-        settings = replace(SETTINGS, num_rows=max(len(rows), 1), **changes)
-        return certify(
-            small, poor_head, PROMPTS, frozenset(), settings, k=2, rows=rows,
-            monitor=Monitor(), engine=engine,
-        )  # fmt: skip
+        return certify(small, poor_head, rows, engine=engine, **changes)
 
     return run

@@ -12,12 +12,11 @@ import pytest
 
 from draftlab.engine.block_drafter import BlockDrafter
 from draftlab.evaluate.certificate import sampler as sampler_module
-from draftlab.evaluate.certificate.certify import Sampled, certify
+from draftlab.evaluate.certificate.certify import Sampled
 from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.kernels.sampling.types import VerifyResult
 from draftlab.kernels.verify import verify
-from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from tests.helpers.broken_verifiers import (
     ARGMAX_SOURCES,
@@ -27,14 +26,13 @@ from tests.helpers.broken_verifiers import (
 )
 from tests.helpers.certificates import (
     BLOCK,
+    MARKOV_ROWS,
     OFF,
     ON,
-    PROMPTS,
     ROWS,
-    SETTINGS,
     VOCAB,
     RunCertify,
-    certify_markov,
+    certify,
 )
 from tests.helpers.lossless import FAULTS, broken
 
@@ -59,10 +57,7 @@ def test_a_broken_sampler_fails(
     """With the samples that a user's certificate draws."""
     verifier = faulty_verifier(source, name, VOCAB, range(1, VOCAB), monkeypatch)
     monkeypatch.setattr(sampler_module, "verify", verifier)
-    certificate = certify(
-        small_16_bit, poor_head, PROMPTS, frozenset(), replace(SETTINGS, samples=20_000), k=2,
-        rows=[row], monitor=Monitor(),
-    )  # fmt: skip
+    certificate = certify(small_16_bit, poor_head, [row], samples=20_000)
     assert (certificate.passed, certificate.level) == (False, "L3")
     assert certificate.faults == [
         f"{row.name}: sampler: the joint distribution of 3 tokens is not the known model's"
@@ -108,7 +103,7 @@ def test_draft_probabilities_without_the_markov_bias_fail(
         return replace(proposal, distribution=replace(q, logits=logits, log_sum=log_sum))
 
     monkeypatch.setattr(BlockDrafter, "_draw", unbiased)
-    certificate = certify_markov(small, markov_head)
+    certificate = certify(small, markov_head, MARKOV_ROWS)
     assert [arm.passed for arm in certificate.arms] == [False, True, False]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
 from draftlab.evaluate.certificate import certify as certify_module
-from draftlab.evaluate.certificate.certify import Sampled, certify
+from draftlab.evaluate.certificate.certify import Certification, Sampled
 from draftlab.evaluate.certificate.exact import build_tree, g_test, probabilities
 from draftlab.evaluate.certificate.sampler import KnownModel
 from draftlab.heads.block import BlockHead
@@ -23,14 +22,14 @@ from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from tests.helpers.certificates import (
     BLOCK,
+    MARKOV_ROWS,
     OFF,
     ON,
-    PROMPTS,
     ROWS,
     SETTINGS,
     VOCAB,
     RunCertify,
-    certify_markov,
+    certify,
 )
 from tests.helpers.decoding import untrained_head
 from tests.helpers.gpu import on_devices
@@ -78,27 +77,21 @@ def test_without_rows_tokens_are_equal(run_certify: RunCertify) -> None:
 
 
 def test_the_reference_engine_is_certified(small: Target, poor_head: Eagle3Head) -> None:
-    certificate = certify(
-        small, poor_head, PROMPTS, frozenset(), replace(SETTINGS, samples=1000, num_rows=2), k=2,
-        rows=(ON, OFF), monitor=Monitor(), engine=ReferenceEngine,
-    )  # fmt: skip
+    certificate = certify(small, poor_head, (ON, OFF), engine=ReferenceEngine, samples=1000)
     assert (certificate.level, certificate.prompts_equal) == ("L1", 1.0)
 
 
 def test_drafts_that_depend_on_each_other_are_certified(
     small: Target, markov_head: BlockHead
 ) -> None:
-    certificate = certify_markov(small, markov_head)
+    certificate = certify(small, markov_head, MARKOV_ROWS)
     assert (certificate.level, certificate.prompts_equal) == ("L1", 1.0), certificate.faults
 
 
 def test_of_a_16_bit_target_the_sampler_is_tested(
     small_16_bit: Target, poor_head: Eagle3Head
 ) -> None:
-    certificate = certify(
-        small_16_bit, poor_head, PROMPTS, frozenset(), replace(SETTINGS, num_rows=2), k=2,
-        rows=(BLOCK, OFF), monitor=Monitor(),
-    )  # fmt: skip
+    certificate = certify(small_16_bit, poor_head, (BLOCK, OFF))
     assert (certificate.passed, certificate.level, certificate.num_tests) == (True, "LS", 2)
     assert [test.part for arm in certificate.arms for test in arm.tests] == ["sampler"] * 2
     assert "engine: not tested: in this dtype" in "\n".join(certificate.lines)
@@ -122,7 +115,7 @@ def test_the_false_alarm_rate_in_16_bits(small: Target, device: str, row: Sample
 
 def test_no_prompts_are_refused(small: Target, poor_head: Eagle3Head) -> None:
     with pytest.raises(UserError, match="expected prompts to certify"):
-        certify(small, poor_head, [], frozenset(), SETTINGS, k=2, rows=(), monitor=Monitor())
+        Certification(small, poor_head, frozenset(), SETTINGS, Monitor()).run([], 2, ())
 
 
 @pytest.mark.parametrize("row", [ON, OFF, *ROWS])
