@@ -32,7 +32,6 @@ class VerifiedFeatures:
         counts: int64 [B], entries of each row before padding (1 if a row is padding only).
         block_table: int32 [B, N], the cache blocks of the rows.
         keys: sampling parameters and noise keys of the rows.
-        sampling: `Drafter.sampling(keys)`, if it has been computed already.
     """
 
     tokens: Tensor
@@ -41,7 +40,6 @@ class VerifiedFeatures:
     counts: Tensor
     block_table: Tensor
     keys: SamplingMetadata
-    sampling: tuple[Tensor, Tensor] | None = None
 
     def first_columns(self, width: int) -> VerifiedFeatures:
         """Return a copy with only the first `width` columns."""
@@ -69,7 +67,8 @@ class Drafter(ABC):
         k: draft tokens a step.
         boundaries: boundaries of the target whose states are the features; without any F is 0.
         verification: how the drafts are verified.
-        draft_vocab: size and dtype of the draft distributions; None: every draft is an argmax.
+        draft_vocab: size and dtype of the draft distributions, from which drafts of rows with a
+            temperature above 0 are sampled at this temperature; None: every draft is an argmax.
         draft_ids: int64 [W], target ids of the draft vocabulary; draft_index: int32 [V], its
             inverse. Both are read only with `draft_vocab`.
         pools: what is kept for the cache blocks; the engine copies it with the blocks of equal
@@ -102,10 +101,6 @@ class Drafter(ABC):
             max_length: most positions of a row; None: as many as the blocks hold.
             cpu_prepacked: on a CPU, run on weights prepacked for oneDNN.
         """
-
-    def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        """Return the draft temperature, float32 [B], and which rows sample drafts, bool [B]."""
-        return keys.temperature, torch.zeros_like(keys.temperature, dtype=torch.bool)
 
     def extend_cache(self, verified: VerifiedFeatures) -> None:  # noqa: B027
         """Keep what later drafts need of verified positions, without drafting."""

@@ -19,6 +19,7 @@ from draftlab.engine.draft_sampler import DraftSampler, Proposal
 from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
 from draftlab.engine.head_pass import Pools, is_on_gpu_in_one_dtype
 from draftlab.heads.block import BlockConfig, BlockHead
+from draftlab.heads.layers import Angles
 from draftlab.kernels.chain_layout import chain_layout, last_rows
 from draftlab.kernels.linear import linear, linear_then_norm
 from draftlab.kernels.paged_attention import attend_paged, write_paged
@@ -60,15 +61,25 @@ class EagerBlock:
         """
         hidden, angles = self.head.embed(tokens), self._angles(positions)
         seen, windows = last_seen_keys(positions, self.head.config), self.head.config.windows
-        for layer, pool, window in zip(self.head.layers, pools, windows, strict=True):
+        for number, (layer, pool, window) in enumerate(
+            zip(self.head.layers, pools, windows, strict=True)
+        ):
             x, finish = layer.begin(hidden)
-            write_paged(*layer.self_attn.key_value(x, angles), *pool, slots)
-            query = layer.self_attn.query(x, angles)
+            query = self.write_cache(number, x, angles, pool, slots)
             scale = query.shape[-1] ** -0.5
             options = {"scale": scale, "window": window, "last_seen": seen}
-            attended = attend_paged(query, *pool, block_table, positions, **options)
-            hidden = finish(attended)
+            hidden = finish(attend_paged(query, *pool, block_table, positions, **options))
         return hidden
+
+    def write_cache(
+        self, number: int, x: Tensor, angles: Angles, pool: tuple[Tensor, Tensor], slots: Tensor
+    ) -> Tensor:
+        """Write the keys and values of a layer's input x [B, S, H] to its pool; return queries
+        [B, S, heads, head_dim].
+        """
+        attention = self.head.layers[number].self_attn
+        write_paged(*attention.key_value(x, angles), *pool, slots)
+        return attention.query(x, angles)
 
     def logits(self, outputs: Tensor) -> Tensor:
         """Return the logits [..., D], without a Markov bias, of outputs [..., H]."""
@@ -84,7 +95,7 @@ class EagerBlock:
         weight = self.head.markov_head.markov_w2.weight
         logits.addmm_(self.head.markov_factors(previous), weight.t())
 
-    def _angles(self, positions: Tensor) -> tuple[Tensor, ...]:
+    def _angles(self, positions: Tensor) -> Angles:
         return self.head.rope.angles(positions.clamp(min=0))
 
 
@@ -154,7 +165,7 @@ class FusedBlock(EagerBlock):
         factors = F.embedding(previous, self.head.markov_head.markov_w1.weight)
         linear(factors, self.head.markov_head.markov_w2.weight, residual=logits, out=logits)
 
-    def _angles(self, positions: Tensor) -> tuple[Tensor, ...]:
+    def _angles(self, positions: Tensor) -> Angles:
         rope, dtype = self.head.rope, self.head.fc.weight.dtype
         return rope_angles(positions.flatten(), rope.frequencies, rope.scaling, dtype)
 
@@ -231,14 +242,13 @@ class BlockDrafter(HeadDrafter):
         Args:
             outputs: [B, K, H]. last: int64 [B], the positions before the blocks.
         """
-        keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
         logits = self.runner.logits(outputs.transpose(0, 1))  # [K, B, W]
         previous = last_rows(verified.tokens, verified.counts)[:, 0]
-        sampler = DraftSampler(self.settings, len(logits), last, keys, sampling, logits)
+        sampler = DraftSampler(self, last, verified.keys, logits)
         condition, confidence = self.conditioning(logits, outputs), None
         for slot in range(len(logits)):
             condition(slot, previous)
-            if self.settings.confidence and self.head.confidence_head is not None:
+            if self.confidence and self.head.confidence_head is not None:
                 confidence = self.runner.confidence(outputs[:, slot], previous)
             previous = sampler.draw(slot, logits[slot], confidence)
         return sampler.proposal()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -10,6 +11,9 @@ from torch import Tensor
 from draftlab.kernels.noise import BLOCK_STRIDE
 from draftlab.kernels.sampling import argmax_draft, sample_draft
 from draftlab.kernels.sampling.types import DraftDistribution, SamplingMetadata
+
+if TYPE_CHECKING:
+    from draftlab.engine.drafter import HeadDrafter
 
 
 @dataclass(frozen=True)
@@ -28,60 +32,39 @@ class Proposal:
     confidence: Tensor | None = None
 
 
-@dataclass(frozen=True)
-class DraftSettings:
-    """The settings by which drafts are drawn.
-
-    Attributes:
-        probabilities: whether rows that sample draw their drafts from q and keep q.
-        confidence: whether to state each draft's confidence.
-        fresh_noise: whether each step draws from noise of its own (`BLOCK_STRIDE`), as block
-            verification needs, which looks at drafts behind a rejected one.
-        ids: int64 [W], target ids of the draft vocabulary; index: int32 [V], its inverse.
-    """
-
-    probabilities: bool
-    confidence: bool
-    fresh_noise: bool
-    ids: Tensor
-    index: Tensor
-
-
 class DraftSampler:
     """The drafts of one step, [K, B]: depth is the outer dimension, so that each one's rows are
     contiguous.
 
+    With block verification, which looks at drafts behind a rejected one, each step draws from noise
+    of its own (`BLOCK_STRIDE`).
+
     Args:
-        settings: how to draw.
-        k: drafts a row.
+        drafter: whose drafts they are.
         last: int64 [B], position of each row's last verified pair. The pair at position p predicts
             position p + 2.
-        keys: noise keys of the rows.
-        sampling: draft temperature float32 [B], and bool [B], which rows sample.
-        logits: [K, B, W] in the head's dtype, where the drafts' logits are; needed with
-            `settings.probabilities`.
+        keys: temperatures and noise keys of the rows.
+        logits: [K, B, W] in the head's dtype, where the drafts' logits are; needed with the
+            drafter's `draft_probs`.
     """
 
     def __init__(
         self,
-        settings: DraftSettings,
-        k: int,
+        drafter: HeadDrafter,
         last: Tensor,
         keys: SamplingMetadata,
-        sampling: tuple[Tensor, Tensor],
         logits: Tensor | None = None,
     ) -> None:
-        self.settings, self.keys, self.sampling, self.logits = settings, keys, sampling, logits
-        # Argmaxes read no noise.
-        fresh = settings.fresh_noise and settings.probabilities
+        self.ids, self.index = drafter.draft_ids, drafter.draft_index
+        self.keys, self.logits, self.probabilities = keys, logits, drafter.draft_probs
+        fresh = drafter.verification == "block" and drafter.draft_probs  # argmaxes read no noise
         self.positions = last * BLOCK_STRIDE if fresh else last
-        self.tokens = keys.seed.new_empty(k, len(last))
-        self.log_sum = keys.temperature.new_empty(k, len(last))
-        self.confidence = torch.empty_like(self.log_sum) if settings.confidence else None
-        if settings.confidence and not settings.probabilities:
+        self.tokens = keys.seed.new_empty(drafter.k, len(last))
+        self.log_sum = keys.temperature.new_empty(drafter.k, len(last))
+        self.confidence = torch.empty_like(self.log_sum) if drafter.confidence else None
+        if drafter.confidence and not drafter.draft_probs:
             # Every draft is an argmax, with its confidence at T = 1.
-            temperature, sampled = sampling
-            self.sampling = torch.zeros_like(temperature), torch.zeros_like(sampled)
+            self.keys = replace(keys, temperature=torch.zeros_like(keys.temperature))
 
     def draw(self, depth: int, logits: Tensor, confidence: Tensor | None = None) -> Tensor:
         """Draw the drafts at a depth from logits [B, W]; return their target ids, int64 [B].
@@ -90,19 +73,18 @@ class DraftSampler:
             confidence: float32 [B], the head's own logits of confidence; None: the logit of the
                 largest probability of q.
         """
-        settings, tokens = self.settings, self.tokens[depth]
+        tokens = self.tokens[depth]
         scores = None if self.confidence is None else self.confidence[depth]
         if scores is not None and confidence is not None:
             scores.copy_(confidence)
             scores = None
-        if not settings.probabilities and scores is None:
-            return argmax_draft(logits, ids=settings.ids, out=tokens)
+        if not self.probabilities and scores is None:
+            return argmax_draft(logits, ids=self.ids, out=tokens)
         sample_draft(
             logits,
             self.positions,
             self.keys,
-            *self.sampling,
-            ids=settings.ids,
+            ids=self.ids,
             offset=2 + depth,
             out=(tokens, self.log_sum[depth]),
             confidence=scores,
@@ -111,9 +93,9 @@ class DraftSampler:
 
     def draw_all(self, logits: Tensor) -> None:
         """Draw the drafts of all depths from logits [K, B, W] that depend on no draft."""
-        if not self.settings.probabilities and self.confidence is None:  # in one call
+        if not self.probabilities and self.confidence is None:  # in one call
             flat = logits.flatten(0, 1)
-            argmax_draft(flat, ids=self.settings.ids, out=self.tokens.flatten())
+            argmax_draft(flat, ids=self.ids, out=self.tokens.flatten())
             return
         for depth in range(len(logits)):
             self.draw(depth, logits[depth])
@@ -121,13 +103,13 @@ class DraftSampler:
     def proposal(self) -> Proposal:
         """Return the drafts once all depths are drawn."""
         distribution = None
-        if self.settings.probabilities and self.logits is not None:
+        if self.probabilities and self.logits is not None:
             distribution = DraftDistribution(
                 self.logits.transpose(0, 1),
                 self.log_sum.T,
-                *self.sampling,
-                self.settings.ids,
-                self.settings.index,
+                self.keys.temperature,
+                self.ids,
+                self.index,
             )
         confidence = None if self.confidence is None else self.confidence.T
         return Proposal(self.tokens.T, distribution, confidence)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.base_drafter import Drafter, Pools, Verification, VerifiedFeatures
-from draftlab.engine.draft_sampler import DraftSampler, DraftSettings, Proposal
+from draftlab.engine.draft_sampler import DraftSampler, Proposal
 from draftlab.engine.head_pass import EagerHead, FusedHead, PassLayout, PrepackedHead
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import chain_layout, last_rows
 from draftlab.kernels.parallel_layout import parallel_layout
-from draftlab.kernels.sampling.types import SamplingMetadata, draft_index
+from draftlab.kernels.sampling.types import draft_index
 from draftlab.kernels.step_layout.types import MaskedColumns
 
 
@@ -53,10 +53,6 @@ class HeadDrafter(Drafter):
         self.draft_ids = head.target_ids(torch.arange(len(head.d2t), device=head.d2t.device))
         self.draft_index = draft_index(self.draft_ids, len(head.t2d))
         self.confidence = confidence
-        fresh_noise = verification == "block"
-        self.settings = DraftSettings(
-            draft_probs, confidence, fresh_noise, self.draft_ids, self.draft_index
-        )
         self.fused_runner: Any = None
         self.runner = self.eager_pass(head)
 
@@ -109,9 +105,6 @@ class HeadDrafter(Drafter):
 
     def prepare_runner(self) -> None:
         """Compute what no pass changes."""
-
-    def sampling(self, keys: SamplingMetadata) -> tuple[Tensor, Tensor]:
-        return keys.temperature, keys.temperature > 0
 
     @torch.inference_mode()
     def extend_cache(self, verified: VerifiedFeatures) -> None:
@@ -169,13 +162,12 @@ class ChainDrafter(HeadDrafter):
     def propose(self, verified: VerifiedFeatures) -> Proposal:
         k = self.k
         layouts = self._pass_layouts(verified, num_later=k - 1)
-        keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
         output = self._run_verified(verified, layouts[0])
         logits = None
         if self.draft_probs:
             logits = output.new_empty(k, len(output), len(self.draft_ids))
         last = layouts[0].output_positions[:, 0]
-        sampler = DraftSampler(self.settings, k, last, keys, sampling, logits)
+        sampler = DraftSampler(self, last, verified.keys, logits)
         for depth in range(k):
             if depth:
                 drafted = sampler.tokens[depth - 1][:, None]
@@ -231,11 +223,10 @@ class ParallelDrafter(HeadDrafter):
         )
         hidden = self.runner.project_features(verified.features.to(self.dtype))
         outputs = self._forward(columns.tokens, hidden, layout, table)
-        keys, sampling = verified.keys, verified.sampling or self.sampling(verified.keys)
         logits = outputs.new_empty(k, len(outputs), len(self.draft_ids))
         self.runner.logits(outputs.transpose(0, 1).flatten(0, 1), out=logits.flatten(0, 1))
         last = layout.output_positions[:, 0].contiguous()
-        sampler = DraftSampler(self.settings, k, last, keys, sampling, logits)
+        sampler = DraftSampler(self, last, verified.keys, logits)
         sampler.draw_all(logits)
         return sampler.proposal()
 

@@ -113,7 +113,6 @@ class Engine:
             -(-max_length // self.block_size),
             target.device,
             draft_vocab=drafter.draft_vocab if drafter else None,
-            sampling=drafter.sampling if drafter else None,
             confidence=bool(drafter and drafter.confidence),
         )
         self.step = Step(

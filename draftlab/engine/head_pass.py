@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -36,7 +35,7 @@ class PassLayout:
 
     Attributes:
         slots: int64 [B, M], cache slots that the keys and values are written to; −1: none.
-        angles: `HeadRunner.angles` of the positions, each [B, M, …].
+        angles: `EagerHead.angles` of the positions, each [B, M, …].
         positions: int64 [B, M], consecutive; −1 is padding, at the end.
         output_positions: int64 [B, A], positions of the columns whose outputs are returned.
         counts: int64 [B]; these are the A columns from counts − 1 on. None: all columns, A = M.
@@ -61,8 +60,8 @@ class PassLayout:
         yield self.counts, self.output_positions
 
 
-class HeadRunner(ABC):
-    """Implementation of a head's decode pass."""
+class EagerHead:
+    """The decode pass of a head in its own modules, and the interface of the faster ones."""
 
     def __init__(self, head: DraftHead) -> None:
         self.head = head
@@ -71,18 +70,18 @@ class HeadRunner(ABC):
         """Return `DraftHead.project_features` of features [..., F]."""
         return self.head.project_features(features)
 
-    @abstractmethod
     def angles(self, positions: Tensor) -> Angles:
         """Return cosines and sines, each [T, …], of positions [T]; −1 is padding.
 
         A head's family may add tensors of its own.
         """
+        return self.head.rope.angles(positions.clamp(min=0))
 
-    @abstractmethod
     def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return `DraftHead.logits` [N, W] of outputs [N, H], written to `out` if it is given."""
+        logits = self.head.logits(output)
+        return logits if out is None else out.copy_(logits)
 
-    @abstractmethod
     def forward(
         self, tokens: Tensor, hidden: Tensor, layout: PassLayout, block_table: Tensor, pools: Pools
     ) -> Tensor:
@@ -97,48 +96,6 @@ class HeadRunner(ABC):
             block_table: int32 [B, N].
             pools: of each layer.
         """
-
-
-class ProductRunner(HeadRunner):
-    """Base class of decode passes that replace a head's products and its rotary embedding.
-
-    Attributes:
-        fc: returns the head's fc [N, H] of rows [N, …].
-    """
-
-    fc: Callable[[Tensor], Tensor]
-
-    def __init__(self, head: DraftHead) -> None:
-        super().__init__(head)
-        self.embeddings, self.eps = head.embedding_table(), head.config.rms_norm_eps
-
-    def project_features(self, features: Tensor) -> Tensor:
-        if self.head.fc_in_every_pass:
-            return super().project_features(features)
-        return self.fc_of_rows(self.head.normed_features(features))
-
-    def fc_of_rows(self, x: Tensor) -> Tensor:
-        """Return fc [B, M, H] of x [B, M, …]."""
-        return self.fc(x.flatten(0, -2)).view(*x.shape[:-1], -1)
-
-    def angles(self, positions: Tensor) -> Angles:
-        rope = self.head.rope
-        return rope_angles(positions, rope.frequencies, rope.scaling, self.head.fc.weight.dtype)
-
-
-class EagerHead(HeadRunner):
-    """The decode pass of a head in its own modules."""
-
-    def angles(self, positions: Tensor) -> Angles:
-        return self.head.rope.angles(positions.clamp(min=0))
-
-    def logits(self, output: Tensor, *, out: Tensor | None = None) -> Tensor:
-        logits = self.head.logits(output)
-        return logits if out is None else out.copy_(logits)
-
-    def forward(
-        self, tokens: Tensor, hidden: Tensor, layout: PassLayout, block_table: Tensor, pools: Pools
-    ) -> Tensor:
         if layout.masks is not None:
             hidden = layout.masks.fill(hidden)
         layers, num_outputs = self.head.layers, layout.output_positions.shape[1]
@@ -167,6 +124,33 @@ class EagerHead(HeadRunner):
             )
             hidden = layer.output(attended, residual)
         return self.head.output_norm(hidden)
+
+
+class ProductRunner(EagerHead):
+    """Base class of decode passes that replace a head's products and its rotary embedding.
+
+    Attributes:
+        fc: returns the head's fc [N, H] of rows [N, …].
+    """
+
+    fc: Callable[[Tensor], Tensor]
+
+    def __init__(self, head: DraftHead) -> None:
+        super().__init__(head)
+        self.embeddings, self.eps = head.embedding_table(), head.config.rms_norm_eps
+
+    def project_features(self, features: Tensor) -> Tensor:
+        if self.head.fc_in_every_pass:
+            return super().project_features(features)
+        return self.fc_of_rows(self.head.normed_features(features))
+
+    def fc_of_rows(self, x: Tensor) -> Tensor:
+        """Return fc [B, M, H] of x [B, M, …]."""
+        return self.fc(x.flatten(0, -2)).view(*x.shape[:-1], -1)
+
+    def angles(self, positions: Tensor) -> Angles:
+        rope = self.head.rope
+        return rope_angles(positions, rope.frequencies, rope.scaling, self.head.fc.weight.dtype)
 
 
 def is_on_gpu_in_one_dtype(head: DraftHead) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,7 +32,7 @@ class _Row(GenerationState):
         super().__init__(request, k, max_length)
         self.row, self.started = row, time.perf_counter()
         self.drafts: list[int] = []
-        self.distribution: DraftDistribution | None = None  # of this row; None: argmax drafts
+        self.distribution: DraftDistribution | None = None  # of this row
 
 
 class ReferenceEngine:
@@ -174,20 +173,16 @@ class ReferenceEngine:
 
 
 def _stack(single: list[DraftDistribution | None], width: int) -> DraftDistribution | None:
-    """Return the rows' draft distributions as one, cut to `width` drafts; None if there are none.
-
-    A row without a distribution has argmax drafts.
+    """Return the rows' draft distributions as one, cut to `width` drafts; None if there are none:
+    all drafts are argmaxes.
     """
-    template = next((q for q in single if q is not None), None)
-    if template is None or width == 0:
+    rows = [q for q in single if q is not None]
+    if not rows or width == 0:
         return None
-    argmax = replace(template, sampled=torch.zeros_like(template.sampled))
-    rows = [argmax if q is None else q for q in single]
     return DraftDistribution(
         torch.cat([q.logits[:, :width] for q in rows]),
         torch.cat([q.log_sum[:, :width] for q in rows]),
         torch.cat([q.temperature for q in rows]),
-        torch.cat([q.sampled for q in rows]),
-        template.ids,
-        template.index,
+        rows[0].ids,
+        rows[0].index,
     )

@@ -4,31 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.engine.block_drafter import BlockDrafter, FusedBlock, last_seen_keys
-from draftlab.engine.head_pass import Pools
+from draftlab.engine.block_drafter import BlockDrafter, EagerBlock, FusedBlock
 from draftlab.heads.dflash2 import Dflash2Head, never_drawn, transition_scores
-from draftlab.kernels.paged_attention import attend_paged
+from draftlab.heads.layers import Angles
 
 
 class FusedConvolvedBlock(FusedBlock):
     """The passes of `FusedBlock`, with the head's own convolutions between them."""
 
-    def run(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, block_table: Tensor, pools: Pools
+    run = EagerBlock.run
+
+    def write_cache(
+        self, number: int, x: Tensor, angles: Angles, pool: tuple[Tensor, Tensor], slots: Tensor
     ) -> Tensor:
-        shape, slots, angles = tokens.shape, slots.flatten(), self._angles(positions)
-        hidden = F.embedding(tokens, self.embeddings)
-        seen = last_seen_keys(positions, self.head.config)
-        for module, layer, pool in zip(self.head.layers, self.layers, pools, strict=True):
-            x, finish = module.begin(hidden)
-            query = layer.write_cache(x.flatten(0, 1), angles, pool, slots)
-            options = {"scale": layer.scale, "window": layer.window, "last_seen": seen}
-            query = query.unflatten(0, shape)
-            hidden = finish(attend_paged(query, *pool, block_table, positions, **options))
-        return hidden
+        query = self.layers[number].write_cache(x.flatten(0, 1), angles, pool, slots.flatten())
+        return query.unflatten(0, x.shape[:2])
 
 
 class SelectorDrafter(BlockDrafter):

@@ -7,7 +7,7 @@ captured once for each number and replayed (`GraphedStep`).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -38,7 +38,6 @@ class InputBatch(SlotBuffers):
         k: drafts a step.
         table_width: blocks of a request.
         draft_vocab: size and dtype of the draft distributions; None: all drafts are argmaxes.
-        sampling: `Drafter.sampling`, called once a request; with `draft_vocab`.
         confidence: whether drafts have one.
     """
 
@@ -50,11 +49,9 @@ class InputBatch(SlotBuffers):
         device: torch.device,
         *,
         draft_vocab: tuple[int, torch.dtype] | None,
-        sampling: Callable[[SamplingMetadata], tuple[Tensor, Tensor]] | None = None,
         confidence: bool = False,
     ) -> None:
         self.num_slots, self.dummy, self.device = num_slots, num_slots, device
-        self._draft_sampling = sampling
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(num_slots + 1, *shape, dtype=dtype, device=device)
@@ -75,7 +72,6 @@ class InputBatch(SlotBuffers):
         )
         if draft_vocab is not None:
             size, dtype = draft_vocab
-            self.sampling = zeros(dtype=torch.float32), zeros(dtype=torch.bool)
             self.draft_logits = zeros(k, size, dtype=dtype)
             self.draft_log_sum = zeros(k, dtype=torch.float32)
         if confidence:
@@ -93,11 +89,8 @@ class InputBatch(SlotBuffers):
     def set_requests(self, index: Tensor, requests: Sequence[Request]) -> None:
         """Write the sampling parameters of the requests in slots `index`."""
         metadata = sampling_metadata(requests, torch.device("cpu"))
-        pairs = [(getattr(self.keys, f.name), getattr(metadata, f.name)) for f in fields(metadata)]
-        if self.sampling is not None and self._draft_sampling is not None:
-            pairs += zip(self.sampling, self._draft_sampling(metadata), strict=True)
-        for buffer, values in pairs:
-            buffer[index] = values.to(self.device, non_blocking=True)
+        for name, values in vars(metadata).items():
+            getattr(self.keys, name)[index] = values.to(self.device, non_blocking=True)
 
     def set_blocks(self, index: Tensor, blocks: Sequence[Sequence[int]]) -> None:
         """Write the rows of slots `index` in the block table, padded with block 0."""
@@ -184,7 +177,6 @@ class Step:
             output.counts,
             table,
             layout.keys,
-            layout.sampling,
         )
         self.draft(index, pairs)
         return output.packed_results
@@ -199,17 +191,11 @@ class Step:
     def _draft_distribution(self, layout: StepLayout) -> DraftDistribution | None:
         """Return what the drafts were drawn from; None: all are argmaxes."""
         logits, log_sum = self.input_batch.draft_logits, self.input_batch.draft_log_sum
-        if layout.sampling is None or logits is None or log_sum is None:
+        if logits is None or log_sum is None:
             return None
-        drafter = self.drafter
-        return DraftDistribution(
-            logits,
-            log_sum,
-            *layout.sampling,
-            drafter.draft_ids,
-            drafter.draft_index,
-            rows=layout.index,
-        )
+        drafter, temperature = self.drafter, layout.keys.temperature
+        of_vocabulary = drafter.draft_ids, drafter.draft_index
+        return DraftDistribution(logits, log_sum, temperature, *of_vocabulary, rows=layout.index)
 
 
 @dataclass

@@ -61,14 +61,7 @@ def steps(
     drafter = new_drafter(head, K, draft_probs=draft_probs)
     assert drafter.drafting == kind.partition(" ")[0]
     width = -(-MAX_LENGTH // BLOCK)
-    batch = InputBatch(
-        2,
-        K,
-        width,
-        target.device,
-        draft_vocab=drafter.draft_vocab,
-        sampling=drafter.sampling,
-    )
+    batch = InputBatch(2, K, width, target.device, draft_vocab=drafter.draft_vocab)
     blocks = 1 + 2 * width
     cache = target.new_paged_cache(blocks, BLOCK)
     step = Step(target, cache, batch, drafter, max_length=MAX_LENGTH)

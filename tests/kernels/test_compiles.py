@@ -121,7 +121,6 @@ def test_verification(kernels: dict[str, list[Any]], dtype: torch.dtype, drawn: 
         on_gpu(rows, k, drafted, dtype=dtype),
         on_gpu(rows, k, dtype=torch.float32),
         keys.temperature,
-        on_gpu(rows, dtype=torch.bool),
         on_gpu(drafted, **INT),
         on_gpu(vocab, dtype=torch.int32),
     )

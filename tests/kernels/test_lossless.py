@@ -114,7 +114,7 @@ def test_rows_at_temperature_0_draft_their_argmax() -> None:
     tokens, distribution = proposal.tokens[:, 0], proposal.distribution
     assert set(tokens[::2].tolist()) == {int(DRAFT_IDS[HEAD[0].argmax()])}
     assert distribution is not None
-    assert distribution.sampled.tolist() == [False, True] * 50
+    assert distribution.temperature.tolist() == [0.0, 1.0] * 50
     assert len(set(tokens[1::2].tolist())) > 1
 
 

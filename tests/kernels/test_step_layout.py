@@ -50,7 +50,6 @@ def make_slots(
         SamplingMetadata(floats(), ints(), floats(), ints() << 40, -ints()),
     )
     if vocab is not None:
-        slots.sampling = floats(), ints(high=2).bool()
         slots.draft_logits = floats(k, vocab).to(dtype)
         slots.draft_log_sum = floats(k)
         slots.confidence = floats(k)
@@ -113,9 +112,6 @@ def test_gather_batch(case: tuple[SlotBuffers, Tensor, dict]) -> None:
         assert torch.equal(layout.length, slots.length[index])
         assert torch.equal(layout.block_table, slots.block_table[index])
         assert_same(layout.keys, slots.keys[index])
-        assert (layout.sampling is None) == (slots.sampling is None)
-        for gathered, buffer in zip(layout.sampling or (), slots.sampling or (), strict=True):
-            assert torch.equal(gathered, buffer[index])
 
 
 @settings(max_examples=40 if INTERPRETED else 150, deadline=None)

@@ -80,7 +80,7 @@ def make_batch(
 ) -> tuple[Tensor, Tensor, Tensor, DraftDistribution | None, Tensor, SamplingMetadata]:
     """Return arguments of `verify` for a target and a head that approximates it.
 
-    Each sixth row drafts its argmax at every temperature. Rows have 0 to K drafts, mostly K.
+    Rows have 0 to K drafts, mostly K.
 
     Args:
         size: of the draft vocabulary.
@@ -93,18 +93,15 @@ def make_batch(
     keys = make_keys(count, limited=limited, seed=seed)
     positions = torch.randint(1, 999, (count,), generator=generator)
     row = torch.arange(count)
-    sampled = (keys.temperature > 0) & (row // len(TEMPERATURES) % 3 > 0)
     number = (row % (2 * k + 1)).clamp(max=k)
     if k == 0:
         return logits, positions.new_empty(count, 0), number, None, positions, keys
     head = head.to(dtype)
-    settings = keys.temperature, sampled
     index, log_sums = zip(
-        *(sampling.sample_draft(head[:, i], positions + i, keys, *settings) for i in range(k)),
-        strict=True,
+        *(sampling.sample_draft(head[:, i], positions + i, keys) for i in range(k)), strict=True
     )
     distribution = DraftDistribution(
-        head, torch.stack(log_sums, 1), *settings, ids, draft_index(ids, vocab)
+        head, torch.stack(log_sums, 1), keys.temperature, ids, draft_index(ids, vocab)
     )
     return logits, ids[torch.stack(index, 1)], number, distribution, positions, keys
 
@@ -210,7 +207,7 @@ def test_tokens_equal_the_references(
     first = sample_token.triton(on_device[0][:, 0], *on_device[4:])
     assert torch.equal(first.cpu(), sample_token.reference(logits[:, 0], positions, keys))
     if q is not None:
-        arguments = q.logits[:, 0], positions, keys, q.temperature, q.sampled
+        arguments = q.logits[:, 0], positions, keys
         index, log_sum = sample_draft.reference(*arguments)
         draft, draft_sum = sample_draft.triton(*to_device(arguments, device))
         assert torch.equal(draft.cpu(), index)
@@ -219,13 +216,11 @@ def test_tokens_equal_the_references(
 
 @inside
 def test_argmax_drafts_and_options() -> None:
-    """Without a distribution, with one that no row uses, without an index, without Σ min(p, q)."""
+    """Without a distribution, without an index, without Σ min(p, q)."""
     batch = make_batch(12, 2, 1003, 257, seed=4)
     *start, q, positions, keys = batch
     assert q is not None
-    plain = check(*start, None, positions, keys)
-    unused = replace(q, sampled=torch.zeros_like(q.sampled))
-    assert_same(verify.triton(*start, unused, positions, keys, limited=False), plain)
+    check(*start, None, positions, keys)
     full = check(*start, replace(q, index=None), positions, keys)
     without_expectation = check(*batch, expect=False)
     assert torch.equal(without_expectation.emitted, full.emitted)
@@ -264,9 +259,9 @@ def test_block_verification_equals_the_references(
     if batch[3] is None:
         assert_same(expected, by_token)
         return
-    argmax = ~batch[3].sampled  # greedy rows among them
-    assert torch.equal(expected.emitted[argmax], by_token.emitted[argmax])
-    assert torch.equal(expected.accepted[argmax], by_token.accepted[argmax])
+    greedy = batch[-1].temperature == 0
+    assert torch.equal(expected.emitted[greedy], by_token.emitted[greedy])
+    assert torch.equal(expected.accepted[greedy], by_token.accepted[greedy])
     assert k == 1 or not torch.equal(expected.accepted, by_token.accepted)
 
 
@@ -314,9 +309,7 @@ def test_ties_go_to_the_lowest_id() -> None:
     flat = logits[:, 0]
     for operation in (sample_token.reference, sample_token.triton):
         assert operation(flat, positions, keys).tolist() == [300, 5]
-    sampled = torch.zeros(2, dtype=torch.bool)
-    drafted, _ = sample_draft.triton(flat, positions, keys, torch.ones(2), sampled)
-    assert drafted.tolist() == [300, 5]
+    assert sample_draft.triton(flat, positions, keys)[0].tolist() == [300, 5]
 
 
 @inside
@@ -324,12 +317,11 @@ def test_a_perfect_head_is_always_accepted() -> None:
     logits, _, _, _, positions, keys = make_batch(12, 3, 600, 600, seed=7)
     rows = keys.temperature >= 0.5
     logits, positions, keys = logits[rows], positions[rows], keys[rows]
-    settings = keys.temperature, torch.ones(len(positions), dtype=torch.bool)
     drafts, log_sums = zip(
-        *(sample_draft(logits[:, i], positions + i, keys, *settings) for i in range(3)),
-        strict=True,
+        *(sample_draft(logits[:, i], positions + i, keys) for i in range(3)), strict=True
     )
-    q = DraftDistribution(logits[:, :3], torch.stack(log_sums, 1), *settings, torch.arange(600))
+    sums, temperature = torch.stack(log_sums, 1), keys.temperature
+    q = DraftDistribution(logits[:, :3], sums, temperature, torch.arange(600))
     arguments = logits, torch.stack(drafts, 1), positions * 0 + 3
     result = check(*arguments, q, positions, keys)
     assert result.accepted.tolist() == [3] * len(positions)
@@ -372,36 +364,33 @@ def test_drafts(dtype: torch.dtype) -> None:
     logits = (torch.randn(24, 1003, generator=generator) * 3).to(dtype)
     keys, positions = make_keys(24), torch.arange(24)
     ids = torch.randint(0, 2**40, (1003,), generator=generator)
-    sampled = torch.arange(24) // len(TEMPERATURES) % 2 == 0
-    for temperature in (keys.temperature, torch.full((24,), 0.6)):
-        settings = keys, temperature, sampled
-        index, log_sum = sample_draft.reference(logits, positions + 5, *settings)
-        assert torch.equal(index[~sampled], logits.argmax(-1)[~sampled])
-        assert not torch.equal(index[sampled], logits.argmax(-1)[sampled])
-        drafts, log_sums = sample_draft.triton(logits, positions + 5, *settings)
-        assert torch.equal(drafts, index)
-        torch.testing.assert_close(log_sums, log_sum)
-        for operation in (sample_draft.reference, sample_draft.triton):
-            out = torch.zeros(3, 24, dtype=torch.int64), torch.zeros(3, 24)
-            rows = out[0][1], out[1][1]
-            returned = operation(logits, positions, *settings, ids=ids, offset=5, out=rows)
-            assert all(a is b for a, b in zip(returned, rows, strict=True))
-            assert torch.equal(rows[0], ids[index])
-            torch.testing.assert_close(rows[1], log_sum)
-            assert not any(each[[0, 2]].any() for each in out)
+    sampled = keys.temperature > 0
+    index, log_sum = sample_draft.reference(logits, positions + 5, keys)
+    assert torch.equal(index[~sampled], logits.argmax(-1)[~sampled])
+    assert not torch.equal(index[sampled], logits.argmax(-1)[sampled])
+    drafts, log_sums = sample_draft.triton(logits, positions + 5, keys)
+    assert torch.equal(drafts, index)
+    torch.testing.assert_close(log_sums, log_sum)
+    for operation in (sample_draft.reference, sample_draft.triton):
+        out = torch.zeros(3, 24, dtype=torch.int64), torch.zeros(3, 24)
+        rows = out[0][1], out[1][1]
+        returned = operation(logits, positions, keys, ids=ids, offset=5, out=rows)
+        assert all(a is b for a, b in zip(returned, rows, strict=True))
+        assert torch.equal(rows[0], ids[index])
+        torch.testing.assert_close(rows[1], log_sum)
+        assert not any(each[[0, 2]].any() for each in out)
 
 
 @inside
 def test_confidence_is_the_logit_of_the_largest_probability() -> None:
     logits = torch.randn(24, 1003, generator=torch.Generator().manual_seed(3)) * 4
     logits[0, 700], logits[1] = 99.0, 0.0
-    keys, sampled = make_keys(24), torch.arange(24) % 2 == 0
-    temperature = keys.temperature
-    divisor = temperature.where(temperature > 0, 1.0)[:, None]
+    keys = make_keys(24)
+    divisor = keys.temperature.where(keys.temperature > 0, 1.0)[:, None]
     expected = (logits / divisor).double().softmax(-1).amax(-1).logit().clamp(max=15.95)
     for operation in (sample_draft.reference, sample_draft.triton):
         confidence = torch.zeros(24)
-        operation(logits, torch.arange(24), keys, temperature, sampled, confidence=confidence)
+        operation(logits, torch.arange(24), keys, confidence=confidence)
         torch.testing.assert_close(confidence.double(), expected, rtol=1e-3, atol=1e-3)
 
 
@@ -430,9 +419,7 @@ def test_drafts_at_real_sizes(rows: int, dtype: torch.dtype, device: str) -> Non
     logits = (3 * torch.randn(rows, 32_000, generator=generator)).to(dtype)
     ids = torch.randperm(128_256, generator=generator)[:32_000].sort().values
     positions = torch.randint(0, 8128, (rows,), generator=generator)
-    temperature = torch.rand(rows, generator=generator) + 0.1
-    sampled = torch.rand(rows, generator=generator) < 0.8
-    arguments = logits, positions, make_keys(rows), temperature, sampled
+    arguments = logits, positions, make_keys(rows)
     expected, log_sum = sample_draft(*arguments, ids=ids, offset=5)
     out = torch.zeros(3, rows, dtype=torch.int64), torch.zeros(3, rows)
     logits, ids, arguments, out = to_device((logits, ids, arguments, out), device)

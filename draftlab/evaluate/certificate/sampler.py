@@ -107,9 +107,7 @@ class KnownModel:
         """Return the drafts [B, K] behind `last` [B], how many are accepted, and what follows."""
         drafter, k = self.drafter, self.row.k
         logits = self.draft.new_empty(k, len(last), self.draft.shape[1])
-        sampler = DraftSampler(
-            drafter.settings, k, lengths - 2, rows, drafter.sampling(rows), logits
-        )
+        sampler = DraftSampler(drafter, lengths - 2, rows, logits)
         tokens = [last]
         for depth in range(k):
             logits[depth] = self.draft[self.state[tokens[-1]]]

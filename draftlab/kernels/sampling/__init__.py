@@ -1,7 +1,7 @@
 """Sampling one token a row: from the target's distribution p, and drafts from q.
 
     p = softmax(top_p(top_k(logits)) / temperature),  one-hot at the argmax for temperature 0
-    q = softmax(draft logits / draft temperature)
+    q = softmax(draft logits / temperature)
 
 A token is drawn by an exponential race over keyed noise (`noise/`), so the same key draws the
 same token on every device. Tests: tests/kernels/test_limits.py (p by its definition),
@@ -129,22 +129,18 @@ def sample_draft(
     logits: Tensor,
     positions: Tensor,
     rows: SamplingMetadata,
-    temperature: Tensor,
-    sampled: Tensor,
     *,
     ids: Tensor | None = None,
     offset: int = 0,
     out: tuple[Tensor, Tensor] | None = None,
     confidence: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Draw one draft a row from q = softmax(logits / temperature), or take the argmax.
+    """Draw one draft a row from q = softmax(logits / temperature), at temperature 0 its argmax.
 
     Args:
         logits: [B, W] over the draft vocabulary, bfloat16, float16 or float32.
         positions: int64 [B]; the drafts are for positions + offset.
-        rows: noise keys; the sampling parameters are the target's and are not read.
-        temperature: float32 [B], of the drafts; 0 takes the argmax (ties: lowest index).
-        sampled: bool [B]; False takes the argmax too.
+        rows: noise keys and temperatures; other limits of the target's distribution are not read.
         ids: int64 [W], token ids of the draft vocabulary; None returns indices.
         offset: added to `positions`.
         out: two contiguous tensors that the results are written to.
@@ -156,12 +152,12 @@ def sample_draft(
         Token ids, int64 [B]; logsumexp(logits / temperature), float32 [B] (of logits where the
         temperature is 0).
     """
-    scaled = logits.float() / divisor(temperature)[:, None]
+    scaled = logits.float() / divisor(rows.temperature)[:, None]
     log_sum, index = scaled.logsumexp(-1), first_argmax(logits)
     if confidence is not None:
         others = (scaled - scaled.amax(-1, keepdim=True)).exp().sum(-1) - 1
         confidence.copy_(-others.clamp(min=SMALLEST_DOUBT).log())
-    sampled = sampled & (temperature > 0)
+    sampled = rows.temperature > 0
     if bool(sampled.any()):
         at = positions + offset
         noise = keyed_exponential(rows.seed, rows.prompt, at, Purpose.DRAFT, logits.shape[-1])

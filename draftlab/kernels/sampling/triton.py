@@ -129,7 +129,6 @@ def _sample(
     purpose: tl.constexpr,
     keys: tuple[Tensor | int | None, ...] = (None, 0, None, None),
     temperature: Tensor | None = None,
-    sampled: Tensor | None = None,
     ids: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
     confidence: Tensor | None = None,
@@ -157,7 +156,7 @@ def _sample(
             vocab,
             *keys,
             temperature,
-            sampled,
+            None,  # every row with a temperature above 0 samples
             *sums_and_values,
             *indices,
             num_blocks,
@@ -167,7 +166,7 @@ def _sample(
         )
         reduce_blocks[(num_rows,)](
             temperature,
-            sampled,
+            None,
             *sums_and_values,
             *indices,
             ids,
@@ -189,11 +188,11 @@ def sample_token(logits, positions, rows, *, limited=None) -> Tensor:
 
 
 def sample_draft(
-    logits, positions, rows, temperature, sampled, *, ids=None, offset=0, out=None, confidence=None
+    logits, positions, rows, *, ids=None, offset=0, out=None, confidence=None
 ) -> tuple[Tensor, Tensor]:
     """Launch `sampling.sample_draft`."""
-    keys, of_rows = _keys(positions, offset, rows), (temperature.contiguous(), sampled.contiguous())
-    return _sample(logits, DRAFT, keys, *of_rows, ids, out, confidence)
+    keys, temperature = _keys(positions, offset, rows), rows.temperature.contiguous()
+    return _sample(logits, DRAFT, keys, temperature, ids, out, confidence)
 
 
 def argmax_draft(logits, *, ids=None, out=None) -> Tensor:

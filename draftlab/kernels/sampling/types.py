@@ -34,11 +34,12 @@ class SamplingMetadata:
 class DraftDistribution:
     """The distribution q of B rows' drafts: q(w) = exp(logits / temperature − log_sum).
 
+    At temperature 0 a row's drafts are the argmax, and q is one-hot.
+
     Attributes:
         logits: [B, K, W] over the draft vocabulary, in the head's dtype; [R, K, W] with `rows`.
         log_sum: float32 [B, K], logsumexp of logits / temperature; [R, K] with `rows`.
-        temperature: float32 [B], of the drafts; > 0 where `sampled`, not read elsewhere.
-        sampled: bool [B]; False: the row's drafts are the argmax and q is one-hot.
+        temperature: float32 [B], of the rows.
         ids: int64 [W], ascending target ids of the draft vocabulary.
         index: int32 [V], the inverse of `ids`, −1 outside; computed once a head by `draft_index`.
             The reference does not need it; the kernels compute it in every call if it is missing.
@@ -49,7 +50,6 @@ class DraftDistribution:
     logits: Tensor
     log_sum: Tensor
     temperature: Tensor
-    sampled: Tensor
     ids: Tensor
     index: Tensor | None = None
     rows: Tensor | None = None
@@ -60,14 +60,13 @@ class DraftDistribution:
             self.logits[rows] if direct else self.logits,
             self.log_sum[rows] if direct else self.log_sum,
             self.temperature[rows],
-            self.sampled[rows],
             self.ids,
             self.index,
             None if direct else self.rows[rows],
         )
 
     def probabilities(self) -> Tensor:
-        """Return q, float32 [B, K, W]; undefined in rows that are not `sampled`."""
+        """Return q, float32 [B, K, W]; undefined in rows of temperature 0."""
         logits, log_sum = self.logits, self.log_sum
         if self.rows is not None:
             logits, log_sum = logits[self.rows], log_sum[self.rows]

@@ -55,7 +55,6 @@ def gather_batch(
     is_real = (depth <= num_drafts[:, None]) & active[:, None]
     positions = (length[:, None] - 1 + depth).where(is_real, -1)
     table = slots.block_table[index]
-    sampling = slots.sampling
     return StepLayout(
         index,
         length,
@@ -65,7 +64,6 @@ def gather_batch(
         num_drafts,
         table,
         slots.keys[index],
-        None if sampling is None else (sampling[0][index], sampling[1][index]),
     )
 
 

@@ -158,8 +158,8 @@ def store_drafts_kernel(
 def gather_batch(slots, index, *, max_length, block_size) -> StepLayout:
     """Launch `step_layout.gather_batch`."""
     rows, width = len(index), slots.drafts.shape[1] + 1
-    keys, sampling = slots.keys, slots.sampling
-    sources = (keys.temperature, keys.top_k, keys.top_p, keys.seed, keys.prompt, *(sampling or ()))
+    keys = slots.keys
+    sources = keys.temperature, keys.top_k, keys.top_p, keys.seed, keys.prompt
     gathered = [x.new_empty(rows) for x in sources]
     layout = StepLayout(
         index,
@@ -167,10 +167,8 @@ def gather_batch(slots, index, *, max_length, block_size) -> StepLayout:
         *index.new_empty(3, rows, width),
         index.new_empty(rows),
         slots.block_table.new_empty(rows, slots.block_table.shape[1]),
-        SamplingMetadata(*gathered[:5]),
-        None if sampling is None else (gathered[5], gathered[6]),
+        SamplingMetadata(*gathered),
     )
-    none = () if sampling else (None, None)
     with torch.cuda.device_of(index):
         gather_batch_kernel[(rows,)](
             index,
@@ -181,7 +179,8 @@ def gather_batch(slots, index, *, max_length, block_size) -> StepLayout:
             slots.drafts.stride(0),
             slots.block_table,
             *sources,
-            *none,
+            None,  # drafts have their rows' temperatures
+            None,
             layout.length,
             layout.tokens,
             layout.positions,
@@ -189,7 +188,8 @@ def gather_batch(slots, index, *, max_length, block_size) -> StepLayout:
             layout.num_drafts,
             layout.block_table,
             *gathered,
-            *none,
+            None,
+            None,
             slots.block_table.shape[1],
             block_size,
             max_length,

@@ -23,10 +23,8 @@ class SlotBuffers:
         drafts: int64 [R + 1, K], the drafts.
         block_table: int32 [R + 1, N], the request's blocks; 0 where it has none.
         keys: sampling parameters and noise keys, each [R + 1].
-        sampling: draft temperature float32 [R + 1] and bool [R + 1], which rows sample their
-            drafts; None where none can.
         draft_logits: [R + 1, K, W], what sampled drafts were drawn from; None without.
-        draft_log_sum: float32 [R + 1, K], logsumexp of those over the draft temperature.
+        draft_log_sum: float32 [R + 1, K], logsumexp of those over the temperature.
         confidence: float32 [R + 1, K], the logits of the drafts' confidence; None without.
     """
 
@@ -36,7 +34,6 @@ class SlotBuffers:
     drafts: Tensor
     block_table: Tensor
     keys: SamplingMetadata
-    sampling: tuple[Tensor, Tensor] | None = None
     draft_logits: Tensor | None = None
     draft_log_sum: Tensor | None = None
     confidence: Tensor | None = None
@@ -55,7 +52,6 @@ class StepLayout:
         num_drafts: int64 [B], how many drafts are verified.
         block_table: int32 [B, N].
         keys: each [B].
-        sampling: each [B], or None; see `SlotBuffers`.
     """
 
     index: Tensor
@@ -66,7 +62,6 @@ class StepLayout:
     num_drafts: Tensor
     block_table: Tensor
     keys: SamplingMetadata
-    sampling: tuple[Tensor, Tensor] | None
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def verify(
     p_draft = p[:, :k].gather(-1, drafts[..., None])[..., 0]
     q, q_draft, probability = None, torch.ones_like(p_draft), p_draft
     if distribution is not None and k:
-        sampled = (distribution.sampled & (rows.temperature > 0))[:, None]
+        sampled = (rows.temperature > 0)[:, None]
         q = p.new_zeros(num_rows, k, vocab)
         q[..., distribution.ids] = distribution.probabilities()
         q_draft = q.gather(-1, drafts[..., None])[..., 0].where(sampled, 1.0)

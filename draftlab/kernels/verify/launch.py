@@ -45,7 +45,7 @@ def verify(
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     num_blocks, num_races = triton.cdiv(vocab, REDUCE_BLOCK), triton.cdiv(vocab, RACE_BLOCK)
     q, num_overlaps = distribution if width > 1 else None, 0
-    sampled, of_logits, of_rows, of_ids = None, (None, None, 0, 0), (None, None), (None, None, 0)
+    of_logits, of_rows, of_ids = (None, None, 0, 0), (None, None), (None, None, 0)
     if q is not None:
         index = draft_index(q.ids, vocab) if q.index is None else q.index
         if len(index) != vocab:
@@ -53,7 +53,7 @@ def verify(
         q_logits = q.logits if q.logits.stride(-1) == 1 else q.logits.contiguous()
         of_logits = q.rows, q_logits, *q_logits.stride()[:2]
         of_rows = q.log_sum.contiguous(), q.temperature.contiguous()
-        sampled, of_ids = q.sampled.contiguous(), (q.ids, index, len(q.ids))
+        of_ids = q.ids, index, len(q.ids)
         num_overlaps = triton.cdiv(len(q.ids), RACE_BLOCK) if expect or block else 0
     block = block and q is not None
 
@@ -95,7 +95,7 @@ def verify(
         temperatures,
         *of_logits,
         *of_rows,
-        sampled,
+        temperatures,  # rows of a temperature above 0 sample their drafts
         *of_ids,
         *blocks,
         accepted,
@@ -118,7 +118,7 @@ def verify(
     finalize[(num_rows,)](
         num_drafts,
         temperatures,
-        sampled,
+        temperatures,
         emitted,
         probability,
         *races,
