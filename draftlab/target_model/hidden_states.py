@@ -33,30 +33,6 @@ class HiddenStates:
         return cls(joined.view(*last.shape[:-1], joined.shape[-1]), last)
 
     @classmethod
-    def of_boundaries(
-        cls, states: Mapping[int, Tensor], boundaries: Sequence[int], num_layers: int, decoder: str
-    ) -> HiddenStates:
-        """Return those of a decoder's pass from the states at its boundaries.
-
-        Raises:
-            ValueError: there are none at a boundary, or they have another width than the last.
-        """
-        if skipped := sorted({*boundaries} - states.keys()):
-            raise ValueError(
-                f"expected states at every boundary, found none at {skipped}: these layers of "
-                f"{decoder} do not run for text alone"
-            )
-        last = states[num_layers]
-        for boundary, state in states.items():
-            if state.numel() != last.numel():
-                raise ValueError(
-                    f"expected states of width {last.shape[-1]} at boundary {boundary}, found "
-                    f"{list(state.shape)}: layers of {decoder} pass on several streams"
-                )
-        # Pipeline-parallel layers leave their states on their own devices.
-        return cls.of([states[b].to(last.device) for b in boundaries], last)
-
-    @classmethod
     def join(cls, parts: Sequence[HiddenStates]) -> HiddenStates:
         """Concatenate passes along their first dimension."""
         return cls(torch.cat([p.features for p in parts]), torch.cat([p.last for p in parts]))

@@ -209,15 +209,29 @@ class Target:
                     use_cache=True,
                     **{cache_name(self.decoder.forward): cache},
                 )
-        try:
-            decoder = type(self.decoder).__name__
-            return HiddenStates.of_boundaries(recorded, boundaries, self.num_layers, decoder)
-        except ValueError as error:
+        return self._at_boundaries(recorded, boundaries)
+
+    def _at_boundaries(self, states: dict[int, Tensor], boundaries: Sequence[int]) -> HiddenStates:
+        last, decoder, fault = states[self.num_layers], type(self.decoder).__name__, ""
+        for boundary, state in states.items():
+            if state.numel() != last.numel():
+                fault = (
+                    f"states of width {last.shape[-1]} at boundary {boundary}, found "
+                    f"{list(state.shape)}: layers of {decoder} pass on several streams"
+                )
+        if skipped := sorted({*boundaries} - states.keys()):
+            fault = (
+                f"states at every boundary, found none at {skipped}: these layers of {decoder} do "
+                "not run for text alone"
+            )
+        if fault:
             raise UserError(
-                str(error),
+                f"expected {fault}",
                 where=self.folder,
                 do="use another target, such as the text model that this one was made of",
-            ) from None
+            )
+        # Pipeline-parallel layers leave their states on their own devices.
+        return HiddenStates.of([states[b].to(last.device) for b in boundaries], last)
 
     @torch.inference_mode()
     def logits(self, last: Tensor) -> Tensor:

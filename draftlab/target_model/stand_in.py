@@ -59,15 +59,12 @@ def stand_in_config(
         layers, vocab_size: the largest numbers of them; None: they stay.
     """
     fields = copy.deepcopy(config.to_dict())
-    if layers is not None:
-        fields = _cut(fields, layers)
-    if vocab_size is not None:
-        _limit_tokens(fields, vocab_size)
-    return type(config).from_dict(_shrink(fields))
+    cut = _cut(fields, 1 << 62 if layers is None else layers, vocab_size or 1 << 62)
+    return type(config).from_dict(_shrink(cut))
 
 
-def _cut(fields: dict[str, Any], layers: int) -> dict[str, Any]:
-    """Return the fields of a config, or of a part of it, with its first layers."""
+def _cut(fields: dict[str, Any], layers: int, vocab_size: int) -> dict[str, Any]:
+    """Return the fields of a config, or of a part of it, with its first layers and tokens."""
     number, cut = fields.get("num_hidden_layers"), {}
     for key, value in fields.items():
         if key == "per_layer_config" and value:
@@ -76,26 +73,19 @@ def _cut(fields: dict[str, Any], layers: int) -> dict[str, Any]:
             end = min(layers, number) - 1
             cut[key] = kept | ({str(end): last} if last else {})
         elif isinstance(value, dict):
-            cut[key] = _cut(value, layers)
+            cut[key] = _cut(value, layers, vocab_size)
         elif isinstance(value, list) and len(value) == number:
             cut[key] = value[:layers]
         elif key == "num_kv_shared_layers" and value:
             cut[key] = min(value, layers // 4)
+        elif key in ("vocab_size", "vocab_size_per_layer_input") and value:
+            cut[key] = min(value, vocab_size)
+        elif str(key).endswith("_token_id") and isinstance(value, int):
+            cut[key] = min(value, vocab_size - 1)
         else:
             is_number = key in LENGTHS and isinstance(value, int)
             cut[key] = min(value, layers) if is_number else value
     return cut
-
-
-def _limit_tokens(fields: dict[str, Any], vocab_size: int) -> None:
-    """Limit the vocabulary and the token ids of a config and its parts, in place."""
-    for key, value in fields.items():
-        if isinstance(value, dict):
-            _limit_tokens(value, vocab_size)
-        elif key in ("vocab_size", "vocab_size_per_layer_input") and value:
-            fields[key] = min(value, vocab_size)
-        elif str(key).endswith("_token_id") and isinstance(value, int):
-            fields[key] = min(value, vocab_size - 1)
 
 
 def check_architecture(

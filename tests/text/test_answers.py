@@ -161,27 +161,24 @@ def test_prompts_that_the_template_drops_and_answers_that_are_cut_are_reported(t
     assert "4 prompts (first: 0): the chat template leaves out the user message" in monitor.text
 
 
-def test_a_later_turn_that_the_template_drops_is_not_answered(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("loop", "left_out"),
+    [
+        ("in messages[:1] %}", "user"),
+        ("in messages if message.role != 'assistant' %}", "assistant"),
+    ],
+)
+def test_a_later_turn_is_answered_behind_all_turns_or_not(tmp_path: Path, loop, left_out):
     monitor = RecordingMonitor()
-    template = CHATML_TEMPLATE.replace("in messages %}", "in messages[:1] %}")
-    chat = [user("q"), assistant("?"), user("UNSEEN")]
-    arguments = {"tokenizer": toy_tokenizer(template), "monitor": monitor}
-    asked = [Conversation("c", chat, "s")]
-    (conversation,) = generate(tmp_path / "a.jsonl", prompts=asked, **arguments)
-    assert len(conversation.answers) == 1
-    assert "left out 1 later turn (first: c): the chat template leaves out" in monitor.text
-
-
-def test_a_turn_is_not_answered_without_the_answer_before_it(tmp_path: Path):
-    monitor = RecordingMonitor()
-    others = "messages if message.role != 'assistant' %}"
-    tokenizer = toy_tokenizer(CHATML_TEMPLATE.replace("messages %}", others))
-    asked = [Conversation(str(i), [user("q"), assistant("?"), user("r")], "s") for i in range(8)]
+    tokenizer = toy_tokenizer(CHATML_TEMPLATE.replace("in messages %}", loop))
+    asked = [
+        Conversation(str(i), [user("q"), assistant("?"), user("UNSEEN")], "s") for i in range(8)
+    ]
     answered = generate(tmp_path / "a.jsonl", prompts=asked, tokenizer=tokenizer, monitor=monitor)
     for conversation in answered:
-        first = conversation.messages[1]["content"].strip()
-        assert len(conversation.answers) == (1 if first else 2)
-    assert "the chat template leaves out the assistant message" in monitor.text
+        is_empty = left_out == "assistant" and not conversation.messages[1]["content"].strip()
+        assert len(conversation.answers) == 1 + is_empty
+    assert f"the chat template leaves out the {left_out} message" in monitor.text
 
 
 def test_given_answers_need_no_target(tmp_path: Path):

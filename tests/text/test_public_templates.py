@@ -44,23 +44,33 @@ QWEN_CALL = (
     '{¦"¦a¦"¦:¦ ¦{¦"¦b¦"¦:¦ ¦2¦}¦}¦}¦⏎¦</tool_call>¦<|im_end|>'
 )
 LLAMA_CALL = '{¦"¦name¦"¦:¦ ¦"¦add¦"¦,¦ ¦"¦parameters¦"¦:¦ ¦{¦"¦a¦"¦:¦ ¦{¦"¦b¦"¦:¦ ¦2¦}¦}¦}¦'
+PLAIN = {
+    "llama3": "<|eot_id|>",
+    "llama4": "<|eot|>",
+    "qwen2.5": "<|im_end|>",
+    "gemma4": "<turn|>",
+    **dict.fromkeys(("deepseek-v3", "deepseek-v3.1"), "<｜end▁of▁sentence｜>"),
+    "gemma": "<end_of_turn>",
+}
+"""What ends answers that have nothing else around them."""
 # Family, template arguments, messages, the tokens of each answer.
 CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
-    ("llama3", {}, [SYSTEM, ASK, FOUR, AGAIN, YES], ["four¦<|eot_id|>", "yes¦ ¦sir¦<|eot_id|>"]),
+    *(
+        (family, {}, [SYSTEM, ASK, FOUR, AGAIN, YES], [f"four¦{end}", f"yes¦ ¦sir¦{end}"])
+        for family, end in PLAIN.items()
+    ),
     (
         "llama3",
         {"date_string": "sure"},
         [ASK, CALL, RESULT, FOUR],
         [LLAMA_CALL + "<|eot_id|>", "four¦<|eot_id|>"],
     ),
-    ("llama4", {}, [SYSTEM, ASK, FOUR, AGAIN, YES], ["four¦<|eot|>", "yes¦ ¦sir¦<|eot|>"]),
     (
         "llama4",
         {},
         [ASK, CALL, RESULT, FOUR],
         ["<|python_start|>¦<|python_end|>¦" + LLAMA_CALL + "<|eot|>", "four¦<|eot|>"],
     ),
-    ("qwen2.5", {}, [ASK, FOUR, AGAIN, YES], ["four¦<|im_end|>", "yes¦ ¦sir¦<|im_end|>"]),
     ("qwen2.5", {}, [SYSTEM, ASK, CALL, RESULT, FOUR], [QWEN_CALL, "four¦<|im_end|>"]),
     (
         "qwen3",
@@ -121,12 +131,6 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
             "<|channel|>¦final¦<|message|>¦four¦<|return|>",
         ],
     ),
-    (
-        "gemma",
-        {},
-        [SYSTEM, ASK, FOUR, AGAIN, YES],
-        ["four¦<end_of_turn>", "yes¦ ¦sir¦<end_of_turn>"],
-    ),
     ("mistral", {}, [ASK, FOUR, AGAIN, YES], [" ¦four¦</s>", " ¦yes¦ ¦sir¦</s>"]),
     # The system prompt precedes the last user turn only, so an answer removes it.
     ("mistral", {}, [SYSTEM, ASK, FOUR, AGAIN, YES], [" ¦four¦</s>", " ¦yes¦ ¦sir¦</s>"]),
@@ -139,18 +143,6 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
             '{¦"¦a¦"¦:¦ ¦{¦"¦b¦"¦:¦ ¦2¦}¦}¦}¦]¦</s>',
             " ¦four¦</s>",
         ],
-    ),
-    (
-        "deepseek-v3",
-        {},
-        [SYSTEM, ASK, FOUR, AGAIN, YES],
-        ["four¦<｜end▁of▁sentence｜>", "yes¦ ¦sir¦<｜end▁of▁sentence｜>"],
-    ),
-    (
-        "deepseek-v3.1",
-        {},
-        [ASK, FOUR, AGAIN, YES],
-        ["four¦<｜end▁of▁sentence｜>", "yes¦ ¦sir¦<｜end▁of▁sentence｜>"],
     ),
     # These templates leave the reasoning of every answer out.
     (
@@ -179,7 +171,6 @@ CASES: list[tuple[str, dict[str, Any], list[dict[str, Any]], list[str]]] = [
         ],
     ),
     ("qwq", {}, [ASK, THINK], ["easy¦ ¦sum¦⏎¦</think>¦⏎⏎¦four¦<|im_end|>"]),
-    ("gemma4", {}, [ASK, FOUR, AGAIN, YES], ["four¦<turn|>", "yes¦ ¦sir¦<turn|>"]),
     (
         "gemma4",
         {"enable_thinking": True},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import time
 from collections.abc import Iterable
@@ -168,14 +167,3 @@ def test_highlighting_shows_every_token_and_colours_only_answers():
     assert [("green" in str(part.style)) for part in text.spans] == [s > 0 for s in sample.spans]
     assert "first?" in text.plain
     assert "⏎" in text.plain
-
-
-def test_a_file_system_without_locks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def no_locks(*_: object) -> None:
-        raise OSError(errno.ENOSYS, "Function not implemented")
-
-    path = tmp_path / "answers.jsonl"
-    generate(path)
-    monkeypatch.setattr(fcntl, "flock", no_locks)
-    with pytest.raises(UserError, match="expected a file system with file locks"):
-        open_samples(path, toy_tokenizer(), Monitor())

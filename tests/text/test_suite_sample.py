@@ -64,15 +64,6 @@ def test_the_seed_decides_the_sample_and_every_prompt_is_as_likely() -> None:
     assert max(drawn.values()) < 140
 
 
-def test_without_categories_a_sample_is_not_the_beginning_of_the_file() -> None:
-    suite = Suite("toy", "t", tuple((f"q{i}", (i,)) for i in range(100)))
-    for seed in range(5):
-        places = [ids[0] for _, ids in suite.sample(30, seed).prompts]
-        assert len(set(places)) == 30
-        assert max(places) > 80
-        assert min(places) < 20
-
-
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
@@ -94,13 +85,3 @@ def test_a_file_of_conversations_has_the_categories_of_its_lines(
     path.write_text("\n".join(map(json.dumps, lines)), encoding="utf-8")
     suite = load_suite(str(path), embedded_tokenizer, Monitor())
     assert [suite.categories[id_] for id_, _ in suite.prompts if suite.categories] == expected
-
-
-def test_a_benchmark_has_the_categories_of_its_rows(
-    embedded_tokenizer: Any, tmp_path: Path
-) -> None:
-    path = tmp_path / "question.jsonl"
-    rows = [{"question_id": i, "category": c, "turns": [c]} for i, c in enumerate(("a", "b"))]
-    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-    suite = load_suite(f"mt-bench:{path}", embedded_tokenizer, Monitor())
-    assert suite.categories == {"mt-bench/0": "a", "mt-bench/1": "b"}

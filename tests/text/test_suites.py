@@ -96,6 +96,8 @@ def test_a_benchmarks_prompts_are_the_first_turns_in_the_targets_template(
     source = f"{name}:{write(tmp_path / f'data{suffix}', rows)}"
     suite = load_suite(source, tokenizer, Monitor())
     assert suite.prompts == tuple((f"{name}/{i}", prompt(tokenizer, t)) for i, t in expected)
+    categories = [row["category"] for row in rows if "category" in row]
+    assert [*suite.categories.values()] == categories
     assert (suite.name, suite.template_sha256) == (source, template_sha256(tokenizer))
 
 
