@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftlab.engine.base_drafter import Drafter, VerifiedFeatures
 from draftlab.engine.sampling import Request, sampling_metadata
+from draftlab.kernels.devices import copy_to_device
 from draftlab.kernels.launching import cdiv, next_power_of_2
 from draftlab.kernels.sampling.types import DraftDistribution, SamplingMetadata, VerifyResult
 from draftlab.kernels.step_layout import commit, gather_batch, store_drafts
@@ -21,7 +22,6 @@ from draftlab.kernels.step_layout.types import SlotBuffers, StepLayout
 from draftlab.kernels.verify import verify
 from draftlab.target_model.fused_decoder import fused_decoder
 from draftlab.target_model.model import DecodePath, Target
-from draftlab.target_model.packed_rows import copy_to_device
 from draftlab.target_model.paged_cache import PagedCache
 from draftlab.target_model.prepacked_decoder import prepacked_decoder
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from draftlab.errors import UserError
 
@@ -19,6 +20,13 @@ def use_device(device: torch.device) -> torch.cuda.device:
     Triton launches on the current GPU; CUDA graphs and events belong to its streams.
     """
     return torch.cuda.device(device if device.type == "cuda" else -1)
+
+
+def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copy a host tensor to a device without waiting for the device."""
+    if device.type != "cuda":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
 
 
 def free_memory() -> None:

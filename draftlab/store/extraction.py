@@ -17,13 +17,14 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.kernels.cpu_float32_products import onednn_products
+from draftlab.kernels.devices import copy_to_device
 from draftlab.store.fp8 import E4M3, quantise
 from draftlab.store.manifest import STATES, Manifest, Shard, StoreIdentity
 from draftlab.store.recording_plan import SIDE_BY_SIDE, batches_of
 from draftlab.store.sample_table import NO_TEACHER, Sample, teacher_mask
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
-from draftlab.target_model.packed_rows import PackedRow, copy_to_device
+from draftlab.target_model.packed_rows import PackedRow
 
 MAX_LOGITS = 64 * 2**20  # elements at once, so that no batch's full-vocabulary logits exist
 

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from draftlab.kernels.devices import copy_to_device
+
 try:  # from torch 2.10 on; with causal windows from 2.11 on
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:
@@ -123,13 +125,6 @@ def _group_index(group: list[slice]) -> tuple[Tensor, Tensor, Tensor]:
     is_real = (columns < stops[:, None]).flatten()
     padded = columns.minimum(stops[:, None] - 1)
     return padded, is_real.nonzero()[:, 0], padded.flatten()[is_real]
-
-
-def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
-    """Copy a host tensor to a device without waiting for the device."""
-    if device.type != "cuda":
-        return values.to(device)
-    return values.pin_memory().to(device, non_blocking=True)
 
 
 def supports_varlen(query: Tensor, key: Tensor, value: Tensor) -> bool:

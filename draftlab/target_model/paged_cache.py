@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftlab.kernels.devices import copy_to_device
 from draftlab.kernels.paged_attention import slot_mapping, write_paged
 from draftlab.kernels.paged_attention.plan import Reads, Writes, plan_reads, plan_writes, write_rows
-from draftlab.target_model.packed_rows import copy_to_device
 
 # The argument that is a layer's cache: from transformers 5.24 on, before it, and of some recurrent
 # layers before it.

@@ -139,7 +139,7 @@ def distill(
 
 
 def lk_weight(alpha: Tensor, step: Tensor, num_steps: int) -> Tensor:
-    """Return each row's λ of lk: exp(−3 ᾱ), with ᾱ the mean α of the row's unrolled step.
+    """Return λ of lk for each unrolled step [L]: exp(−3 ᾱ), with ᾱ the mean α of its rows.
 
     The rows' α come from a `distill_linear` under `torch.no_grad`.
 
@@ -150,7 +150,7 @@ def lk_weight(alpha: Tensor, step: Tensor, num_steps: int) -> Tensor:
     # [R, L] in place of index_add, whose sums on a GPU have no fixed order.
     of_step = step[:, None] == torch.arange(num_steps, device=step.device)
     mean = torch.where(of_step, alpha[:, None], 0).sum(0) / of_step.sum(0).clamp(min=1)
-    return (-3 * mean).exp()[step]
+    return (-3 * mean).exp()
 
 
 def weighted(weight: Tensor, loss: Tensor) -> Tensor:

@@ -34,7 +34,7 @@ from draftlab.kernels.distill import (
 from draftlab.kernels.distill.plan import RowPlan
 
 _CPU_BUFFER = 8 << 20  # bytes that stay in a cache
-_MIN_GPU_BUFFER = 256 << 20  # below, launches would cost more than they save
+_MIN_GPU_BUFFER = 1 << 30  # below, launches would cost more than they save
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def distill_linear(
         frozen: [D, F], weights without gradient of hidden's first F columns; hidden is then
             [R, F + H].
         buffer_bytes: for the logits of a chunk; None: on a GPU the size of lm_head in the products'
-            dtype, but at least 256 MiB. A chunk then has about H rows or more for any D, and adding
+            dtype, but at least 1 GiB. A chunk then has about H rows or more for any D, and adding
             its product to lm_head's gradient costs a few percent of computing it.
 
     Raises:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
+
+from draftlab.kernels.devices import copy_to_device
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,23 @@ class RowPlan:
             chunks.append(Chunk(slice(start, stop), slice(first, last + 1)))
             start = stop
         return chunks
+
+    def thinned(self, most: int) -> tuple[Tensor, RowPlan]:
+        """Return the rows of every nth teacher, int64 [R'], and their plan; the host does not wait.
+
+        Args:
+            most: n is the largest number that leaves at least so many teachers, or 1.
+        """
+        every = max(1, len(self.positions) // most)
+        kept = (self.host % every == 0).nonzero()[:, 0]
+        index = copy_to_device(kept, self.order.device)
+        plan = RowPlan(
+            torch.arange(len(kept), device=self.order.device),
+            self.teacher_index[index] // every,
+            self.positions[::every],
+            self.host[kept] // every,
+        )
+        return self.order[index], plan
 
 
 def plan_rows(row: Tensor) -> RowPlan:

@@ -19,6 +19,7 @@ from draftlab.heads.eagle3 import Eagle3Layer
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import Attention
 from draftlab.heads.peagle import PeagleHead
+from draftlab.kernels.devices import copy_to_device
 from draftlab.kernels.parallel_attention import ParallelRows, parallel_attention
 from draftlab.kernels.ttt_attention import document_starts
 from draftlab.train.batch.loss_rows import StepRows
@@ -26,7 +27,7 @@ from draftlab.train.batch.packing import Batch
 from draftlab.train.fast.fused_ops import FusedOps, expand_last
 from draftlab.train.fast.layers import FastForward, LayerWeights, layer_inputs
 from draftlab.train.fast.shared_gradients import Shared
-from draftlab.train.objectives.loss import row_starts, step_of_row, to_device
+from draftlab.train.objectives.loss import row_starts, step_of_row
 
 
 class FastParallel(FastForward):
@@ -201,7 +202,7 @@ def attention_rows(batch: Batch, steps: Sequence[StepRows]) -> tuple[PaddedRows,
             row_starts(starts, replace(steps[0], index=index, valid_rows=places)),
             slots[:, batch_start + index],
             torch.where(reads, places[len(first_valid) :][readers], -1),
-            to_device([0, *accumulate(sizes)], device),
+            copy_to_device(torch.tensor([0, *accumulate(sizes)]), device),
         )
         return PaddedRows(layout, places)
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftlab.heads.head import DraftHead
+from draftlab.kernels.devices import copy_to_device
 from draftlab.kernels.distill import (
     Labels,
     Loss,
@@ -55,7 +56,7 @@ class LossTerms:
     written this token.
 
     Attributes:
-        loss: ℓ of `kernels/distill/`; "lk" weighs its terms by the α of the current batch.
+        loss: ℓ of `kernels/distill/`; "lk" weighs its terms by the mean α of the batch's steps.
         acceptance_weighting: share of a row's weight that is multiplied by the probability that its
             draft is reached.
         dpace: floor of the acceptance probability in D-PACE's weights of rows; None: no weights.
@@ -76,6 +77,9 @@ class LossTerms:
 
 
 SOFT_CE = LossTerms()
+LK_TEACHERS = 1024
+"""Teachers, at least, whose rows give the mean α of lk: its standard error is about 0.01, and all
+rows would cost a third of a small head's step."""
 
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
@@ -178,8 +182,10 @@ def weighted_loss(
     if not steps:
         return torch.zeros((), device=device), Sums.zeros(len(batch.steps), device)
     row, sizes = torch.cat([s.teacher_index for s in steps]), [len(s.teacher_index) for s in steps]
-    counts = to_device([*sizes, *[0] * (len(batch.steps) - len(sizes))], device)
-    weight = to_device(weights, device).repeat_interleave(counts, output_size=len(row))
+    empty = len(batch.steps) - len(sizes)
+    counts = copy_to_device(torch.tensor([*sizes, *[0] * empty]), device)
+    weight = copy_to_device(torch.tensor(weights), device)
+    weight = weight.repeat_interleave(counts, output_size=len(row))
     teacher = target.at(batch)
     output, plan = torch.cat([s.output for s in steps]), batch.plan
     tokens, kl_weight = batch.tokens.flatten(), None
@@ -203,12 +209,16 @@ def weighted_loss(
         q = torch.where(data < 0, 0, (-probe.loss).exp())
         weight = weight * dpace_weight(q, terms.dpace, step, anchor, len(sizes), slots)
     if terms.loss == "lk" or terms.acceptance_weighting:
+        rows, some = plan.thinned(len(row) if terms.acceptance_weighting else LK_TEACHERS)
         with torch.no_grad():
-            found = distill_linear(hidden, trained, teacher, plan, weight, frozen=frozen)
+            found = distill_linear(
+                hidden[rows], trained, teacher, some, weight[rows], frozen=frozen
+            )
         if terms.loss == "lk":
-            kl_weight = lk_weight(found.alpha, step, len(sizes))
+            kl_weight = lk_weight(found.alpha, step[rows], len(sizes))[step]
         if share := terms.acceptance_weighting:
-            reach = reach_probability(found.alpha, step, anchor, len(sizes), slots)
+            alpha = torch.empty_like(found.alpha).index_copy_(0, rows, found.alpha)
+            reach = reach_probability(alpha, step, anchor, len(sizes), slots)
             weight = torch.where(weight != 0, weight * (1 - share + share * reach), 0)  # no 0 · NaN
     out = distill_linear(
         hidden,
@@ -240,8 +250,7 @@ def weighted_loss(
         value = value + distance.detach()
     hit = target.target_ids[best] == batch.argmax.flatten()[row]
     values = torch.stack([value, alpha, hit]).split(sizes, 1)
-    empty = [value.new_zeros(3)] * (len(batch.steps) - len(sizes))
-    sums = torch.stack([*(x.sum(1) for x in values), *empty], 1)
+    sums = torch.stack([*(x.sum(1) for x in values), *[value.new_zeros(3)] * empty], 1)
     return total, Sums(*sums, counts.to(sums.dtype))
 
 
@@ -286,10 +295,6 @@ def dpace_weight(
 def step_of_row(sizes: Sequence[int], device: torch.device) -> Tensor:
     """Return the step of each row, int64 [R], of rows sorted by step."""
     steps = torch.arange(len(sizes), device=device)
-    return steps.repeat_interleave(to_device(sizes, device), output_size=sum(sizes))
-
-
-def to_device(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Return numbers as a tensor; the host does not wait for the device."""
-    on_gpu = device.type == "cuda"
-    return torch.tensor(numbers, pin_memory=on_gpu).to(device, non_blocking=True)
+    return steps.repeat_interleave(
+        copy_to_device(torch.tensor(sizes), device), output_size=sum(sizes)
+    )
