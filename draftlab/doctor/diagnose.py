@@ -49,7 +49,7 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
     text_config = session.text_config  # raises here: it is no fault of the head
     layout = layout_name(folder)
     conclude = partial(make_diagnosis, str(folder), session.target_settings.path, layout=layout)
-    changed = changed_file_findings(folder)
+    changed = list(changed_file_findings(folder))
     try:
         if layout == "draftlab":
             files = HeadFiles(load_config(folder), read_weights(folder, "head's weights"))

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from draftlab.doctor.score import ERROR
 from draftlab.report.console import print_table
-from draftlab.report.section import Column, Line, Table
+from draftlab.report.formatting import with_interval
+from draftlab.report.section import NONE, Column, Line, Table
 
 SCHEMA = 1
 State = Literal["healthy", "weak", "faulty", "undecided"]
@@ -131,11 +132,13 @@ def _table(variants: list[ScoredVariant]) -> Table:
         Line(
             [
                 variant.name,
-                _with_interval(variant.acceptance_length, variant.acceptance_length_ci),
+                with_interval(variant.acceptance_length, variant.acceptance_length_ci),
                 " ".join(f"{n / variant.drafts:.2f}" for n in variant.accepted_at)
                 if variant.drafts
-                else "–",
-                _with_interval(variant.gain, variant.gain_ci, sign=True),
+                else NONE,
+                ""
+                if variant.gain is None
+                else with_interval(variant.gain, variant.gain_ci, 2, "+"),
                 "*" if variant.better else "",
             ],
             "best" if variant.better or variant.gain is None else "plain",
@@ -143,13 +146,3 @@ def _table(variants: list[ScoredVariant]) -> Table:
         for variant in variants
     ]
     return Table(columns, lines)
-
-
-def _with_interval(
-    value: float | None, interval: tuple[float, float] | None, *, sign: bool = False
-) -> str:
-    if value is None:
-        return "" if sign else "–"
-    form = "+.2f" if sign else ".2f"
-    shown = f" [{interval[0]:{form}}, {interval[1]:{form}}]" if interval else ""
-    return f"{value:{form}}{shown}"

@@ -176,35 +176,27 @@ def _config_findings(foreign: ForeignHead, session: TargetSession) -> Iterator[F
         )
 
 
-def changed_file_findings(folder: Path) -> list[Finding]:
-    """Return a finding for each file that is missing or has changed since its run wrote it.
+def changed_file_findings(folder: Path) -> Iterator[Finding]:
+    """Yield a finding for each file that is missing or has changed since its run wrote it.
 
     Args:
         folder: a head folder or an export; outside of a run it has no recorded hashes.
     """
-    run = run_of(folder)
-    if run is None:
-        return []
-    try:
-        return list(_changed_files(folder.resolve(), run))
-    except UserError as error:
-        return [fault("unreadable", f"{error.where}: {error.what}", error.do)]
-
-
-def _changed_files(folder: Path, run: Path) -> Iterator[Finding]:
+    if (run := run_of(folder)) is None:
+        return
     do = f"restore the file, or let `draftlab run {quote(str(run / 'recipe.yaml'))}` make it again"
-    for stage in ("head", "export"):
-        path = record_path(run, STAGES[stage])
-        recorded = read_record(path).get("sha256", {}) if path.is_file() else {}
-        for name, expected in recorded.items():
-            file = run / name
-            if file.parent != folder:
-                continue
-            if not file.is_file():
-                yield fault("changed file", f"{file.name} is missing; the run wrote one", do)
-            elif (actual := sha256_file(file)) != expected:
-                what = f"{file.name} has SHA-256 {actual[:12]}, and {expected[:12]} when the run"
-                yield fault("changed file", f"{what} wrote it", do)
+    for path in (record_path(run, STAGES[stage]) for stage in ("head", "export")):
+        try:
+            recorded = read_record(path).get("sha256", {}) if path.is_file() else {}
+            files = {run / name: expected for name, expected in recorded.items()}
+            for file in (file for file in files if file.parent == folder.resolve()):
+                if not file.is_file():
+                    yield fault("changed file", f"{file.name} is missing; the run wrote one", do)
+                elif (actual := sha256_file(file)) != files[file]:
+                    what = f"{file.name} has SHA-256 {actual[:12]}, and {files[file][:12]} when the"
+                    yield fault("changed file", f"{what} run wrote it", do)
+        except UserError as error:
+            yield fault("unreadable", f"{error.where}: {error.what}", error.do)
 
 
 def shape_findings(head: HeadConfig, text: Any) -> list[Finding]:

@@ -18,6 +18,7 @@ from draftlab.doctor.score import Score, needed_prompts, student_interval
 from draftlab.engine.counters import Counters
 from draftlab.formatting import count_text
 from draftlab.intervals import share_interval
+from draftlab.report.formatting import with_interval
 
 MARGIN = 0.05
 """Accepted drafts per step that a variant must gain."""
@@ -195,19 +196,18 @@ def make_diagnosis(
 def _healthy_verdict(search: VariantSearch | None) -> str:
     if search is None:
         return "no fault found in the files; the head was not scored"
-    interval = search.stored.score.acceptance_interval
-    shown = f" [{interval[0]:.2f}, {interval[1]:.2f}]" if interval else ""
+    score = search.stored.score
+    shown = with_interval(score.total.acceptance_length, score.acceptance_interval)
     ends = [r.interval[1] for r in search.others if r.interval]
     return (
-        f"{al(search.stored)}{shown} as stored, and none of {len(ends)} other variants "
+        f"AL {shown} as stored, and none of {len(ends)} other variants "
         f"accepts {max([*ends, MARGIN]):.2f} drafts a step more"
     )
 
 
 def al(result: VariantResult) -> str:
     """Return its acceptance length, such as "AL 2.77"."""
-    length = result.score.total.acceptance_length
-    return "AL –" if length is None else f"AL {length:.2f}"
+    return f"AL {with_interval(result.score.total.acceptance_length)}"
 
 
 def score_finding(search: VariantSearch, provenance: dict[str, Any]) -> Finding | None:

@@ -23,8 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import PretrainedConfig
 
 from draftlab.errors import UserError
-from draftlab.export.launch_text import stated_k
-from draftlab.export.layout import LAUNCH
+from draftlab.export.launch import LAUNCH, stated_k
 from draftlab.files import read_json
 from draftlab.heads.config import Size
 from draftlab.heads.family import Family, families

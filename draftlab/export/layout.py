@@ -15,14 +15,14 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.export.launch_text import vllm_text
+from draftlab.export.launch import vllm_text
 from draftlab.export.serving_tables import CALIBRATION, STS, ServingTables
 from draftlab.export.settings import check_program
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import Family, get_family
 from draftlab.heads.vllm_config import native_config
 
-CONFIG, LAUNCH, README = "config.json", "launch.md", "README.md"
+CONFIG, README = "config.json", "README.md"
 USE_VLLM = "use --to vllm"
 
 

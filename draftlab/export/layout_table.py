@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from draftlab.export.launch_text import block_sglang_text, llamacpp_text, sglang_text, vllm_text
+from draftlab.export.launch import block_sglang_text, llamacpp_text, sglang_text, vllm_text
 from draftlab.export.layout import USE_VLLM, Export, Layout, plain_config
 from draftlab.export.refusals import (
     LLAMACPP_BLOCK,

@@ -14,8 +14,8 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, fastest_k
 from draftlab.export.destination import atomic_folder, check_destination
-from draftlab.export.launch_text import cached_target_text, readme_text, template_text
-from draftlab.export.layout import CONFIG, LAUNCH, README, Export, Layout, layout_for
+from draftlab.export.launch import LAUNCH, cached_target_text, readme_text, template_text
+from draftlab.export.layout import CONFIG, README, Export, Layout, layout_for
 from draftlab.export.refusals import serving_warnings
 from draftlab.export.serving_tables import ServingTables, read_serving_tables
 from draftlab.export.settings import ExportSettings, check_program

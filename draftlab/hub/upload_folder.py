@@ -14,7 +14,7 @@ import yaml
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
 from draftlab.export.destination import atomic_folder, check_destination
-from draftlab.export.launch_text import cached_target_text
+from draftlab.export.launch import cached_target_text
 from draftlab.export.layout import layout_for
 from draftlab.export.serving_tables import CALIBRATION, STS
 from draftlab.export.settings import ExportSettings

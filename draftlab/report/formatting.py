@@ -74,19 +74,22 @@ LEGEND: dict[str, tuple[str, str]] = {
 }
 
 
-def number(value: float | None, digits: int) -> str:
-    """Return a number with fixed digits, or `NONE` for None and NaN."""
-    return NONE if value is None or math.isnan(value) else f"{value:.{digits}f}"
+def number(value: float | None, digits: int, sign: str = "") -> str:
+    """Return a number with fixed digits, or `NONE` for None and NaN; `sign` "+" shows a plus."""
+    return NONE if value is None or math.isnan(value) else f"{value:{sign}.{digits}f}"
 
 
 def with_interval(
-    value: float | None, interval: tuple[float, float] | None = None, digits: int = 2
+    value: float | None,
+    interval: tuple[float, float] | None = None,
+    digits: int = 2,
+    sign: str = "",
 ) -> str:
     """Return "2.31 [2.20, 2.43]", or the number alone without an interval."""
-    text = number(value, digits)
+    text = number(value, digits, sign)
     if text == NONE or interval is None:
         return text
-    return f"{text} [{number(interval[0], digits)}, {number(interval[1], digits)}]"
+    return f"{text} [{', '.join(number(end, digits, sign) for end in interval)}]"
 
 
 def speedup(value: float | None, interval: tuple[float, float] | None = None) -> str:

@@ -9,8 +9,7 @@ from shlex import quote
 
 from draftlab.errors import UserError
 from draftlab.evaluate.server_schedule import read_schedule, sglang_schedule
-from draftlab.export.launch_command import launch_arguments
-from draftlab.export.layout import LAUNCH
+from draftlab.export.launch import LAUNCH, launch_arguments
 from draftlab.files import write_json
 from draftlab.recipe.recipe import RECIPE
 from draftlab.run.folder import find_run

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from draftlab.export.launch_command import launch_arguments
+from draftlab.export.launch import launch_arguments
 from draftlab.servers import server_process
 from draftlab.servers.server_process import ServerProcess
 from draftlab.servers.vllm_process import PYTHON_VARIABLE

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from draftlab.export.launch_text import vllm_text
+from draftlab.export.launch import vllm_text
 from draftlab.export.layout import Export
 from draftlab.heads.folder import load_config
 from draftlab.heads.vllm_config import native_config

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from draftlab.evaluate.results import Report
-from draftlab.export.launch_text import stated_k
+from draftlab.export.launch import stated_k
 from draftlab.store.store import Store
 from tests.helpers.messages import read_conversations
 from tests.helpers.small_run import draftlab, new_workshop, refused, snapshot

@@ -1,29 +1,64 @@
-"""launch.md and README.md of an export."""
+"""launch.md and README.md of an export, and its command as `draftlab serve` starts it.
+
+An export's folder may be a stranger's. So only the options below are read back, and none of them
+names a program, code, or a file outside the folder but the target.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 import shlex
+from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from draftlab.export.gguf import OUT_TYPES
+from draftlab.errors import UserError
+from draftlab.export.gguf import FILE, OUT_TYPES
 from draftlab.export.serving_tables import STS
 from draftlab.files import cache_folder
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
+from draftlab.servers.server_counters import PROGRAMS
 from draftlab.servers.vllm_client.loading import generation_override
-from draftlab.target_model.locate import is_hub_id, local_target
+from draftlab.target_model.locate import is_hub_id, local_target, resolve_target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.version import package_version
 
 if TYPE_CHECKING:
+    from draftlab.evaluate.server_schedule import Schedule
     from draftlab.export.layout import Export
 
+# Options of vLLM, SGLang and llama.cpp, which are written and read back.
+SPECULATIVE, OVERRIDE = "--speculative-config", "--override-generation-config"
+MODEL, ALGORITHM, DRAFT = (
+    "--model-path", "--speculative-algorithm", "--speculative-draft-model-path",
+)  # fmt: skip
+STEPS, TOP_K, SLOTS = (
+    "--speculative-num-steps", "--speculative-eagle-topk", "--speculative-num-draft-tokens",
+)  # fmt: skip
+WINDOW, STS_PATH = (
+    "--speculative-draft-window-size", "--speculative-dspark-confidence-sts-path",
+)  # fmt: skip
+SPEC_TYPE, MOST_DRAFTS, LEAST = "--spec-type", "--spec-draft-n-max", "--spec-draft-p-min"
 _K_OPTIONS = re.compile(
-    r'(?:"num_speculative_tokens": |--speculative-num-steps |--spec-draft-n-max )([1-9]\d{0,8})\b'
+    rf'(?:"num_speculative_tokens": |{STEPS} |{MOST_DRAFTS} )([1-9]\d{{0,8}})\b'
 )
+LAUNCH = "launch.md"
+_COMMANDS = {
+    "vllm": "vllm serve ",
+    "sglang": "python -m sglang.launch_server ",
+    "llamacpp": "llama-server ",
+}
+_TAKEN = {
+    "vllm": (OVERRIDE,),
+    "sglang": (ALGORITHM, STEPS, TOP_K, SLOTS, WINDOW),
+    "llamacpp": (SPEC_TYPE, MOST_DRAFTS, LEAST),
+}
+_TARGET = {"vllm": "", "sglang": MODEL, "llamacpp": "-m"}
+"""The option whose value is the target; vLLM's has none."""
+_SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "parallel_drafting")
+_VALUE = re.compile(r"[\w.][\w.-]*|\{.*\}")
 
 
 def code_block(*lines: str) -> str:
@@ -54,15 +89,13 @@ def vllm_text(export: Export, path: Path, *, alone: bool = False) -> str:
     override, more = generation_override(export.target), ""
     if override:
         value = shlex.quote(json.dumps(override, ensure_ascii=False))
-        more = f" --override-generation-config {value}"
-    explicit = code_block(
-        f"vllm serve {shlex.quote(export.target_name)} --speculative-config "
-        f"{shlex.quote(options)}{more}"
-    )
+        more = f" {OVERRIDE} {value}"
+    start = f"{_COMMANDS['vllm']}{shlex.quote(export.target_name)}"
+    explicit = code_block(f"{start} {SPECULATIVE} {shlex.quote(options)}{more}")
     if alone and is_hub_id(export.target_name):
         text = (
             "The target is on the Hub, and the export names it:\n\n"
-            + code_block(f"vllm serve {shlex.quote(str(path))}{more}")
+            + code_block(f"{_COMMANDS['vllm']}{shlex.quote(str(path))}{more}")
             + f"\nSpelled out, for another K or a local copy of the target:\n\n{explicit}"
         )
     elif is_hub_id(export.target_name):
@@ -119,10 +152,10 @@ def sglang_text(export: Export, path: Path, *, algorithm: str = "EAGLE3") -> str
         export,
         path,
         algorithm,
-        f"--speculative-num-steps {export.k} --speculative-eagle-topk 1",
-        f"--speculative-num-draft-tokens {export.k + 1}",
+        f"{STEPS} {export.k} {TOP_K} 1",
+        f"{SLOTS} {export.k + 1}",
         # SGLang counts the keys before a position's own.
-        *([f"--speculative-draft-window-size {window - 1}"] if window else []),
+        *([f"{WINDOW} {window - 1}"] if window else []),
     )
     return (
         f"# Serving this head with SGLang\n\n{command}\nDrafts: {export.k} tokens a step, one a "
@@ -133,9 +166,9 @@ def sglang_text(export: Export, path: Path, *, algorithm: str = "EAGLE3") -> str
 
 def _sglang_command(export: Export, path: Path, algorithm: str, *options: str) -> str:
     """Return the command that starts SGLang, with further options, one a line."""
-    first = f"python -m sglang.launch_server --model-path {shlex.quote(export.target_name)}"
-    head = f"--speculative-draft-model-path {shlex.quote(str(path))}"
-    lines = [first, f"  --speculative-algorithm {algorithm}", *(f"  {o}" for o in (head, *options))]
+    first = f"{_COMMANDS['sglang']}{MODEL} {shlex.quote(export.target_name)}"
+    head = f"{DRAFT} {shlex.quote(str(path))}"
+    lines = [first, f"  {ALGORITHM} {algorithm}", *(f"  {o}" for o in (head, *options))]
     return code_block(" \\\n".join(lines))
 
 
@@ -153,9 +186,9 @@ def block_sglang_text(export: Export, path: Path) -> str:
     """Return launch.md for SGLang of a block head, whose whole block it drafts (servers §12)."""
     serving = export.serving
     temperatures = serving is not None and serving.temperatures is not None
-    sts = [f"--speculative-dspark-confidence-sts-path {shlex.quote(str(path / STS))}"]
+    sts = [f"{STS_PATH} {shlex.quote(str(path / STS))}"]
     algorithm = export.family.vllm_method.upper()
-    slots = f"--speculative-num-draft-tokens {export.head.k_trained + 1}"
+    slots = f"{SLOTS} {export.head.k_trained + 1}"
     command = _sglang_command(export, path, algorithm, slots, *sts * temperatures)
     load = _sglang_load_text(export)
     if temperatures:
@@ -167,7 +200,7 @@ def block_sglang_text(export: Export, path: Path) -> str:
     return (
         f"# Serving this head with SGLang\n\n{command}\nDrafts: {export.head.k_trained} tokens a "
         "step, all in one pass. SGLang counts the token it drafts from, hence one more in "
-        f"--speculative-num-draft-tokens.\n{load}"
+        f"{SLOTS}.\n{load}"
     )
 
 
@@ -190,8 +223,8 @@ def llamacpp_text(export: Export, path: Path) -> str:
         *made,
         f"{convert} {head} --target-model-dir {target} --outtype {outtype} \\",
         "  --outfile head.gguf",
-        f"llama-server -m {model} -md head.gguf --spec-type draft-{method} \\",
-        f"  --spec-draft-n-max {export.k} --spec-draft-p-min {_cutoff(export)} --jinja",
+        f"{_COMMANDS['llamacpp']}-m {model} -md head.gguf {SPEC_TYPE} draft-{method} \\",
+        f"  {MOST_DRAFTS} {export.k} {LEAST} {_cutoff(export)} --jinja",
     )
     return (
         "# Serving this head with llama.cpp\n\nIn a folder of llama.cpp (the converter reads "
@@ -249,3 +282,99 @@ def readme_text(head: HeadConfig, target_name: str, layout: str) -> str:
         f"{package_version()}. launch.md says how to serve it. Fingerprint of the target: "
         f"{head.target.fingerprint}\n"
     )
+
+
+def launch_arguments(
+    folder: Path,
+    program: str,
+    target: str | None = None,
+    k: int | None = None,
+    schedule: Schedule = (),
+    schedule_file: Path = Path(),
+) -> tuple[str, list[str]]:
+    """Return the target as a program reads it, and the arguments that serve an export.
+
+    Args:
+        folder: the export, at whatever place it is now.
+        program: key of `PROGRAMS`.
+        target: another target than launch.md names, or for llama.cpp its GGUF file.
+        k: other drafts a step.
+        schedule: drafts by load, up to k or those of the export.
+        schedule_file: file with those that SGLang reads (`sglang_schedule`).
+
+    Raises:
+        UserError: it is no export for the program, or `target` or `k` does not fit.
+    """
+    file, again = folder / LAUNCH, f"`draftlab export --to {program}` writes one"
+    text = file.read_text("utf-8", "replace") if file.is_file() else ""
+    options = _options(text, program)
+    if options is None:
+        others = [PROGRAMS[one] for one in PROGRAMS if _options(text, one)]
+        found = f"one for {others[0]}" if others else f"none, by {LAUNCH}"
+        what = f"expected an export for {PROGRAMS[program]}, found {found}"
+        raise UserError(what, where=folder, do=again)
+    taken = {name: options[name] for name in _TAKEN[program] if _VALUE.fullmatch(options[name])}
+    model = _model(program, target or options[_TARGET[program]], file)
+    if program == "vllm":
+        config = _speculative_config(options[SPECULATIVE], file, again)
+        config |= {"model": str(folder)} | ({} if k is None else {"num_speculative_tokens": k})
+        config |= {"num_speculative_tokens_per_batch_size": schedule} if schedule else {}
+        options = {SPECULATIVE: json.dumps(config, ensure_ascii=False)}
+        return model, [model, *_flat(options | taken)]
+    if program == "sglang":
+        own = {MODEL: model, DRAFT: str(folder)}
+        own |= {STS_PATH: str(folder / STS)} if options[STS_PATH] else {}
+        if (schedule or k is not None) and STEPS not in taken:
+            what = "expected no K, since SGLang drafts the whole block of this head; found one"
+            raise UserError(what, where="--k, --schedule", do="leave it out")
+        own |= taken | ({} if k is None else {STEPS: str(k), SLOTS: str(k + 1)})
+        adaptive = "--speculative-adaptive", "--speculative-adaptive-config", str(schedule_file)
+        return model, [*_flat(own), *(adaptive if schedule else ())]
+    if not (folder / FILE).is_file():
+        do = f"export with --to llamacpp --gguf, or convert it as {LAUNCH} says"
+        raise UserError(f"expected {FILE} in the export, found none", where=folder, do=do)
+    own = {"-m": model, "-md": str(folder / FILE)}
+    return model, [*_flat(own | taken | ({} if k is None else {MOST_DRAFTS: str(k)})), "--jinja"]
+
+
+def _options(text: str, program: str) -> defaultdict[str, str] | None:
+    """Return the options of a program's last command in launch.md; None: it has none."""
+    start = _COMMANDS[program]
+    lines = [x for x in text.replace("\\\n", " ").splitlines() if x.startswith(start)]
+    try:
+        words = shlex.split(lines[-1].removeprefix(start)) if lines else []
+    except ValueError:
+        return None
+    return defaultdict(str, zip(["", *words], words, strict=False)) if words else None
+
+
+def _model(program: str, target: str, file: Path) -> str:
+    """Return the target as the program reads it: a Hub id, a folder or a GGUF file.
+
+    Raises:
+        UserError: it is not there.
+    """
+    settings = TargetSettings(path=target or "none")
+    if program == "llamacpp":
+        if target.endswith(".gguf") and Path(target).expanduser().is_file():
+            return str(Path(target).expanduser())
+        raise UserError(
+            f"expected the target's GGUF file, found {target or 'none'}",
+            where="--target",
+            do=f"name one; {file} has the command that converts a target",
+        )
+    return target if local_target(settings) is None else str(resolve_target(settings))
+
+
+def _speculative_config(text: str, file: Path, again: str) -> dict[str, Any]:
+    """Return the known keys of vLLM's speculative config."""
+    try:
+        config = json.loads(text)
+        return {key: config[key] for key in _SPECULATIVE_KEYS if key in config}
+    except (ValueError, TypeError, RecursionError):
+        what = f"expected JSON behind {SPECULATIVE}, found {text[:80]!r}"
+        raise UserError(what, where=file, do=again) from None
+
+
+def _flat(options: dict[str, str]) -> list[str]:
+    return [word for pair in options.items() for word in pair]
