@@ -100,7 +100,7 @@ class TargetSize:
             self.stored = files or self.stored + matrices * saved
             self.quantised = f"; quantised ({format_name(fields)})"
             method = fields.get("quant_method")
-            if method in _RUN_PACKED or (method == "fp8" and not on_cpu):
+            if method in _RUN_PACKED:
                 self.bytes += matrices * (saved + dtype.itemsize - each)
             else:
                 self.quantised, self.is_dequantised = (

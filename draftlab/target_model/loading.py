@@ -37,7 +37,6 @@ from draftlab.target_model.model import Target
 from draftlab.target_model.parts import shard_files, text_decoder
 from draftlab.target_model.pipeline_parallel import dispatch_layers, plan_placement
 from draftlab.target_model.quantisation import (
-    check_blocks,
     check_files,
     format_name,
     is_dequantised_here,
@@ -138,7 +137,7 @@ def load_model(
                 dtype = str(config.get_text_config().dtype or "bfloat16").removeprefix("torch.")
             loader, source = model_class(config), None
             options = {"device_map": options["device_map"], "config": _without_quantisation(config)}
-            options["state_dict"] = read_weights(folder, getattr(torch, dtype))
+            options["state_dict"] = read_weights(folder, quantisation, getattr(torch, dtype))
         with quiet_transformers():
             model, info = loader.from_pretrained(
                 source,
@@ -166,7 +165,6 @@ def load_model(
     wanted = model.dtype if dtype == "auto" else getattr(torch, dtype)
     dequantised = bool(quantisation) and not getattr(model, "is_quantized", False)
     if dequantised and not read_here:
-        check_blocks(folder, quantisation)
         torch.nn.Module.to(model, wanted)  # transformers leaves what it dequantises in bfloat16
     unused = Counter(drop_other_modules(model, text_decoder(model)[0]))
     unused.update(name.split(".")[0] for name in info["unexpected_keys"])
@@ -216,8 +214,7 @@ def _quantisation(model: PreTrainedModel, dequantised: Mapping[str, Any] | None)
     """
     if dequantised is not None:
         yield (
-            "target: its weights were dequantised, since transformers has no kernel for them on "
-            f"this machine ({format_name(dequantised)}); products are in "
+            f"target: its weights ({format_name(dequantised)}) were dequantised; products are in "
             f"{str(model.dtype).removeprefix('torch.')}, and activations are not quantised"
         )
     elif getattr(model, "is_quantized", False):

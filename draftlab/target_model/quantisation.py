@@ -1,18 +1,21 @@
-"""Quantised checkpoints: what their configs say, and weights that transformers cannot read.
+"""Quantised checkpoints: what their configs say, and weights that are dequantised here.
 
-transformers (5.23) knows no checkpoint of NVIDIA's Model Optimizer, and of NVFP4 experts of
-compressed-tensors it leaves out the factor of the whole tensor. A weight is a value times its
-block's factor, times a factor of the tensor:
+transformers (5.23) knows no checkpoint of NVIDIA's Model Optimizer, leaves out a factor of NVFP4
+experts, needs further packages for float8, and quantises activations, whose rounding makes states
+depend on the shape of a pass. A weight is a value times its block's factor, times a factor of the
+tensor:
 
-                        values                        factors of blocks   of the tensor
-    compressed-tensors  M.weight_packed, M.weight     M.weight_scale      1 / M.weight_global_scale
-    Model Optimizer     M.weight                      M.weight_scale      M.weight_scale_2
+                        values                      factors of blocks   of the tensor
+    DeepSeek's FP8      M.weight                    M.weight_scale_inv
+    compressed-tensors  M.weight_packed, M.weight   M.weight_scale      1 / M.weight_global_scale
+    Model Optimizer     M.weight                    M.weight_scale      M.weight_scale_2
 
 NVFP4 has blocks of 16 with factors in float8, MXFP4 of 32 with an exponent (plus 127). Both have
-two E2M1 values in a byte, the first in its low bits. Weights in float8 have a factor for all or
-for each row.
+two E2M1 values in a byte, the first in its low bits. Weights of 8 bits have a factor for all, for
+each row, or for each block of a matrix, of which the last ones may be smaller.
 
-Reference: compressed-tensors 0.20, compressors/nvfp4; NVIDIA, "Introducing NVFP4" (2025).
+Reference: compressed-tensors 0.20, compressors/nvfp4; NVIDIA, "Introducing NVFP4" (2025);
+DeepSeek-V3, inference/kernel.py.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -29,27 +32,25 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.target_model.parts import shard_files, without_wrappers
 
+T = TypeVar("T")
+
 VLLM_ADVICE = (
     "let vLLM answer and record (draftlab train with regenerate.backend=vllm record.backend=vllm), "
     "and measure the head there"
 )
 _ALGORITHMS = ("NVFP4", "FP8")
 """Of Model Optimizer's, those that this module reads."""
-_PACKED = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
-_PLAIN = "float-quantized"
-"""Formats of compressed-tensors; the last is only read beside one of the others."""
-_VALUES = ("weight", "weight_packed")
-_DROPPED = (
-    "weight_scale",
-    "weight_scale_2",
-    "weight_global_scale",
-    "input_scale",
-    "input_global_scale",
-    "k_scale",
-    "v_scale",
+_FORMATS = (
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "float-quantized",
+    "int-quantized",
+    "naive-quantized",
 )
-"""Factors of weights, and those of activations and KV caches, which are not quantised here."""
-_FACTOR = re.compile(r"(weight|_proj)_scale(_inv|_2)?$")
+"""Of compressed-tensors."""
+_FACTOR = re.compile(r"(.*(?:weight|_proj))_(scale|scale_inv|scale_2|global_scale)")
+_DROPPED = re.compile(r".*\.(input|output|activation|[qkv])_(global_)?scale")
+"""Factors of activations and of KV caches, which are not quantised here."""
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _BYTES = torch.stack(
     torch.meshgrid(*[torch.cat([_E2M1, -_E2M1])] * 2, indexing="ij")[::-1], -1
@@ -73,15 +74,16 @@ def format_name(fields: Mapping[str, Any]) -> str:
 
 def is_dequantised_here(fields: Mapping[str, Any]) -> bool:
     """Return whether `read_weights` reads this quantisation."""
-    if fields.get("quant_method") == "modelopt":
+    method = fields.get("quant_method")
+    if method == "modelopt":
         return fields.get("quant_algo") in _ALGORITHMS
     groups = [group for group in _groups(fields) if group.get("weights")]
     formats = {group.get("format") or fields.get("format") for group in groups}
-    return (
-        fields.get("quant_method") == "compressed-tensors"
+    return method == "fp8" or (
+        method == "compressed-tensors"
         and not fields.get("transform_config")  # rotations of states
-        and not formats.isdisjoint(_PACKED)
-        and formats <= {*_PACKED, _PLAIN}
+        and bool(formats)
+        and formats <= {*_FORMATS}
     )
 
 
@@ -106,12 +108,12 @@ def check_files(folder: Path, fields: Mapping[str, Any]) -> None:
             writes experts in float8 so); or `read_weights` should read another layout.
     """
     kinds = _dtypes(folder) if fields else {}
-    for name in kinds:
-        weight = _FACTOR.sub(r"\1", name)
-        if weight != name and weight not in kinds and f"{weight}_packed" not in kinds:
+    factors = _factors(kinds)
+    for weight, of_weight in factors.items():
+        if weight not in kinds and f"{weight}_packed" not in kinds:
             raise UserError(
-                f"expected a weight for its factors, found {name} without {weight}: transformers "
-                "would leave the factors out",
+                f"expected a weight for its factors, found {weight}_{next(iter(of_weight))} "
+                f"without {weight}: the factors would be left out",
                 where=folder,
                 do=f"use the checkpoint in 16 bits, or {VLLM_ADVICE}",
             )
@@ -119,52 +121,31 @@ def check_files(folder: Path, fields: Mapping[str, Any]) -> None:
         return
     found: dict[str, str] = {}
     for name, (dtype, shape) in kinds.items():
-        module, _, part = name.rpartition(".")
-        scale = kinds.get(f"{module}.weight_scale")
-        if scale is None:
-            if dtype in ("U8", "F8_E4M3", "F8_E5M2"):
-                found[name] = dtype
-        elif part in _VALUES:
-            if not _fits(dtype, shape, *scale):
+        weight = name.removesuffix("_packed")
+        module = name.rpartition(".")[0]
+        if _FACTOR.fullmatch(name) or _DROPPED.fullmatch(name):
+            continue
+        if weight in factors:
+            scale = _scale(factors[weight])
+            if not _fits(dtype, shape, *scale, _block(fields)):
                 found[name] = f"{dtype} {shape} with factors {scale[0]} {scale[1]}"
             if without_wrappers(module) in ("embed_tokens", "lm_head"):
                 found[name] = "quantised, and heads are made of it"
-        elif part not in (*_DROPPED, "bias"):
+        elif dtype in ("U8", "I8", "F8_E4M3", "F8_E5M2") or (
+            f"{module}.weight" in factors and name != f"{module}.bias"
+        ):
             found[name] = dtype
     if found:
         name, what = next(iter(found.items()))
         raise UserError(
-            "expected NVFP4, MXFP4 or FP8 weights with a factor for each block, row or tensor, "
+            "expected NVFP4, MXFP4 or 8-bit weights with a factor for each block, row or tensor, "
             f"found {name}: {what}",
             where=folder,
             do=f"use the checkpoint in 16 bits, or {VLLM_ADVICE}",
         )
 
 
-def check_blocks(folder: Path, fields: Mapping[str, Any]) -> None:
-    """Check that blocks with a factor each divide the matrices whose weights were dequantised.
-
-    transformers (5.23) takes equal blocks, and with a smaller last block gives wrong weights.
-
-    Raises:
-        UserError: they do not divide a matrix.
-    """
-    if not (block := fields.get("weight_block_size")):
-        return
-    kinds = _dtypes(folder)
-    for name in (name for name in kinds if name.endswith("_scale_inv")):
-        weight = name.removesuffix("_scale_inv")
-        shape = kinds[weight][1]
-        if any(size % side for size, side in zip(shape[-2:], block, strict=True)):
-            raise UserError(
-                f"expected matrices of whole blocks of {block[0]} × {block[1]}, found {weight} of "
-                f"{shape}: transformers dequantises those wrongly",
-                where=folder,
-                do="use a GPU with a kernel for them, or the checkpoint in 16 bits",
-            )
-
-
-def read_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+def read_weights(folder: Path, fields: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
     """Read a checked checkpoint's tensors under the names that they had before they were quantised.
 
     Returns:
@@ -174,42 +155,70 @@ def read_weights(folder: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     for file in shard_files(folder):
         with safe_open(file, "pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    plain = {}
+    factors, plain, block = _factors(tensors), {}, _block(fields)
     for name in list(tensors):
-        module, _, part = name.rpartition(".")
-        scale = tensors.get(f"{module}.weight_scale")
-        if scale is None:
-            plain[name] = tensors[name]
-        elif part in _VALUES:
-            divisor = tensors.get(f"{module}.weight_global_scale")
-            factor = tensors.get(f"{module}.weight_scale_2")
-            weight = dequantise(tensors.pop(name), scale, factor, divisor)
-            plain[f"{module}.weight"] = weight.to(dtype)
-        elif part not in _DROPPED:
+        weight = name.removesuffix("_packed")
+        if of_weight := factors.get(weight):
+            factor, divisor = (of_weight.get(kind) for kind in ("scale_2", "global_scale"))
+            values = tensors.pop(name)
+            plain[weight] = dequantise(values, _scale(of_weight), factor, divisor, block).to(dtype)
+        elif not _FACTOR.fullmatch(name) and not _DROPPED.fullmatch(name):
             plain[name] = tensors[name]
     return plain
 
 
 def dequantise(
-    values: Tensor, scale: Tensor, factor: Tensor | None = None, divisor: Tensor | None = None
+    values: Tensor,
+    scale: Tensor,
+    factor: Tensor | None = None,
+    divisor: Tensor | None = None,
+    block: tuple[int, int] | None = None,
 ) -> Tensor:
     """Return plain weights in float32.
 
     Args:
-        values: uint8 [R, C / 2], or float8 [R, C].
-        scale: factors of blocks, float8 or, of MXFP4, uint8 [R, C / block]; of float8 values [],
-            [1] or [R, 1].
+        values: uint8 [R, C / 2], or float8 or int8 [..., R, C].
+        scale: factors of blocks, float8 or, of MXFP4, uint8 [R, C / block]; of 8-bit values [],
+            [1], [R, 1], or [..., R / rows, C / columns], rounded up.
         factor, divisor: of the whole tensor.
+        block: rows and columns of a block of 8-bit values.
     """
     scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
     if factor is not None:
         scale = scale * factor.float()
     if divisor is not None:
         scale = scale / divisor.float()
-    if values.dtype != torch.uint8:
-        return values.float() * scale
-    pairs = _BYTES[values.int()].flatten(-2)  # [R, C]
-    return (pairs.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+    if values.dtype == torch.uint8:
+        pairs = _BYTES[values.int()].flatten(-2)  # [R, C]
+        return (pairs.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
+    if block is not None and scale.ndim > 1 and scale.shape[-2] != values.shape[-2]:
+        rows, columns = values.shape[-2:]
+        scale = scale.repeat_interleave(block[0], -2)[..., :rows, :]
+        scale = scale.repeat_interleave(block[1], -1)[..., :columns]
+    return values.float() * scale
+
+
+def _factors(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:
+    """Return the factors of each weight, by their kind."""
+    factors: dict[str, dict[str, T]] = {}
+    for name, tensor in tensors.items():
+        if found := _FACTOR.fullmatch(name):
+            factors.setdefault(found[1], {})[found[2]] = tensor
+    return factors
+
+
+def _scale(factors: Mapping[str, T]) -> T:
+    """Return a weight's factors of blocks, of rows, or of all its values."""
+    return factors["scale"] if "scale" in factors else factors["scale_inv"]
+
+
+def _block(fields: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the rows and columns of a block of 8-bit weights."""
+    groups = [group.get("weights") or {} for group in _groups(fields)]
+    for found in (fields.get("weight_block_size"), *(g.get("block_structure") for g in groups)):
+        if found:
+            return found[0], found[1]
+    return None
 
 
 def _groups(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -231,15 +240,22 @@ def _dtypes(folder: Path) -> dict[str, tuple[str, list[int]]]:
     return kinds
 
 
-def _fits(dtype: str, shape: list[int], scale_dtype: str, scale_shape: list[int]) -> bool:
+def _fits(
+    dtype: str,
+    shape: list[int],
+    scale_dtype: str,
+    scale_shape: list[int],
+    block: tuple[int, int] | None,
+) -> bool:
     """Return whether `dequantise` takes values and factors of these dtypes and shapes."""
-    if dtype == "F8_E4M3":
-        return scale_shape in ([], [1], [shape[0], 1])
-    block = {"F8_E4M3": 16, "U8": 32}.get(scale_dtype)
+    if dtype in ("F8_E4M3", "I8"):
+        blocks = [-(-n // size) for n, size in zip(shape[-2:], block or (1, 1), strict=False)]
+        return scale_shape in ([], [1], [shape[0], 1], [*shape[:-2], *blocks])
+    size = {"F8_E4M3": 16, "U8": 32}.get(scale_dtype)
     return (
         dtype == "U8"
-        and block is not None
+        and size is not None
         and len(shape) == 2
-        and scale_shape == [shape[0], 2 * shape[1] // block]
-        and 2 * shape[1] % block == 0
+        and scale_shape == [shape[0], 2 * shape[1] // size]
+        and 2 * shape[1] % size == 0
     )

@@ -154,24 +154,46 @@ def eight_bit_blocks(folder: Path, out: Path) -> dict[str, torch.Tensor]:
     return meant
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_blocks_of_8_bits_are_dequantised_on_a_cpu(dtype: str, tmp_path: Path) -> None:
-    folder = toy_target_folder(tmp_path / "plain", layers=2, hidden=256)
+@pytest.mark.parametrize(
+    ("dtype", "hidden"), [("float32", 256), ("bfloat16", 256), ("float32", 192)]
+)
+def test_blocks_of_8_bits_are_dequantised(dtype: str, hidden: int, tmp_path: Path) -> None:
+    """Also blocks of which the last ones are smaller."""
+    folder = toy_target_folder(tmp_path / "plain", layers=2, hidden=hidden)
     meant = eight_bit_blocks(folder, tmp_path / "fp8")
     target = load_on_cpu(tmp_path / "fp8", dtype=dtype)
     assert {str(p.dtype) for p in target.model.parameters()} == {f"torch.{dtype}"}
     (note,) = target.notes
-    assert "its weights were dequantised, since transformers has no kernel for them" in note
+    assert "its weights (fp8) were dequantised" in note
     own = dict(target.model.named_parameters())
     for name, weight in meant.items():
         torch.testing.assert_close(own[name].float(), weight.float(), rtol=2**-8, atol=1e-6)
 
 
-def test_blocks_that_do_not_divide_a_matrix_are_not_dequantised(tmp_path: Path) -> None:
-    folder = toy_target_folder(tmp_path / "plain", layers=2, hidden=192)
-    eight_bit_blocks(folder, tmp_path / "fp8")
-    with pytest.raises(UserError, match=r"whole blocks of 128 × 128, found .* of \[192, 384\]"):
-        load_on_cpu(tmp_path / "fp8")
+@pytest.mark.parametrize("shape", ["channel", "tensor"])
+@pytest.mark.parametrize(("kind", "dtype"), [("float", torch.float8_e4m3fn), ("int", torch.int8)])
+def test_rows_of_8_bits_are_dequantised_without_a_library(
+    kind: str, dtype: torch.dtype, shape: str, plain: Path, tmp_path: Path
+) -> None:
+    """As compressed-tensors writes them, whose activations are not quantised here."""
+    out, stored, meant = tmp_path / "out", {}, {}
+    shutil.copytree(plain, out)
+    for name, weight in load_file(plain / "model.safetensors").items():
+        stored[name] = meant[name] = weight
+        if weight.ndim == 2 and ".layers." in name:
+            stored[name] = torch.randint(-100, 100, weight.shape).to(dtype)
+            scale = torch.rand(len(weight) if shape == "channel" else 1, 1) / 2000
+            stored[f"{name}_scale"] = scale if shape == "channel" else scale[0]
+            meant[name] = stored[name].float() * scale
+    save_file(stored, out / "model.safetensors", {"format": "pt"})
+    layout = f"{kind}-quantized"
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": kind, "strategy": shape}}
+    whole = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"0": group}}
+    edit_config(out, quantization_config=whole)
+    target = load_on_cpu(out)
+    assert f"its weights (compressed-tensors {layout}) were dequantised" in target.notes[0]
+    for name, weight in target.model.named_parameters():
+        torch.testing.assert_close(weight, meant[name])
 
 
 @pytest.mark.skipif(find_spec("gptqmodel") is not None, reason="the library is there")
@@ -214,7 +236,7 @@ def test_blocks_of_4_bits_are_dequantised_on_a_cpu(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
     edit_config(tmp_path, dtype="bfloat16", quantization_config={"quant_method": "mxfp4"})
     target = load_on_cpu(tmp_path)
-    assert "its weights were dequantised" in target.notes[0]
+    assert "were dequantised" in target.notes[0]
     own = dict(target.model.named_parameters())
     assert len(meant) == 8
     for name, weight in meant.items():
@@ -269,7 +291,7 @@ def test_nvfp4_is_dequantised_without_a_library(method: str, kind: str, tmp_path
     meant = four_bits(tmp_path / "plain", tmp_path / "packed", method)
     target = load_on_cpu(tmp_path / "packed")
     (note,) = target.notes
-    assert "its weights were dequantised" in note
+    assert "were dequantised" in note
     own = dict(target.model.named_parameters())
     for name, weight in own.items():
         expected = meant.get(name)
