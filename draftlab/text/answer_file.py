@@ -95,6 +95,13 @@ class AnswerCounts:
         self.unfinished += sum(answer.finish == "length" for answer in conversation.answers)
 
 
+def read_manifest(path: Path) -> dict[str, Any]:
+    """Return the manifest of an answers file."""
+    fields = {"made_with": dict, "conversations": int, "sha256": str}
+    do = "remove the file: the answers are then generated again"
+    return read_fields(path, fields, kind="manifest of answers", do=do)
+
+
 class AnswerFile:
     """The answers at `path`, generated with `identity` (JSON values only)."""
 
@@ -111,12 +118,7 @@ class AnswerFile:
         """
         if not self.manifest.exists():
             return False
-        manifest = read_fields(
-            self.manifest,
-            {"made_with": dict, "conversations": int, "sha256": str},
-            kind="manifest of answers",
-            do="remove the file: the answers are then generated again",
-        )
+        manifest = read_manifest(self.manifest)
         self._check_identity(manifest["made_with"], self.manifest)
         if not self.path.exists() or sha256_file(self.path) != manifest["sha256"]:
             self.monitor.say(

@@ -13,9 +13,10 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, known_sha256, read_fields, try_lock
+from draftlab.files import canonical_json, known_sha256, try_lock
 from draftlab.progress import Monitor
 from draftlab.store.sample_table import MAX_MODES, Sample, SampleTable, read_index, write_index
+from draftlab.text.answer_file import read_manifest
 from draftlab.text.chat_template import (
     Chat,
     RenderError,
@@ -112,14 +113,7 @@ def _checked(
         modes: receives the different template arguments, one more than an index lists at most.
     """
     manifest, count = answers.with_suffix(".json"), 0
-    written: dict[str, Any] = {}
-    if manifest.exists():
-        written = read_fields(
-            manifest,
-            {"conversations": int, "sha256": str},
-            kind="manifest of answers",
-            do="remove the file: the answers are then generated again",
-        )
+    written = read_manifest(manifest) if manifest.exists() else {}
     total, num_lines = written.get("conversations", 0), _count_lines(answers)
     for count, conversation in enumerate(iterate_conversations(answers, do=ANSWERS_HELP), 1):
         monitor.progress("samples", count, num_lines)

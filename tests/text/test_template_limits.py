@@ -35,39 +35,24 @@ def repeated(start: str, step: str) -> str:
     return loop.replace("START", start).replace("STEP", step) + "{% endfor %}"
 
 
+# What the kernel's limits of time, memory and output end, and what the sandbox refuses.
 REFUSED = {
     "a loop without end": "{% for i in range(10**9) %}{% endfor %}",
     "nested ranges": "{% for a in range(99999) %}{% for b in range(99999) %}" + "{% endfor %}" * 2,
     "a macro that calls itself": "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
-    "a block that calls itself": "{% block a %}{{ self.a() }}{% endblock %}",
     "brackets": f"{{{{ {'(' * 3000}1{')' * 3000} }}}}",
     "blocks": "{% if 1 %}" * 900 + "{% endif %}" * 900,
     "a long source": "{{ 1 }}" * 40_000,
     "a power": "{{ 10 ** (10 ** 9) }}",
-    "a division of long numbers": "{% if 3**9999999 // 7**999999 %}{% endif %}",
-    "a remainder of long numbers": "{% if 3**9999999 % 7**999999 %}{% endif %}",
     "keys that collide": repeated("[]", "n.s + [[i * (2**61 - 1), i]]") + "{{ dict(n.s) }}",
-    "a repeated text": "{{ 'a' * 10**10 }}",
     "a doubled text": repeated("'a'", "n.s ~ n.s"),
     "kept slices": LONG + repeated("[]", "[n.s, s[1:]]"),
-    "kept blocks": LONG + "{% set n = namespace(s=[]) %}{% for i in range(99999) %}"
-    "{% set x %}{{ s }}!{% endset %}{% set n.s = [n.s, x] %}{% endfor %}",
     "a list that holds itself twice": "{% set n = namespace(s=['a']) %}{% for i in range(60) %}"
     "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
-    "a written text": LONG + "{% for i in range(99999) %}{{ s }}{% endfor %}",
     "a text that just fits in its memory": LONG + "{% for i in range(90) %}{{ s }}{% endfor %}",
-    "a macro's text": LONG
-    + "{% macro f() %}{% for i in range(9999) %}{{ s }}{% endfor %}{% endmacro %}{{ f() }}",
     "a width in %": "{{ '%3000000000d' % 1 }}",
-    "a width with a name": "{{ '%(a)3000000000s' % {'a': 1} }}",
-    "a width in format": "{{ '{:3000000000}'.format(1) }}",
-    "the filter format": "{{ '%3000000000d' | format(1) }}",
     "a format of times": "{{ strftime_now('%c' * 10**8) }}",
-    "center": "{{ 'a' | center(10**10) }}",
     "join": LONG + "{{ s.join(s) }}",
-    "join by an attribute": LONG + "{{ s | join(s, attribute='x') }}",
-    "replace": LONG + "{{ s.replace('a', s) }}",
-    "bytes": "{{ (1).to_bytes(10**10) }}",
     "indented JSON": "{{ messages | tojson(indent=10**9) }}",
     "another file": "{% include '/etc/passwd' %}",
     "a module": "{% import 'os' as os %}",
@@ -205,22 +190,15 @@ def test_ordinary_templates_render_as_in_transformers(name: str, prompt: bool) -
 OPERATIONS = """\
 {%- set n = namespace(total=0, names=[]) -%}
 {%- for m in messages if m.role != 'system' -%}
-{{ loop.index0 % 2 }} {{ '%s-%03d' % (m.role, loop.index) }} {{ '{:>9}|{}'.format(m.role, 1) }}
-{{ m.content.replace('o', '0').split(' ') | join('+') }} {{ m | tojson(indent=2) }}
+{{ loop.index0 % 2 }} {{ '%s-%03d' % (m.role, loop.index) }} {{ m | tojson(indent=2) }}
 {%- set n.total = n.total + m.content | length * 2 -%}
 {%- set n.names = n.names + [m.role ~ '/' ~ loop.length, (1, 2)] -%}
 {%- if loop.index > 2 %}{% break %}{% endif -%}
 {%- endfor -%}
-{% macro twice(x, y=3) %}{{ x + x + '!' * y }}{% endmacro -%}
-{{ n.total }} {{ n.names }} {{ twice('a<b' | safe) }} {{ 'a' + 'b' + 'c' + 'd' + 'e' + 'f' + 'g'
-+ 'h' + 'i' + 'j' + 'k' }} {{ 2 ** 10 + 7 % 4 }} {{ dict(a=1) | items | list }}
-{{ dict.fromkeys('ab', 1) }} {{ '=' * 9 }}
-{{ messages | map(attribute='role') | unique | list }} {{ messages[1:] | length }}
-{% with a = 'x' + 'y' %}{{ a | upper }}{{ a | indent(2, first=true) | trim }}{% endwith %}
+{{ n.total }} {{ n.names }} {{ dict(a=1) | items | list }} {{ dict.fromkeys('ab', 1) }}
+{% generation %}{{ messages | map(attribute='role') | unique | list }}{% endgeneration %}
 {% for k, v in messages[0] | dictsort %}{{ k }}={{ v | default('none') }}{% else %}empty{% endfor %}
-{{ [[1, 2], [3]] | sum(start=0, attribute='0') }} {{ strftime_now('%Y %B') }}
-{% filter upper %}text{% endfilter %}{% macro boxed() %}[{{ caller('z') }}]{% endmacro %}
-{% call(text) boxed() %}{{ text * 2 }}{% endcall %}
+{{ 'a<b' | safe }} {{ strftime_now('%Y %B') }}
 """
 
 
