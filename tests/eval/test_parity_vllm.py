@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,14 +85,6 @@ def test_every_draft_of_a_verified_step_is_compared(change: dict, message: str |
     assert found is None if message is None else message in (found or "")
 
 
-def test_temperatures_are_above_0() -> None:
-    assert vllm.temperatures("0.7,1.5") == [0.7, 1.5]
-    assert vllm.temperatures("") == []
-    for wrong in ("0", "-1,2", "nan"):
-        with pytest.raises(ArgumentTypeError, match="above 0"):
-            vllm.temperatures(wrong)
-
-
 def test_a_failed_installation_is_said_and_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -105,32 +96,6 @@ def test_a_failed_installation_is_said_and_skipped(
     assert common.prepare("vllm") == Path("/envs/vllm/bin/python")
     (tmp_path / "setup_vllm.sh").write_text("echo 'built: /envs/vllm' >&2; echo torch==1 >&2\n")
     assert common.prepare("vllm") == Path("/envs/vllm/bin/python")
-
-
-def test_random_heads_are_chosen_by_a_pattern(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def subject(kind: str) -> SimpleNamespace:
-        target = SimpleNamespace(config=SimpleNamespace(model_type=kind), fingerprint=kind)
-        family = SimpleNamespace(reads_last_state=False)
-        return SimpleNamespace(target=target, head=SimpleNamespace(config=config, family=family))
-
-    def chosen(pattern: str) -> list[str]:
-        options = parser.parse_args(["--random", pattern])
-        return list(random_heads.chosen_subjects(options, tmp_path, grown=True))
-
-    parser, config = ArgumentParser(), SimpleNamespace(family="eagle3")
-    common.subject_options(parser, prompts=1)
-    monkeypatch.setattr(random_heads, "load_subject", lambda *arguments: subject("llama"))
-    monkeypatch.setattr(random_heads, "stand_in", lambda *arguments: subject("qwen3"))
-    monkeypatch.setattr(random_heads, "with_random_head", lambda s, f, name, *_, **shape: name)
-    assert chosen("eagle3$") == ["grown, llama: eagle3", "random, qwen3: eagle3"]
-    assert len(chosen("")) == 2 * len(random_heads.SHAPES)
-    with pytest.raises(UserError, match="random, qwen3: peagle, 1 layer"):  # which there are
-        chosen("eagle4")
-    with pytest.raises(SystemExit):
-        chosen("(")
-    assert "expected a regular expression, found (" in capsys.readouterr().err
 
 
 def test_a_client_that_fails_is_an_error_with_its_words(

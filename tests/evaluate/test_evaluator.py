@@ -20,15 +20,14 @@ from draftlab.evaluate.certificate.result import Certificate, Sampled, SamplingT
 from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.evaluator import Evaluator
 from draftlab.evaluate.metrics import timing
-from draftlab.evaluate.results import Report, Timing
+from draftlab.evaluate.results import Report
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import TimedRun, timing_batches
-from draftlab.evaluate.warnings import row_warnings, suite_warnings
+from draftlab.evaluate.warnings import suite_warnings
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
-from tests.helpers import sample_report as sample
 from tests.helpers.evaluation import HEAD_NAMES, evaluate, suite
 from tests.helpers.greedy_answers import STOPS, requests
 from tests.helpers.monitors import RecordingMonitor
@@ -284,27 +283,6 @@ def test_the_workload_and_warnings_are_announced(target: Target, head: Eagle3Hea
     assert "few prompts (4): the intervals are unreliable (at least 30: eval.max_prompts" in text
     assert text.count("few prompts") == 1
     assert "few timed prompts (2)" in text
-
-
-@pytest.mark.parametrize(
-    ("speedup", "interval", "expected"),
-    [
-        (0.8, (0.7, 0.9), "drafting slows decoding down at batch 1"),
-        (0.9, (0.8, 1.1), "do not show whether drafting pays at batch 1"),
-        (1.1, (0.8, 1.3), "do not show whether drafting pays at batch 1"),
-        (1.2, (1.1, 1.3), ""),
-        (0.8, None, ""),
-        (None, None, ""),
-    ],
-)
-def test_row_warnings_follow_the_interval_of_the_speed_up(
-    speedup: float | None, interval: tuple[float, float] | None, expected: str
-) -> None:
-    times = {"batch": 1, "prompts": 9, "tpot_ms": 1.0, "tpot_ms_ci": (1.0, 1.0), "ttft_ms": 1.0}
-    slow = Timing(**times, step_ms=1.0, speedup=speedup, speedup_ci=interval)
-    warnings = row_warnings(sample.row(timings=[slow]))
-    assert len(warnings) == bool(expected)
-    assert expected in "".join(warnings)
 
 
 def test_the_reference_engine_counts_the_same(target: Target, head: Eagle3Head) -> None:

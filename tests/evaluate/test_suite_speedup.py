@@ -280,12 +280,3 @@ def test_the_prompts_of_a_category_are_not_the_timed_ones(target: Target, head: 
     low, high = other.speedup_ci
     # Drawn together the two would cancel.
     assert low < 0.9 < 1.1 < high
-
-
-def test_repeated_prompts_are_one_each() -> None:
-    """A batch that is larger than the suite decodes prompts again; intervals are over prompts."""
-    answers = [generation(3 + i, 1.0, STEP_MS) for i in range(3)]
-    whole = Decoded.of(answers * 2, distinct=3)
-    assert len(whole) == 3
-    assert whole.tokens.tolist() == [2 * (len(one.token_ids) - 1) for one in answers]
-    assert len(Decoded.of(answers * 2)) == 6

@@ -137,16 +137,19 @@ def test_the_targets_own_tables_in_a_published_head_are_dropped(
         import_head(other, tmp_path / "other", target=str(target), dtype="float32")
 
 
+def assert_same_head(folder: Path, exported: ExportedHead) -> None:
+    back, before = load_config(folder), load_config(exported.head)
+    assert (back.family, back.options()) == (before.family, before.options())
+    assert (back.k_trained, back.boundaries) == (before.k_trained, before.boundaries)
+
+
 def test_published_folders_come_in(export_head: ExportHead, target: Path, tmp_path: Path) -> None:
     """Keys as DeepSpec and z-lab write them: causality, and DSpark's layout, are left out there."""
     missing = {"is_causal": None, "sample_from_anchor": None, "head_dim": None}
     deepspec = {"num_anchors": 512, "max_window_layers": 4, "use_cache": True} | missing
     exported = export_head("vllm", **DSPARK)
     folder = change_config(exported.folder, **deepspec)
-    back = load_config(import_head(folder, tmp_path / "dspark", target=str(target)))
-    before = load_config(exported.head)
-    assert back.options() == before.options()
-    assert (back.k_trained, back.boundaries) == (before.k_trained, before.boundaries)
+    assert_same_head(import_head(folder, tmp_path / "dspark", target=str(target)), exported)
     shutil.rmtree(exported.folder)
 
     exported = export_head("vllm", **DFLASH)
@@ -154,10 +157,7 @@ def test_published_folders_come_in(export_head: ExportHead, target: Path, tmp_pa
     nested = {n: config["dflash_config"][n] for n in ("mask_token_id", "target_layer_ids")}
     zlab = missing | {"dflash_config": nested, "mask_token_id": None, "target_layer_ids": None}
     folder = change_config(exported.folder, auto_map={"AutoModel": "dflash.Draft"}, **zlab)
-    back = load_config(import_head(folder, tmp_path / "dflash", target=str(target)))
-    before = load_config(exported.head)
-    assert back.options() == before.options()
-    assert (back.k_trained, back.boundaries) == (before.k_trained, before.boundaries)
+    assert_same_head(import_head(folder, tmp_path / "dflash", target=str(target)), exported)
 
 
 def test_a_published_head_with_a_selector_comes_in(
@@ -168,10 +168,7 @@ def test_a_published_head_with_a_selector_comes_in(
     top = ("mask_token_id", "target_layer_ids", "block_size", "sample_from_anchor")
     published = dict.fromkeys(top) | {"bos_token_id": 1, "initializer_range": 0.02}
     folder = change_config(exported.folder, **published)
-    back = load_config(import_head(folder, tmp_path / "back", target=str(target)))
-    before = load_config(exported.head)
-    assert (back.family, back.options()) == ("dflash2", before.options())
-    assert (back.k_trained, back.boundaries) == (before.k_trained, before.boundaries)
+    assert_same_head(import_head(folder, tmp_path / "back", target=str(target)), exported)
     nested = exported.config["dflash_config"] | {"selector_rank": None}
     with pytest.raises(UserError, match="selector_rank: missing in dflash_config"):
         import_head(
@@ -246,19 +243,6 @@ def test_sliding_layers_of_the_speculators_library_are_causal_without_its_flag(
         ("sliding_window", 4, "expected a sliding_window larger than the block"),
         ("layer_types", None, "layer_types is missing"),
         ("layer_types", ["sliding_attention"], "expected layer_types of 2 layers"),
-    ],
-)
-def test_windows_that_do_not_fit_are_refused(
-    export_head: ExportHead, target: Path, tmp_path: Path, key: str, value: object, message: str
-) -> None:
-    folder = export_head("vllm", **DSPARK, sliding_window=12).folder
-    with pytest.raises(UserError, match=message):
-        import_head(change_config(folder, **{key: value}), tmp_path / "x", target=str(target))
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "message"),
-    [
         ("markov_head_type", "rnn", "markov_head_type: expected 'vanilla'"),
         ("mask_token_id", VOCAB, "outside the"),
         ("mask_token_id", None, "mask_token_id"),
@@ -270,7 +254,8 @@ def test_windows_that_do_not_fit_are_refused(
 def test_other_heads_are_refused(
     export_head: ExportHead, target: Path, tmp_path: Path, key: str, value: object, message: str
 ) -> None:
-    folder = change_config(export_head("vllm", **DSPARK).folder, **{key: value})
+    window = {"sliding_window": 12} if key in ("sliding_window", "layer_types") else {}
+    folder = change_config(export_head("vllm", **DSPARK | window).folder, **{key: value})
     with pytest.raises(UserError, match=message):
         import_head(folder, tmp_path / "back", target=str(target))
 

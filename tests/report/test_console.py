@@ -47,16 +47,6 @@ def test_the_verdict_is_above_the_table() -> None:
     assert head.split("\n")[2].startswith("At T = 0 and K = 4, head")
 
 
-def test_how_drafts_are_chosen_is_explained() -> None:
-    assert fmt.LEGEND["drafting"][0] in " ".join(printed(sample.report()).split())
-    assert [line.split()[2] for line in table(printed(sample.report()))] == [
-        "9.84", "argmax", "9.84", "argmax", "sampled",
-    ]  # fmt: skip
-    one = printed(sample.report([sample.row(temperature=0.8, draft_probs=True)]))
-    assert "drafting sampled" in " ".join(one.split())  # a condition of all rows
-    assert "argmax" not in printed(sample.report([sample.baseline()]))
-
-
 def test_conditions_are_stated_once_when_shared() -> None:
     text = " ".join(printed(sample.report()).split())
     for condition in (
@@ -76,16 +66,6 @@ def test_conditions_are_stated_once_when_shared() -> None:
     ):
         assert text.count(condition) >= 1, condition
     assert text.count("dtype") == 1
-
-
-def test_conditions_that_differ_get_a_column() -> None:
-    rows = [sample.baseline(batch=8), sample.row(batch=8), sample.row(batch=1, head="other/head")]
-    text = printed(sample.report(rows), width=140)
-    first, second, third = (line.split() for line in table(text))
-    assert first[:2] == ["8", "0"]
-    assert second[:3] == ["runs/quickstart/head", "8", "0"]
-    assert third[:3] == ["other/head", "1", "0"]
-    assert "batch 8" not in text
 
 
 def test_warnings_come_last_and_once_and_markup_is_text() -> None:

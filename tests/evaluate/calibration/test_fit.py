@@ -78,12 +78,6 @@ def test_temperatures_are_those_of_a_search_over_the_grid() -> None:
     assert (TEMPERATURES[0], TEMPERATURES[-1]) == pytest.approx((0.1, 10))
 
 
-def test_temperatures_are_recovered() -> None:
-    blocks = simulate([1 / 2.0] * 4, [0.0] * 4, blocks=60_000)
-    assert fit_temperatures(blocks) == pytest.approx([2.0] * 4, rel=0.13)  # one step of the grid
-    assert fit_common_temperature(blocks) == pytest.approx(2.0, rel=0.06)
-
-
 def dependent(blocks: int) -> DraftBlocks:
     """Return steps whose drafts share a luck that no confidence shows."""
     generator = np.random.default_rng(4)
