@@ -65,10 +65,8 @@ class _Bar(Progress):
 
 
 class ConsoleMonitor(Monitor):
-    """Prints lines and a progress bar on a terminal, and lines of progress into a log.
-
-    Attributes:
-        warnings: the printed lines that begin with "warning: ".
+    """Prints lines and a progress bar on a terminal, and lines of progress into a log; keeps
+    warnings.
     """
 
     def __init__(self, console: Console) -> None:
@@ -133,10 +131,8 @@ def _count(stage: str, done: float, total: float) -> str:
 
 
 def plan_lines(statuses: Sequence[Status], *, force: bool) -> Iterator[str]:
-    """Yield a line for each stage of a plan, and one if the run would be refused.
-
-    Args:
-        force: whether stages with changed settings run again.
+    """Yield a line for each stage of a plan, and one if the run, without --force, would be
+    refused.
     """
     changed = (s.stage for s in statuses if s.state == "changed" and not s.stage.cheap)
     refused = None if force else next(changed, None)

@@ -51,10 +51,8 @@ class Verbs(TyperGroup):
 
 
 def _check_utf8(arguments: Sequence[str]) -> None:
-    """Check the arguments and the working folder, whose names reports and exports hold.
-
-    Raises:
-        UserError: one has bytes that are not UTF-8, of which Python makes surrogates.
+    """Raise a `UserError` if an argument or the working folder, whose names reports and exports
+    hold, has bytes that are not UTF-8, of which Python makes surrogates.
     """
     for text in (*arguments, os.path.realpath(".")):
         try:
@@ -118,12 +116,8 @@ def guard(
 ) -> Iterator[None]:
     """Print a `UserError` and exit with code 2; print other errors and exit with code 1.
 
-    SIGTERM and SIGHUP end the process with a line and 128 + their number.
-
-    Args:
-        debug: whether to print the traceback.
-        interrupted: the effect of an interruption, for the message.
-        monitor: prints to its console, after its progress bar is removed.
+    SIGTERM and SIGHUP end the process with a line and 128 + their number. Messages say what an
+    interruption does (`interrupted`); `debug` adds the traceback.
     """
     console = monitor.console
     try:

@@ -38,16 +38,12 @@ def launch(
     program: Sequence[str] = DRAFTLAB,
     environment: Mapping[str, str] | None = None,
 ) -> int:
-    """Run `draftlab ARGUMENTS` in `count` processes that can connect; wait for them.
+    """Run `draftlab ARGUMENTS` in `count` processes that can connect, with further variables; wait
+    for them.
 
     If a process fails, the others are terminated. SIGTERM and SIGHUP are passed on to all, which
-    then write a checkpoint; a second one ends them at once.
-
-    Args:
-        environment: further variables of the processes.
-
-    Returns:
-        The exit code: 0, or that of the process that failed first.
+    then write a checkpoint; a second one ends them at once. Returns 0, or the exit code of the
+    process that failed first.
     """
     logs = Path(tempfile.mkdtemp(prefix="draftlab-ranks-"))
     processes: list[subprocess.Popen[bytes]] = []

@@ -68,10 +68,8 @@ class SettingsOptions:
         return command
 
     def apply(self, settings: S, chosen: Mapping[str, Any]) -> S:
-        """Return a copy of settings with the options that the user gave.
-
-        Raises:
-            UserError: a value does not fit; the message names the option.
+        """Return a copy of settings with the options that the user gave; a `UserError` names the
+        option whose value does not fit.
         """
         options = {name: self._names(name)[0] for name in chosen}
         return update_settings(

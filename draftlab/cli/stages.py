@@ -58,20 +58,6 @@ Plan = Annotated[
 ]
 
 
-def new_pipeline(recipe: Path, overrides: list[str] | None, *, rehearse: bool = False) -> Pipeline:
-    from draftlab.recipe.recipe import load_recipe
-
-    loaded = load_recipe(recipe, overrides or [])  # mistakes are reported before torch is imported
-    from draftlab.pipeline.pipeline import Pipeline
-
-    if rehearse:
-        from draftlab.pipeline.rehearsal import REHEARSALS, RehearsalMonitor, rehearsal_recipe
-
-        small = rehearsal_recipe(loaded, REHEARSALS, monitor)
-        return Pipeline(small, RehearsalMonitor(monitor), REHEARSALS)
-    return Pipeline(loaded, monitor)
-
-
 def make(
     stages: tuple[str, ...],
     recipe: Path,
@@ -84,7 +70,18 @@ def make(
     rehearse: bool = False,
 ) -> Pipeline | None:
     """Run stages; with `plan` print the plan instead and return None."""
-    pipeline = new_pipeline(recipe, overrides, rehearse=rehearse)
+    from draftlab.recipe.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])  # mistakes are reported before torch is imported
+    from draftlab.pipeline.pipeline import Pipeline
+
+    if rehearse:
+        from draftlab.pipeline.rehearsal import REHEARSALS, RehearsalMonitor, rehearsal_recipe
+
+        small = rehearsal_recipe(loaded, REHEARSALS, monitor)
+        pipeline = Pipeline(small, RehearsalMonitor(monitor), REHEARSALS)
+    else:
+        pipeline = Pipeline(loaded, monitor)
     pipeline.gpus = gpus
     if plan:
         pipeline.on_cluster = ray is not None
@@ -138,8 +135,7 @@ def launch_verb(
 def connected(address: str | None) -> Iterator[RayCluster | None]:
     """Connect this process to a Ray cluster for the duration of the block; without one yield None.
 
-    Raises:
-        UserError: Ray is not installed, or this process was launched with others.
+    Raises a `UserError` if Ray is not installed, or this process was launched with others.
     """
     if address is None:
         yield None
@@ -169,10 +165,8 @@ def planned_hardware(
 ) -> tuple[HardwareSettings, str]:
     """Return the GPUs of a running cluster, for a plan, and a line about them.
 
-    Without a cluster, and of one without GPUs, they are those of the recipe.
-
-    Raises:
-        UserError: the address has another form, or this process was launched with others.
+    Without a cluster, and of one without GPUs, they are those of the recipe. Raises a `UserError`
+    as `connected`, or if the address has another form.
     """
     try:
         with connected(address) as cluster:

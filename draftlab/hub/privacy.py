@@ -34,12 +34,8 @@ _ADDRESS = re.compile(r"\b[A-Za-z][\w+.-]*://[^\s'\"`<>]+")
 
 
 def relative_paths(recipe: dict[str, Any], suites: Iterable[str], targets: Iterable[str]) -> Paths:
-    """Return the paths below the current folder that an upload would name.
-
-    Args:
-        recipe: as it is in the run.
-        suites: sources of prompts.
-        targets: Hub ids, or folders.
+    """Return the paths below the current folder that an upload would name: in a run's recipe, as
+    sources of prompts, or as targets that are no Hub ids.
     """
     values = [target for target in targets if not is_hub_id(target)]
     values += suites
@@ -58,8 +54,7 @@ def relative_paths(recipe: dict[str, Any], suites: Iterable[str], targets: Itera
 def without_private_values(value: Any, paths: Paths = ()) -> Any:
     """Return a JSON value, its keys too, with only the last part of paths and no addresses.
 
-    Args:
-        paths: relative ones, which look like Hub ids (see `relative_paths`).
+    `paths` are relative ones, which look like Hub ids (see `relative_paths`).
     """
     if isinstance(value, dict):
         keys: set[str] = set()

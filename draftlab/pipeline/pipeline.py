@@ -140,13 +140,8 @@ class Pipeline:
             yield f"  {self._default_note}"
 
     def check(self, statuses: Sequence[Status], *, plan: bool) -> None:
-        """Check that the stages that are not complete can succeed; report warnings.
-
-        Args:
-            plan: see `check_before_run`.
-
-        Raises:
-            UserError: as `check_before_run`.
+        """Check that the stages that are not complete can succeed, as `check_before_run` with
+        `plan` does; report warnings.
         """
         check_folder(self.folder)
         names = [status.stage.name for status in statuses if status.runs]
@@ -175,11 +170,8 @@ class Pipeline:
     def make(self, *last: str, force: bool = False) -> Path:
         """Run what is missing up to each stage of `last`; return the artefact of the final one.
 
-        Args:
-            force: stages whose settings changed run again, with all later stages.
-
-        Raises:
-            UserError: settings of the run changed and `force` is not set, or a stage failed.
+        Stages whose settings changed run again with `force`, with all later stages; without it they
+        raise a `UserError`, as does a stage that fails.
         """
         trains = any(stage.name == "head" for name in last for stage in self.run.stages_up_to(name))
         if trains and num_launched() > 1:

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,7 +138,7 @@ def _fit(recipe: Recipe, run: Path, monitor: Monitor, num_ranks: int, received: 
 
     trainer = TorchTrainer(
         _train_rank,
-        train_loop_config={"task": StageTask(recipe, run, os.getcwd(), queue, signals)},
+        train_loop_config={"task": (recipe, run, os.getcwd(), queue, signals)},
         scaling_config=ScalingConfig(
             num_workers=num_ranks,
             use_gpu=uses_gpu,
@@ -160,22 +159,27 @@ def _fit(recipe: Recipe, run: Path, monitor: Monitor, num_ranks: int, received: 
 
 
 def _train_rank(config: dict[str, Any]) -> None:
-    """Train as one rank."""
-    task: StageTask = config["task"]
-    node = enter_node(task.run, task.folder)
+    """Train as one rank.
+
+    Args:
+        config: "task": the recipe with the devices on the cluster, the run folder, the driver's
+            working directory, the queue of its console, and that of a signal which ends the run.
+    """
+    recipe, run, folder, queue, signals = config["task"]
+    node = enter_node(run, folder)
     rank = ray.train.get_context().get_world_rank()
-    monitor = QueueMonitor(task.queue if rank == 0 else None)
+    monitor = QueueMonitor(queue if rank == 0 else None)
     try:
-        ranks = Ranks.join(task.recipe.train.device)
-        recording = Recording(task.recipe, task.run, monitor)
-        head = task.run / STAGES["head"].artefact
+        ranks = Ranks.join(recipe.train.device)
+        recording = Recording(recipe, run, monitor)
+        head = run / STAGES["head"].artefact
 
         def new_pool(_: Ranks) -> RayPool:
-            return RayPool(task.recipe, task.run, monitor)
+            return RayPool(recipe, run, monitor)
 
         if rank == 0:
-            threading.Thread(target=_receive_signal, args=(task.signals,), daemon=True).start()
-        arguments = (task.recipe, recording, task.run, head)
+            threading.Thread(target=_receive_signal, args=(signals,), daemon=True).start()
+        arguments = (recipe, recording, run, head)
         with suppress(SystemExit):  # the driver's signal, at which all ranks end after one step
             train_and_save(*arguments, monitor=monitor, ranks=ranks, new_pool=new_pool)
         ranks.leave()
@@ -183,7 +187,7 @@ def _train_rank(config: dict[str, Any]) -> None:
         traceback.print_exc()
         if isinstance(error, UserError) and not isinstance(error, LostRankError):
             named = UserError(f"node {node}: {error.what}", where=error.where, do=error.do)
-            task.queue.put(("error", named))
+            queue.put(("error", named))
         first = str(error).partition("\n")[0]
         raise RuntimeError(f"node {node}, rank {rank}: {type(error).__name__}: {first}") from None
 
@@ -199,48 +203,42 @@ def _receive_signal(signals: Queue) -> None:
 def evaluate(
     cluster: RayCluster, recipe: Recipe, run: Path, folder: Path, monitor: Monitor
 ) -> None:
-    """Evaluate the head of a run on a node that has room for the target.
-
-    Args:
-        folder: for the report.
-
-    Raises:
-        UserError: as `evaluate_head`, with the name of the node.
+    """Evaluate the head of a run into a folder, on a node that has room for the target; a
+    `UserError` names the node.
     """
     recipe, run = cluster.on_cluster(recipe), run.resolve()
     queue = new_queue()
-    task = StageTask(recipe, run, os.getcwd(), queue)
     remote = ray.remote(**target_resources(recipe))(_evaluate)
-    relay(queue, monitor, lambda: ray.get(remote.remote(task, folder.resolve())))
+    arguments = (recipe, run, os.getcwd(), queue, folder.resolve())
+    relay(queue, monitor, lambda: ray.get(remote.remote(*arguments)))
     wait_for_files(folder, STAGES["eval"].files)
 
 
-def _evaluate(task: StageTask, folder: Path) -> None:
+def _evaluate(recipe: Recipe, run: Path, working: str, queue: Queue, folder: Path) -> None:
     """Evaluate the head; for a process on a node."""
-    node = enter_node(task.run, task.folder)
-    monitor = QueueMonitor(task.queue)
+    node = enter_node(run, working)
+    monitor = QueueMonitor(queue)
     monitor.say(f"ray: node {node} evaluates")
     try:
         evaluate_head(
-            task.recipe.target,
-            task.run / STAGES["head"].artefact,
-            task.recipe.eval,
+            recipe.target,
+            run / STAGES["head"].artefact,
+            recipe.eval,
             folder,
             monitor=monitor,
-            head_name=task.recipe.name,
-            held_out=partial(held_out_prompts, task.recipe, task.run),
+            head_name=recipe.name,
+            held_out=partial(held_out_prompts, recipe, run),
         )
     except Exception as error:
         traceback.print_exc()
         if not isinstance(error, UserError):
             error = UserError(
                 f"{type(error).__name__}: {error}",
-                where=node_log(task.run, node),
+                where=node_log(run, node),
                 do="the node's log has the traceback of this bug or fault of the machine",
             )
-        task.queue.put(
-            ("error", UserError(f"node {node}: {error.what}", where=error.where, do=error.do))
-        )
+        named = UserError(f"node {node}: {error.what}", where=error.where, do=error.do)
+        queue.put(("error", named))
 
 
 def _first_line(error: Exception) -> str:
@@ -249,30 +247,9 @@ def _first_line(error: Exception) -> str:
     return next((line for line in lines[1:] if line), lines[0] if lines else "")
 
 
-@dataclass(frozen=True)
-class StageTask:
-    """The arguments of a stage for a process on a node.
-
-    Attributes:
-        recipe: with the devices on the cluster.
-        run: the run folder, absolute.
-        folder: the driver's working directory.
-        queue: takes what the driver's console shows.
-        signals: gives the number of a signal at which the training ends.
-    """
-
-    recipe: Recipe
-    run: Path
-    folder: str
-    queue: Queue
-    signals: Queue | None = None
-
-
 class QueueMonitor(Monitor):
-    """Passes lines and progress to the driver, and lines to the node's log.
-
-    Args:
-        queue: None: nothing is passed on, as of all ranks but the first.
+    """Passes lines and progress to the driver, and lines to the node's log; without a queue, as
+    of all ranks but the first, to the log alone.
     """
 
     def __init__(self, queue: Queue | None) -> None:
@@ -302,14 +279,10 @@ def relay(
     work: Callable[[], Any],
     on_poll: Callable[[], None] = lambda: None,
 ) -> None:
-    """Show what comes through a queue while some work runs in another thread.
+    """Show what comes through a queue while some work runs in another thread, and `on_poll` is
+    called.
 
-    Args:
-        on_poll: called again and again meanwhile.
-
-    Raises:
-        UserError: the first error that came through the queue.
-        Exception: what the work raised, if no error came.
+    Raises the first `UserError` that came through the queue, or else what the work raised.
     """
     errors: list[UserError] = []
     future: Future[Any] = Future()

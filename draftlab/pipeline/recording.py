@@ -59,8 +59,7 @@ def cache_line(store: Store) -> str:
 class Recording(TargetWorker):
     """The stages of a run that need the target, answers and store, here or by a pool of workers.
 
-    Attributes:
-        trains: whether a head is trained next, whose rows have to hold the longest record.
+    If a head is trained next (`trains`), its rows have to hold the longest record.
     """
 
     trains: bool = field(default=False, init=False)
@@ -84,11 +83,7 @@ class Recording(TargetWorker):
         return prompts
 
     def write_answers(self, path: Path, pool: WorkerPool | None) -> None:
-        """Write the target's answers to the prompts.
-
-        Args:
-            pool: the workers that answer; None: this process does.
-        """
+        """Write the target's answers to the prompts, by the pool's workers or in this process."""
         settings = self.recipe.regenerate
         target: Target | TargetMetadata | None = None
         decode = answer_chunks = None
@@ -153,11 +148,7 @@ class Recording(TargetWorker):
         return TargetMetadata(settings, described.padding_reason)
 
     def write_store(self, folder: Path, pool: WorkerPool | None) -> None:
-        """Write the store.
-
-        Args:
-            pool: the workers that record; None: this process does.
-        """
+        """Write the store, by the pool's workers or in this process."""
         target = self.recorded_target if pool is None else self._metadata(pool, "store")
         record_shards = None
         if pool is not None:

@@ -88,14 +88,8 @@ class RehearsalMonitor(Monitor):
 def rehearsal_recipe(recipe: Recipe, runs: Path, monitor: Monitor) -> Recipe:
     """Return the recipe of a rehearsal, after making its stand-in in <runs>/<name>/target.
 
-    An earlier rehearsal is removed.
-
-    Args:
-        runs: folder of all rehearsals.
-
-    Raises:
-        UserError: config or tokenizer of the target cannot be read, no stand-in of its
-            architecture can be made, or the folder holds something else.
+    An earlier rehearsal is removed. Raises a `UserError` if config or tokenizer of the target
+    cannot be read, no stand-in of its architecture can be made, or the folder holds something else.
     """
     folder = runs / recipe.name
     if folder.exists() and not (folder / TARGET).is_dir():
@@ -165,10 +159,8 @@ def _prompt_changes(recipe: Recipe, monitor: Monitor) -> dict[str, Any]:
 def make_stand_in(recipe: Recipe, folder: Path) -> None:
     """Write a tiny random target of the target's architecture, with its tokenizer files.
 
-    Weights are float32 and drawn from the recipe's seed.
-
-    Raises:
-        UserError: as in `rehearsal_recipe`.
+    Weights are float32 and drawn from the recipe's seed. Raises a `UserError` as
+    `rehearsal_recipe`.
     """
     config = stand_in_config(target_config(recipe.target))
     source = resolve_target(recipe.target, TOKENIZER_FILES)

@@ -42,8 +42,7 @@ def train_and_save(
 ) -> None:
     """Train the head of a recipe on the store of its run; the first rank writes it to a folder.
 
-    Args:
-        new_pool: returns the workers that record the shards of a window meanwhile, for rank 0.
+    For rank 0 `new_pool` returns the workers that record the shards of a window meanwhile.
     """
     store, ranks = recording.open_store(), ranks or Ranks.join(recipe.train.device)
     with window_recording(recipe, store, ranks, new_pool, monitor):

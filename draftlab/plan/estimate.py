@@ -277,10 +277,8 @@ def as_count(number: float) -> str:
 def estimate_table(
     recipe: Recipe, runs: Path, stages: Collection[str], num_working: int = 1
 ) -> Iterator[str]:
-    """Yield the lines of a table of estimates of stages, and warnings about the machine.
-
-    Args:
-        num_working: number of GPUs that work at the same time.
+    """Yield the lines of a table of estimates of stages, at which so many GPUs work at a time,
+    and warnings about the machine.
     """
     wrapper = textwrap.TextWrapper(
         WIDTH, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False

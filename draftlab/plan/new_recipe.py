@@ -29,13 +29,10 @@ of 256 (8e-3) and on one of 576 channels (4e-3, beside 8e-3 and 2e-3)."""
 
 
 def new_recipe(tree: dict[str, Any]) -> Recipe:
-    """Return a recipe whose sizes fit its target, its prompts and its GPU.
+    """Return a recipe whose sizes fit its target, its prompts and its GPU; raise a `UserError` as
+    `RecipeSizes`.
 
-    Args:
-        tree: name, target, prompts, head and hardware; without hardware.gpu a CPU does the work.
-
-    Raises:
-        UserError: as `RecipeSizes`.
+    The tree has name, target, prompts, head and hardware; without hardware.gpu a CPU does the work.
     """
     gpu, prompts = GPUS.get(tree["hardware"]["gpu"] or ""), tree["prompts"]
     if prompts["max_prompts"] is None and (gpu is None or prompts["source"] == SELF):

@@ -114,10 +114,8 @@ class Planned:
 def check_before_run(
     recipe: Recipe, stages: Collection[str], *, plan: bool = False, here: bool = True
 ) -> list[str]:
-    """Check what would otherwise fail after hours of work, by the list `CHECKS`; return warnings.
-
-    Raises:
-        UserError: the first fault.
+    """Check what would otherwise fail after hours of work, by the list `CHECKS`; return
+    warnings, or raise a `UserError` about the first fault.
     """
     planned = Planned(recipe, stages, plan, here)
     return [warning for check in CHECKS for warning in check(planned) or ()]

@@ -97,8 +97,8 @@ for _kind, _pattern, _letters in (
 def load_yaml(text: str) -> Any:
     """Return the value of a YAML text, such as that of a recipe.
 
-    Raises:
-        ValueError: it is no YAML, has keys or values that no setting has, or is nested too deeply.
+    Raises a `ValueError` if it is no YAML, has keys or values that no setting has, or is nested too
+    deeply.
     """
     try:
         loader = _Loader(text)
@@ -308,10 +308,8 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def parse_recipe(
     tree: dict[str, Any], *, where: Path | str = "recipe", overrides: Sequence[str] = ()
 ) -> Recipe:
-    """Validate a tree of settings, which errors locate by its file and its `key=value` overrides.
-
-    Raises:
-        UserError: a setting is of `REMOVED_SETTINGS`, is unknown, or does not fit.
+    """Validate a tree of settings; a `UserError` about one that is removed, unknown or does not
+    fit locates it by its file and its `key=value` overrides.
     """
     removed = {key: do for key, do in REMOVED_SETTINGS.items() if _has(tree, key)}
     if removed:

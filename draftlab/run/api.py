@@ -240,8 +240,7 @@ def export_head(
 ) -> Path:
     """Export a head to a layout, load the export back and compare it; return its folder.
 
-    Args:
-        report: report.json of the head's evaluation, whose fastest K is the default.
+    The fastest K of the head's evaluation, report.json, is the default.
     """
     places, settings = {layout: out}, settings or ExportSettings()
     return export_layouts(

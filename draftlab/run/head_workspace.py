@@ -139,10 +139,8 @@ def open_head(
     trust_remote_code: bool = False,
     monitor: Monitor | None = None,
 ) -> HeadWorkspace:
-    """Return the workspace of a run's head (None: the latest run's), or of a head and its target.
-
-    Raises:
-        UserError: there is no such run or head, or the head's target is not known.
+    """Return the workspace of a run's head (None: the latest run's), or of a head and its
+    target; raise a `UserError` without one.
     """
     if head is None:
         check_named(target, trust_remote_code)

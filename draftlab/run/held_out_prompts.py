@@ -43,10 +43,8 @@ def check_suite(recipe: Recipe) -> None:
 
 
 def held_out_prompts(recipe: Recipe, run: Path) -> list[Conversation]:
-    """Return the conversations of a run whose records were held out, one for each prompt.
-
-    Raises:
-        UserError: there is no store, or nothing was held out.
+    """Return the conversations of a run whose records were held out, one for each prompt; raise
+    a `UserError` if there is no store, or nothing was held out.
     """
     folder = run / STAGES["store"].artefact
     if not (folder / MANIFEST).is_file():

@@ -158,10 +158,8 @@ NORM_BEFORE_RESIDUAL = "head.norm_before_residual"
 def with_family_defaults(recipe: Recipe, folder: Path) -> tuple[Recipe, str]:
     """Return a recipe with `head.norm_before_residual`, and a sentence on why, or "".
 
-    A head whose training has begun in the run folder keeps its value.
-
-    Raises:
-        UserError: the recipe leaves the setting out and `head.init` names no head.
+    A head whose training has begun in the run folder keeps its value. Raises a `UserError` if the
+    recipe leaves the setting out and `head.init` names no head.
     """
     if recipe.head.norm_before_residual is not None:
         return recipe, ""

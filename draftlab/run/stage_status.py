@@ -182,11 +182,10 @@ class Run:
                 )
 
     def check_store(self, status: Status) -> None:
-        """Check that a damaged stage is no store whose shards were written and must not be again.
+        """Raise a `UserError` about a damaged store whose shards must not be written again.
 
-        Raises:
-            UserError: its manifest, which alone has the hashes of the shards, is damaged, or a
-                shard is; or `record.url` has changed.
+        Its manifest, which alone has the hashes of the shards, is damaged, or a shard is; or
+        `record.url` has changed.
         """
         shard, _, damage = status.damage.partition(": ")
         if damage.startswith(DAMAGED_SHARD):

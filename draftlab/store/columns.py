@@ -94,10 +94,8 @@ class ColumnFile:
 
     @classmethod
     def map(cls, path: Path) -> Self:
-        """Map the columns of a file.
-
-        Raises:
-            ValueError: it is another file; a stranger's store has the right hash of any file.
+        """Map the columns of a file; raise a `ValueError` if it is another one: a stranger's
+        store has the right hash of any file.
         """
         return cls(**map_columns(path, cls.DTYPES))
 
@@ -122,13 +120,8 @@ def write_columns(columns: Mapping[str, np.ndarray], path: Path) -> None:
 
 
 def map_columns(path: Path, dtypes: Mapping[str, type[np.generic]]) -> dict[str, np.ndarray]:
-    """Map the columns of a safetensors file.
-
-    Args:
-        dtypes: by the names of the columns.
-
-    Raises:
-        ValueError: it is another file.
+    """Map the columns of a safetensors file, by their names and dtypes; raise a `ValueError` if
+    it is another file.
     """
     columns = {}
     try:

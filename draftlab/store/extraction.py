@@ -52,10 +52,8 @@ class StateSource(Protocol):
     """What computes the states of a recording."""
 
     def batches(self, shard: Shard, samples: Sequence[Sample]) -> Iterator[StatesFuture]:
-        """Yield the states of a shard's samples, in the batches of its plan.
-
-        Raises:
-            UserError: they cannot be computed.
+        """Yield the states of a shard's samples, in the batches of its plan; raise a `UserError`
+        if they cannot be computed.
         """
 
 
@@ -89,11 +87,7 @@ class HiddenStateExtractor:
 
     @torch.inference_mode()
     def submit(self, samples: Sequence[Sample]) -> StatesFuture:
-        """Submit one forward pass.
-
-        Raises:
-            UserError: the pass runs out of device memory.
-        """
+        """Submit one forward pass; raise a `UserError` if it runs out of device memory."""
         positions = teacher_positions(samples)
         try:
             forward = self._forward_padded if self.padded else self._forward_packed

@@ -58,10 +58,8 @@ _ARGUMENTS, _WINDOW = "template_arguments", "window"
 def template_arguments_setting(
     modes: Sequence[dict[str, Any]] | None,
 ) -> dict[str, list[dict[str, Any]] | None]:
-    """Return the setting of a store whose records have these template arguments, if any has some.
-
-    Args:
-        modes: the different ones; None: too many to list.
+    """Return the setting of a store whose records have these template arguments, if any has some
+    (None: too many to list).
     """
     modes = None if modes is None else list(modes)
     return {} if modes == [{}] else {_ARGUMENTS: modes}
@@ -368,10 +366,8 @@ class Manifest(_File):
 
 
 def _mapped(path: Path, digest: str, kind: tuple[str, str], parse: Callable[[Path], T]) -> T:
-    """Return what `parse` makes of a file with this hash.
-
-    Args:
-        kind: what it is, and what to do if it is missing.
+    """Return what `parse` makes of a file with this hash; `kind` says what it is, and what to do
+    without it.
     """
     name, do = kind
     if path.is_symlink() or not _has_hash(path, digest):

@@ -91,10 +91,8 @@ def _sums(models: Sequence[Counts] | Sequence[Dropped]) -> dict[str, int]:
 
 
 def _distinct_ids(stores: Sequence[Store], monitor: Monitor) -> list[RecordIndex]:
-    """Return the indices of the stores, in which no two records have one id.
-
-    Raises:
-        UserError: stores share an id, and not merely the prompts of other template arguments.
+    """Return the indices of the stores, in which no two records have one id; raise a `UserError`
+    if stores share one, and not merely the prompts of other template arguments.
     """
     all_ids: list[Sequence[str]] = []
     for number, store in enumerate(stores):

@@ -98,10 +98,8 @@ class UrlFolder:
         return f"{self._opened[1].rstrip('/')}/{name}"
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of every file in the folder, by name, from one paged listing.
-
-        Raises:
-            UserError: the URL does not answer, or refuses.
+        """Return the size of every file in the folder, by name, from one paged listing; raise a
+        `UserError` if the URL does not answer, or refuses.
         """
         file_system, root = self._opened
 
@@ -408,12 +406,7 @@ class UrlClaim:
         return {}
 
     def check(self) -> None:
-        """Check that no other process has claimed the URL since this one did.
-
-        Raises:
-            LostClaimError: one has.
-            UserError: the URL does not answer.
-        """
+        """Raise a `LostClaimError` if another process has claimed the URL since this one did."""
         claim = self._read()
         if not self._id or claim is None or claim.get("id") != self._id:
             raise LostClaimError(

@@ -18,12 +18,9 @@ _NUMBERED = re.compile(r"(.*)#(?:0[0-9]*|1|[0-9]+[~#][0-9]+)", re.DOTALL)
 
 
 def group_by_prompt(ids: Sequence[str]) -> np.ndarray:
-    """Return the number of each record's prompt: int64 [n].
+    """Return the number of each record's prompt, int64 [n], from ids of which no two are equal.
 
     Prompts are numbered in the order of their first records.
-
-    Args:
-        ids: no two are equal.
     """
     # Where prompts themselves are named repository#1, or have further answers (repository#12~1),
     # numbers continue a conversation only if there is a `repository`. Its record may have been

@@ -189,18 +189,10 @@ def open_recorder(
 
 
 def _adopt_manifest(folder: Path, files: ShardFiles, check: Callable[[Manifest], None]) -> bool:
-    """Copy the manifest at a URL into a folder that has none.
+    """Copy the manifest at a URL into a folder that has none; return whether it has been copied.
 
-    So a run whose `record.url` names the store of an equal recording, by another run, uses it.
-
-    Args:
-        check: raises a `UserError` if the manifest at the URL is of another recording.
-
-    Returns:
-        Whether it has been copied.
-
-    Raises:
-        UserError: the URL has the store of another recording, or does not answer.
+    So a run whose `record.url` names the store of an equal recording, by another run, uses it. If
+    the URL has the store of another recording, `check` raises a `UserError`.
     """
     if files.is_in(folder):
         return False
@@ -236,11 +228,7 @@ def _lock_elsewhere(folder: Path, files: ShardFiles) -> AbstractContextManager[N
 def _claim_url(files: ShardFiles, plan: str, adopt: Callable[[], bool], monitor: Monitor) -> None:
     """Claim the URL at which shards are about to be written.
 
-    Args:
-        adopt: as `_adopt_manifest`; it refuses what another run has completed since the last look.
-
-    Raises:
-        UserError: another recording has begun or has been completed there.
+    It is released if `adopt` (see `_adopt_manifest`) refuses what another run has completed since.
     """
     if former := files.claim(plan):
         monitor.say(

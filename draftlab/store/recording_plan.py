@@ -148,13 +148,8 @@ def plan_recording(
 
 
 def check_window(window: StoreWindow, sizes: np.ndarray) -> None:
-    """Check that a window holds enough of the shards that come and go.
-
-    Args:
-        sizes: their bytes, int64.
-
-    Raises:
-        UserError: it holds fewer than four of the largest, and not all of them.
+    """Raise a `UserError` if a window holds fewer than four of the largest shards that come and
+    go, whose bytes are `sizes`, int64, and not all of them.
     """
     largest = int(sizes.max(initial=0))
     if window.size < 4 * largest and sizes.sum() > window.size // 2:
@@ -259,16 +254,12 @@ def batches_of(plan: Manifest, shard: Shard) -> list[list[int]]:
 
 
 def cut_batches(lengths: Sequence[int], batch_tokens: int, *, padded: bool) -> list[list[int]]:
-    """Distribute records to forward passes of at most `batch_tokens`.
+    """Distribute records to forward passes of at most `batch_tokens`; return the numbers of each
+    pass.
 
     A longer record has a pass of its own. The pass with the longest record comes first, so that
-    what does not fit into the device's memory fails at once.
-
-    Args:
-        padded: whether every record of a pass takes as many tokens as its longest.
-
-    Returns:
-        The record numbers of each pass.
+    what does not fit into the device's memory fails at once. In padded passes every record takes as
+    many tokens as the longest.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     if padded:

@@ -42,12 +42,9 @@ NOT_WRITTEN = WrittenShard(bytes=0, sha256="0" * 64)
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder's file `.lock`, which stays there.
+    """Hold the lock of a folder's file `.lock`, which stays there, until the process dies.
 
-    The operating system releases it when the process dies.
-
-    Raises:
-        UserError: another process holds the lock, or the file system's locks do not work.
+    Raises a `UserError` if another process holds it, or the file system's locks do not work.
     """
     check_locks(folder)
     with locked(folder / LOCK) as is_free:
@@ -61,12 +58,9 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 class Receipts:
-    """The receipts of a plan's shards.
+    """The receipts of the shards of an incomplete store's plan, in the store's folder.
 
-    Args:
-        folder: the store's folder.
-        plan: the manifest of an incomplete store.
-        files: of the shards; None: they are in the folder.
+    The shards are in `files`, by default in the same folder.
     """
 
     def __init__(self, folder: Path, plan: Manifest, files: ShardFiles | None = None) -> None:
@@ -96,11 +90,8 @@ class Receipts:
         return (self.folder / shard.file).with_suffix(".json")
 
     def commit(self, shard: Shard, fields: dict[str, Any], writer: str | None = None) -> None:
-        """Write a shard's receipt.
-
-        Args:
-            fields: those of a `WrittenShard`.
-            writer: see `atomic_path`.
+        """Write a shard's receipt, of the fields of a `WrittenShard`; `writer` as for
+        `atomic_path`.
         """
         receipt = {"plan": self.key, **WrittenShard(**fields).model_dump()}
         write_json(self.receipt_path(shard), receipt, writer=writer)
@@ -114,10 +105,8 @@ class Receipts:
         return [shard.number for shard, size in sizes if not self.is_committed(shard, size)]
 
     def is_committed(self, shard: Shard, size: int | None = None) -> bool:
-        """Return whether a shard has a receipt of this plan, and the file the receipt's size.
-
-        Args:
-            size: of the file; None: it is asked for.
+        """Return whether a shard has a receipt of this plan, and the file the receipt's size
+        (None: it is asked for).
         """
         if size == -1 or (receipt := self.read(shard)) is None:
             return False
@@ -148,13 +137,10 @@ class Receipts:
         self.receipt_path(shard).unlink(missing_ok=True)
 
     def check_plan(self) -> None:
-        """Check that the folder still has this plan.
+        """Raise a `UserError` unless the folder still has this plan.
 
-        A writer may outlive the process that gave it work, for as long as nobody has noticed that
-        a machine lost its network.
-
-        Raises:
-            UserError: the store is complete, or another recording has begun.
+        A writer may outlive the process that gave it work, for as long as nobody has noticed that a
+        machine lost its network.
         """
         if _manifest_version(self.folder) != self._version:
             raise UserError(
@@ -165,12 +151,10 @@ class Receipts:
             )
 
     def complete(self) -> None:
-        """Write the manifest of the complete store, with the fields of the receipts.
+        """Write the manifest of the complete store, with the fields of the receipts; raise a
+        `UserError` without one of this plan.
 
         Those of shards that come and go are blank.
-
-        Raises:
-            UserError: a shard has no receipt of this plan.
         """
         boundaries = self.plan.identity.fp8_boundaries
         table = ShardTable.of(self.plan.index, boundaries, self._written())

@@ -126,10 +126,8 @@ class SampleTable(_Samples):
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleTable:
-        """Return samples as a table, in memory.
-
-        Raises:
-            UserError: a sample has not as many spans as tokens.
+        """Return samples as a table, in memory; raise a `UserError` if one has not as many spans
+        as tokens.
         """
         if isinstance(samples, SampleTable):
             return samples
@@ -158,12 +156,7 @@ class SampleTable(_Samples):
 
 
 class Selection(_Samples):
-    """Some samples of a table, the longer ones truncated.
-
-    Args:
-        rows: their numbers in the table, in order.
-        max_length: in tokens.
-    """
+    """Some samples of a table by their numbers (rows), in order, cut to max_length tokens."""
 
     def __init__(self, table: SampleTable, rows: np.ndarray, max_length: int) -> None:
         self.table, self.rows, self.max_length = table, rows, max_length

@@ -82,10 +82,8 @@ class ShardTable(ColumnFile):
 
     @classmethod
     def of(cls, index: RecordIndex, boundaries: int, shards: Iterable[WrittenShard]) -> ShardTable:
-        """Return the table of the shards of an index, in order.
-
-        Args:
-            boundaries: of an fp8 store; 0 for other dtypes.
+        """Return the table of the shards of an index, in order; boundaries are those of an fp8
+        store, 0 for other dtypes.
         """
         count = len(index.shard_records)
         sizes, hashes = np.zeros(count, np.int64), np.zeros((count, 32), np.uint8)
@@ -107,10 +105,8 @@ class ShardTable(ColumnFile):
 
     @classmethod
     def join(cls, tables: Sequence[ShardTable], records: Sequence[int]) -> ShardTable:
-        """Return the table of the shards of several stores, one after another.
-
-        Args:
-            records: numbers of records of the stores.
+        """Return the table of the shards of several stores, with these numbers of records, one
+        after another.
         """
         starts = np.cumsum([0, *records[:-1]])
         numbers = [t.not_finite_records + start for t, start in zip(tables, starts, strict=True)]
@@ -216,10 +212,8 @@ class Shard:
         return {name: getattr(self, name) for name in WrittenShard.model_fields}
 
     def path(self, folder: Path) -> Path:
-        """Return the path of the file in the store's folder.
-
-        Raises:
-            UserError: it is a symbolic link that leads out of the folder.
+        """Return the path of the file in the store's folder; raise a `UserError` if it is a
+        symbolic link that leads out of the folder.
         """
         return _checked(folder / self.file)
 
@@ -275,10 +269,10 @@ NO_FILE = (-1, NO_TIME)
 
 
 def list_shards(folder: Path) -> Listing:
-    """List a folder, which may be missing. Threads ask for the sizes: a network is slow.
+    """List a folder, which may be missing; raise a `UserError` if a shard is a symbolic link out of
+    it.
 
-    Raises:
-        UserError: a shard is a symbolic link that leads out of the folder.
+    Threads ask for the sizes: a network is slow.
     """
     names = os.listdir(folder) if folder.is_dir() else []
     shards = {number: name for name in names if (number := shard_number(name)) >= 0}

@@ -40,10 +40,8 @@ _LEFT_S = 24 * 3600
 
 @cache
 def machine_cache() -> ShardCache:
-    """Return the cache of this machine, as the environment has it.
-
-    Raises:
-        UserError: the environment's size is none, or the folder has no file locks.
+    """Return the cache of this machine, as the environment has it; raise a `UserError` if the
+    size is none, or the folder has no file locks.
     """
     size = os.environ.get(SIZE) or DEFAULT_SIZE
     try:
@@ -54,14 +52,9 @@ def machine_cache() -> ShardCache:
 
 
 class ShardCache:
-    """A folder of files by their SHA-256.
+    """A folder of files by their SHA-256, on a local disk with file locks.
 
-    Args:
-        folder: on a local disk.
-        max_bytes: of all files in it, downloads that have begun among them.
-
-    Raises:
-        UserError: the folder has no file locks.
+    `max_bytes` bounds all files in it, downloads that have begun among them.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:

@@ -21,10 +21,8 @@ _BLOCK = 1 << 24
 
 
 def write_shard(tensors: dict[str, Tensor], path: Path) -> tuple[int, str]:
-    """Write the bytes of `safetensors.torch.save_file` to a new file; copy no tensor.
-
-    Returns:
-        The file's size and its hex SHA-256, computed while it is written.
+    """Write the bytes of `safetensors.torch.save_file` to a new file, and copy no tensor; return
+    its size and its hex SHA-256, computed while it is written.
     """
     header, names = _header(tensors)
     digest = hashlib.sha256(header)

@@ -54,10 +54,8 @@ class ShardFiles:
         return self.folder / name
 
     def list(self) -> Listing:
-        """List the files of all shards at once.
-
-        Raises:
-            UserError: the URL does not answer, or a symbolic link leads out of the folder.
+        """List the files of all shards at once; raise a `UserError` if the URL does not answer,
+        or a symbolic link leads out of the folder.
         """
         return list_shards(self.folder)
 
@@ -216,10 +214,8 @@ class RemoteShardFiles(ShardFiles):
         self.remote.download(name, path, None, sha256)
 
     def fetch(self, shards: Iterable[Shard]) -> list[Future[None]]:
-        """Begin to download shards that are read soon. Errors are left to who reads them.
-
-        Returns:
-            The downloads; a cancelled one does not begin.
+        """Begin to download shards that are read soon; return the downloads. Errors are left to
+        who reads them, and a cancelled download does not begin.
         """
         missing = [shard for shard in shards if shard.sha256 not in self.cache]
         return [self._pool.submit(self._fetch, shard) for shard in missing]
@@ -233,10 +229,8 @@ class RemoteShardFiles(ShardFiles):
 
 
 def open_shard_files(folder: Path, url: str | None) -> ShardFiles:
-    """Return the files of the shards of a store's folder.
-
-    Args:
-        url: where the shards are (`record.url`); None: in the folder.
+    """Return the files of the shards of a store's folder, which are at `url` (`record.url`), or
+    in it.
     """
     if url is None:
         return ShardFiles(folder)
@@ -292,10 +286,8 @@ def locate_store(address: Path | str, url: str | None) -> tuple[Path, ShardFiles
 
 
 def read_copy(files: ShardFiles, content: bytes, folder: Path) -> Manifest:
-    """Copy a manifest and its columns to an empty folder; return it after its hashes are checked.
-
-    Raises:
-        UserError: it is damaged; the error names the URL.
+    """Copy a manifest and its columns to an empty folder, and return it after its hashes are
+    checked; a `UserError` about them names the URL.
     """
     try:
         (folder / MANIFEST).write_bytes(content)

@@ -79,8 +79,8 @@ class ShardRecorder:
     def record(self, number: int) -> Iterator[int]:
         """Compute a shard and hand it to the writers; yield the number of tokens of each batch.
 
-        Raises:
-            UserError: states are not finite, or this or an earlier shard could not be written.
+        Raises a `UserError` if states are not finite, or this or an earlier shard could not be
+        written.
         """
         shard = self.receipts.plan.shards[number]
         samples, lengths = self.samples[shard.rows], shard.lengths
@@ -204,10 +204,8 @@ class ShardBuffer:
         }
 
     def add(self, batch: Sequence[int], future: StatesFuture) -> None:
-        """Copy the states of a batch to the positions of its records.
-
-        Raises:
-            UserError: a state is NaN or infinite, and the recipe does not skip such samples.
+        """Copy the states of a batch to the positions of its records; raise a `UserError` if one
+        is NaN or infinite, and the recipe does not skip such samples.
         """
         extracted = future()
         locations = find_not_finite(extracted, [self.samples[i] for i in batch], self.identity)

@@ -138,14 +138,10 @@ class Store:
 
     @classmethod
     def open_window(cls, folder: Path, samples: SampleTable, url: str | None = None) -> Store:
-        """Open a store with a window, whose shards may be missing if they come and go.
+        """Open a store with a window, planned from these samples; shards that come and go may be
+        missing.
 
-        Args:
-            samples: that it was planned from.
-            url: where the shards are (`record.url`); None: in the folder.
-
-        Raises:
-            UserError: as `open`, or these are other samples.
+        Raises a `UserError` as `open`, or if these are other samples.
         """
         manifest, files = Manifest.read(folder / MANIFEST), open_shard_files(folder, url)
         check_complete(files, manifest, files.list())
@@ -254,13 +250,8 @@ class Store:
         return tensors["tokens"][window].long(), tensors["spans"][window].long()
 
     def verify(self, numbers: Iterable[int] | None = None) -> None:
-        """Check the hashes of shards, each at most once.
-
-        Args:
-            numbers: of the shards; None: all.
-
-        Raises:
-            UserError: the first shard with other bytes than were written.
+        """Check the hashes of shards (None: of all), each at most once; raise a `UserError`
+        about the first one with other bytes than were written.
         """
         for number in range(len(self.manifest.shards)) if numbers is None else numbers:
             if number in self._verified:
@@ -320,20 +311,10 @@ class Store:
 
 
 def check_store(folder: Path, url: str | None = None, since_ns: int | None = None) -> bool:
-    """Check that a store is complete, as `Store.open` does.
+    """Check that a store is complete, as `Store.open` does; of a window only the shards that stay.
 
-    Of a store that is a window only the shards that stay have to be there.
-
-    Args:
-        url: where the shards are (`record.url`); None: in the folder.
-        since_ns: of shards on this machine whose files changed after this time, in nanoseconds, the
-            hashes are compared, too.
-
-    Returns:
-        Whether there were such shards.
-
-    Raises:
-        UserError: a shard is missing, or has another size or hash than in the manifest.
+    Of shards on this machine whose files changed after `since_ns` (ns) the hashes are compared,
+    too. Returns whether there were such shards; raises a `UserError` about the first fault.
     """
     manifest, files = Manifest.read(folder / MANIFEST), open_shard_files(folder, url)
     listing = files.list()
@@ -346,15 +327,7 @@ def check_store(folder: Path, url: str | None = None, since_ns: int | None = Non
 
 
 def check_complete(files: ShardFiles, manifest: Manifest, listing: Listing) -> None:
-    """Check that a store is complete and that the shards that stay have their sizes.
-
-    Args:
-        listing: of the files.
-
-    Raises:
-        UserError: its recording was interrupted, or a shard is missing or has
-            another size than in the manifest.
-    """
+    """Raise a `UserError` unless a store is complete and the shards that stay have their sizes."""
     if not manifest.complete:
         raise UserError(
             "the recording of this store was interrupted",

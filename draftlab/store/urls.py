@@ -29,8 +29,7 @@ def is_url(address: str) -> bool:
 def check_url(url: str) -> str:
     """Return the URL of a folder without a slash at its end.
 
-    Raises:
-        ValueError: it is not one, or it contains credentials, which the message does not repeat.
+    Raises a `ValueError` if it is none, or has credentials, which the message does not repeat.
     """
     scheme, _, rest = url.partition("://")
     host = rest.partition("/")[0]
@@ -57,9 +56,8 @@ def check_url(url: str) -> str:
 def check_scheme(url: str) -> None:
     """Check, without asking its server, that a store can be written to a URL.
 
-    Raises:
-        UserError: its files do not outlive the process, cannot be written, or need a package that
-            is not installed.
+    Raises a `UserError` if its files do not outlive the process, cannot be written, or need a
+    package that is not installed.
     """
     import fsspec
 
@@ -91,10 +89,8 @@ def scheme_error(url: str, error: Exception) -> UserError:
 
 
 def local_folder(url: str) -> Path | None:
-    """Return the folder of a file:// URL; None for other URLs.
-
-    Raises:
-        ValueError: the URL names a host.
+    """Return the folder of a file:// URL; None for other URLs. A URL with a host raises a
+    `ValueError`.
     """
     parts = urlsplit(url)
     if parts.scheme.lower() not in ("file", "local"):
@@ -105,11 +101,7 @@ def local_folder(url: str) -> Path | None:
 
 
 def address_of(text: str | Path) -> str | Path:
-    """Return a store's address: the URL, or the path of a local folder.
-
-    Raises:
-        ValueError: see `check_url`.
-    """
+    """Return a store's address: the path of a local folder, or the URL as `check_url` has it."""
     text = str(text)
     if not is_url(text):
         return Path(text)

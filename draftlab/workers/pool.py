@@ -42,12 +42,7 @@ MAX_ATTEMPTS = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a worker returns of a call.
-
-    Attributes:
-        lines: for the user.
-        error: the error that ended the call.
-    """
+    """What a worker returns of a call: its value or error, and lines for the user."""
 
     value: Any = None
     lines: list[str] = field(default_factory=list)
@@ -70,11 +65,7 @@ class _Lines(Monitor):
 
 
 class CallHandler:
-    """Calls the methods of a `TargetWorker` in a worker process.
-
-    Args:
-        recipe, run: as for `TargetWorker`.
-    """
+    """Calls the methods of a `TargetWorker` in a worker process."""
 
     def __init__(self, recipe: Recipe, run: Path) -> None:
         self._monitor = _Lines()
@@ -96,11 +87,8 @@ class CallHandler:
 
 
 class Worker(ABC):
-    """A process that holds the target.
-
-    Attributes:
-        name: for the user.
-        log: the file that it prints into.
+    """A process that holds the target, with its name for the user, and the file that it prints
+    into.
     """
 
     name: str
@@ -116,10 +104,8 @@ class Worker(ABC):
 
 
 class WorkerPool(ABC):
-    """Workers, and the leader's view of them. A context manager that ends them.
-
-    Args:
-        monitor: receives the workers' lines.
+    """Workers, whose lines the monitor receives, as their leader sees them; a context manager
+    that ends them.
     """
 
     lost: ClassVar[tuple[type[BaseException], ...]]
@@ -143,10 +129,8 @@ class WorkerPool(ABC):
 
     @abstractmethod
     def start_workers(self, num_tasks: int) -> None:
-        """Start workers, if some are missing and there is work for them.
-
-        Raises:
-            UserError: there are none, and none can be started.
+        """Start workers, if some are missing and there is work for them; raise a `UserError` if
+        there are none, and none can be started.
         """
 
     def describe(self, stage: str) -> TargetDescription:
@@ -157,8 +141,7 @@ class WorkerPool(ABC):
     def run(self, method: str, arguments: Sequence[Any]) -> Iterator[tuple[int, Any]]:
         """Have a method called with each argument; yield its number and the result as calls end.
 
-        Raises:
-            UserError: a task failed, or several workers ended at it. It names the worker.
+        A `UserError` names the worker whose task failed, or at whose task several ended.
         """
         tasks = Tasks(self, method, arguments, range(len(arguments)))
         try:
@@ -174,12 +157,10 @@ class WorkerPool(ABC):
             tasks.cancel()
 
     def finish(self) -> None:
-        """Wait until the workers have written what they computed.
+        """Wait until the workers have written what they computed; raise a `UserError` if one
+        failed, or all of them ended.
 
         What a worker computed that ends meanwhile is lost.
-
-        Raises:
-            UserError: a worker failed, or all of them ended.
         """
         finishing = [(worker, worker.call("finish")) for worker in self.workers]
         for number, (worker, future) in enumerate(finishing, 1):
@@ -222,10 +203,7 @@ class Tasks:
     """Calls of one method by the workers of a pool. The task of one that ends is another's.
 
     Args:
-        pool: the workers.
-        method: of `TargetWorker`.
-        arguments: of its calls, by the numbers of the tasks.
-        waiting: numbers of tasks.
+        method, arguments: of `TargetWorker`, and of its calls by the numbers of the tasks.
 
     Attributes:
         waiting: numbers of the tasks that no worker has.
@@ -257,10 +235,8 @@ class Tasks:
                     loads[id(worker)] += 1
 
     def collect(self) -> Iterator[tuple[Worker, int | None, Any]]:
-        """Yield the workers, numbers and results of the calls that have ended, in their order.
-
-        Raises:
-            UserError: a task failed, or several workers ended at it. It names the worker.
+        """Yield the workers, numbers and results of the calls that have ended, in their order;
+        raise a `UserError` as `WorkerPool.run`.
         """
         # Not by `wait`: it does not return calls that were cancelled before they began.
         for call in [call for call in self.running if call.done()]:
@@ -294,13 +270,8 @@ class WorkerLostError(Exception):
 
 
 class LocalPool(WorkerPool):
-    """Workers on the GPUs of this machine.
-
-    Args:
-        recipe, run: as for `TargetWorker`.
-        devices: of the workers.
-        monitor: receives their lines.
-        restarts: number of workers that are started again when they end.
+    """Workers on devices of this machine, of which so many (restarts) are started again when
+    they end.
     """
 
     lost = (WorkerLostError,)
@@ -394,10 +365,8 @@ def _serve(connection: Connection, recipe: Recipe, run: Path, log: Path, leader:
 
 
 def worker_devices(processes: int, device: str) -> list[str]:
-    """Return the devices of so many workers: GPUs from `device` on.
-
-    Raises:
-        UserError: the machine has fewer GPUs.
+    """Return the devices of so many workers: GPUs from `device` on; raise a `UserError` if the
+    machine has fewer.
     """
     main = resolve_device(device)
     if main.type == "cpu":

@@ -51,10 +51,8 @@ POLL_S = 0.2
 
 @dataclass(frozen=True)
 class RayCluster:
-    """A cluster that this process is connected to.
-
-    Attributes:
-        has_gpus: whether a node has a GPU; otherwise CPUs do the work.
+    """A cluster that this process is connected to; without a GPU in any node (has_gpus) CPUs do
+    the work.
     """
 
     has_gpus: bool
@@ -151,9 +149,7 @@ class RayCluster:
 
 def _check_address(address: str) -> None:
     """Raise an `OSError` at once if nothing answers at HOST:PORT; Ray would try for minutes.
-
-    Raises:
-        UserError: the address has another form.
+    Another form of address raises a `UserError`.
     """
     host, _, port = address.rpartition(":")
     if address != "auto":
@@ -207,12 +203,7 @@ class _TargetActor:
 
 
 class RayWorker(Worker):
-    """An actor on a node of the cluster.
-
-    Args:
-        node: the node's name.
-        log: the node's log.
-    """
+    """An actor on a node of the cluster, whose log is the node's."""
 
     def __init__(self, actor: Any, node: str, log: Path) -> None:
         self._actor, self.name, self.log = actor, f"node {node}", log
@@ -232,11 +223,6 @@ class RayPool(WorkerPool):
     Nodes that join later get actors, and so do the places of actors that ended. Ray could restart
     an actor and repeat its task. That task would wait until the cluster has room for the actor
     again, while others have nothing to do; so the pool gives it to another actor.
-
-    Args:
-        recipe: with the devices on the cluster.
-        run: the run folder.
-        monitor: receives the workers' lines.
     """
 
     lost = (
@@ -370,16 +356,11 @@ def node_log(run: Path, node: str) -> Path:
 
 
 def enter_node(run: Path, folder: str) -> str:
-    """Prepare a process on a node: from now on it prints into the node's log.
+    """Prepare a process on a node, which from now on prints into the node's log; return the node's
+    name.
 
-    Args:
-        folder: the driver's working directory, to which the paths of a recipe refer.
-
-    Returns:
-        The name of the node.
-
-    Raises:
-        UserError: the node does not see the run folder.
+    It works in the driver's folder, to which the paths of a recipe refer. Raises a `UserError` if
+    the node does not see the run folder.
     """
     node = node_name()
     if not (run / "recipe.yaml").is_file():
@@ -400,12 +381,9 @@ def enter_node(run: Path, folder: str) -> str:
 
 
 def wait_for_files(folder: Path, names: Sequence[str]) -> None:
-    """Wait until this node sees files that a process on another node has written.
+    """Wait until this node sees files of a process on another node, or raise a `UserError`.
 
     A network file system may show them late.
-
-    Raises:
-        UserError: one does not appear.
     """
     end = time.monotonic() + VISIBLE_S
     while hidden := [name for name in names if not (folder / name).is_file()]:

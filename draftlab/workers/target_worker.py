@@ -37,11 +37,8 @@ def held_out(recipe: Recipe) -> HeldOut:
 
 @dataclass(frozen=True)
 class TargetDescription:
-    """What a process that does not load the target needs to know of the loaded one.
-
-    Attributes:
-        dtype: compute dtype, which depends on the device.
-        padding_reason: `Target.padding_reason`.
+    """What a process that does not load the target needs to know of the loaded one: its compute
+    dtype, which depends on the device, and `Target.padding_reason`.
     """
 
     dtype: str

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import shutil
 import weakref
 from pathlib import Path
@@ -172,24 +171,6 @@ def test_another_target_under_a_run_is_refused(folder: Path) -> None:
         assert "trained for" in str(caught.value)
     assert snapshot(Path("runs")) == before
     assert not Path("out").exists()
-
-
-def test_corrupt_head_weights(folder: Path) -> None:
-    """Faults of single tensors are those of tests/heads/test_head_folder.py."""
-    before, weights = contents(Path("runs/small/head")), Path("runs/small/head/model.safetensors")
-    os.truncate(weights, weights.stat().st_size - 10)
-    record = Path("runs/small/stages/head.json")
-    fields = json.loads(record.read_text())
-    del fields["sha256"]  # as older versions wrote it; with it the head is made again
-    record.write_text(json.dumps(fields))
-    for last in ("eval", "export"):
-        shutil.rmtree(Path("runs/small", last))
-        error = error_of(last)
-        assert "read" in error.what
-        assert error.where.endswith("model.safetensors")
-    weights.unlink()
-    pipeline().make("head")  # from the last checkpoint, to the same bytes
-    assert contents(Path("runs/small/head")) == before
 
 
 def test_two_processes_in_one_run(folder: Path) -> None:

@@ -44,6 +44,11 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("head.num_attention_heads=5", "5 attention heads are not a multiple of 2 key-value heads"),
         ("head.num_key_value_heads=0", "head.num_key_value_heads: expected a number greater than"),
         ("head.head_dim=7", "head_dim: expected a multiple of 2, found 7"),
+        ("head.family=eagle9", "head.family: expected 'eagle3' or"),
+        ("head.init=nowhere", "where: nowhere"),
+        ("draft_vocab.size=99999999", "where: draft_vocab.size"),
+        ("record.boundaries=[3,1]", "expected sorted unique boundaries"),
+        ("export.gguf=true", "llamacpp"),
         (
             "train.precision=fp8 head.intermediate_size=100",
             "sizes that are multiples of 16, found [100, ",

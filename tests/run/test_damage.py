@@ -15,26 +15,8 @@ from draftlab import Report, files
 from draftlab.errors import UserError
 from draftlab.run.stages import STAGES
 from draftlab.store import shard_files
-from draftlab.store.store import Store
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import contents, error_of, pipeline
-
-
-@pytest.mark.parametrize("damage", ["cut", "lost"])
-def test_a_damaged_shard_is_recorded_again(folder: Path, damage: str) -> None:
-    store, before = Path("runs/small/store"), contents(Path("runs/small/store"))
-    shard = store / "shard-00001.safetensors"
-    if damage == "cut":
-        shard.write_bytes(shard.read_bytes()[:-100])
-    else:
-        shard.unlink()
-    with pytest.raises(UserError, match="shard"):
-        Store.open(store)
-    monitor = RecordingMonitor()
-    pipeline(monitor=monitor).make("store")
-    assert "shard-00001.safetensors" in monitor.text
-    assert "it is recorded again" in monitor.text
-    assert contents(store) == before
 
 
 def flip_byte(path: Path, position: int = -2000) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import tracemalloc
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +139,29 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize("change", FORGED.values(), ids=list(FORGED))
-def test_a_forged_index_is_refused(tmp_path: Path, change: Callable[[dict], object]) -> None:
+FORGED_TABLES = {
+    "a column is missing": lambda columns: columns.pop("sha256"),
+    "fewer shards": lambda columns: columns.update(bytes=columns["bytes"][:-1].copy()),
+    "shorter hashes": lambda columns: columns.update(sha256=columns["sha256"][:, :-1].copy()),
+    "a record that is not there": lambda columns: columns.update(
+        not_finite_records=np.array([99]),
+        not_finite_ends=np.array([0]),
+    ),
+    "more places than records": lambda columns: columns.update(not_finite_ends=np.array([0])),
+}
+FILES = {
+    RECORDS: ("records_sha256", "index of the store's records", FORGED),
+    SHARDS: ("shards_sha256", "table of the store's shards", FORGED_TABLES),
+}
+
+
+@pytest.mark.parametrize(("file", "fault"), [(name, f) for name in FILES for f in FILES[name][2]])
+def test_forged_columns_are_refused(tmp_path: Path, file: str, fault: str) -> None:
     record_table(tmp_path, SAMPLES)
-    columns = {key: value.copy() for key, value in load((tmp_path / RECORDS).read_bytes()).items()}
-    change(columns)
-    refuse_index(tmp_path, save(columns))
+    content = (tmp_path / file).read_bytes()
+    columns = {key: value.copy() for key, value in load(content).items()}
+    FILES[file][2][fault](columns)
+    refuse(tmp_path, file, save(columns))
 
 
 @pytest.mark.parametrize(("column", "place", "value"), [("id_bytes", 5, 0xFF), ("id_ends", 0, 3)])
@@ -178,15 +194,16 @@ def header(text: bytes) -> bytes:
 )
 def test_another_file_is_no_index(tmp_path: Path, content: bytes) -> None:
     record_table(tmp_path, SAMPLES)
-    refuse_index(tmp_path, content)
+    refuse(tmp_path, RECORDS, content)
 
 
-def refuse_index(folder: Path, content: bytes) -> None:
-    """Check that an index is refused whose hash the manifest has."""
-    replace_columns(folder, RECORDS, "records_sha256", content)
-    with pytest.raises(UserError, match="expected the index of the store's records") as caught:
+def refuse(folder: Path, file: str, content: bytes) -> None:
+    """Check that a file of columns is refused whose hash the manifest has."""
+    key, kind, _ = FILES[file]
+    replace_columns(folder, file, key, content)
+    with pytest.raises(UserError, match=f"expected the {kind}") as caught:
         Store.open(folder)
-    assert caught.value.where == str(folder / RECORDS)
+    assert caught.value.where == str(folder / file)
 
 
 def replace_columns(folder: Path, name: str, key: str, content: bytes) -> None:
@@ -194,26 +211,3 @@ def replace_columns(folder: Path, name: str, key: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
     fields = json.loads((folder / "manifest.json").read_text())
     write_manifest(folder, fields | {key: hashlib.sha256(content).hexdigest()})
-
-
-FORGED_TABLES = {
-    "a column is missing": lambda columns: columns.pop("sha256"),
-    "fewer shards": lambda columns: columns.update(bytes=columns["bytes"][:-1].copy()),
-    "shorter hashes": lambda columns: columns.update(sha256=columns["sha256"][:, :-1].copy()),
-    "a record that is not there": lambda columns: columns.update(
-        not_finite_records=np.array([99]),
-        not_finite_ends=np.array([0]),
-    ),
-    "more places than records": lambda columns: columns.update(not_finite_ends=np.array([0])),
-}
-
-
-@pytest.mark.parametrize("change", FORGED_TABLES.values(), ids=list(FORGED_TABLES))
-def test_a_forged_table_is_refused(tmp_path: Path, change: Callable[[dict], object]) -> None:
-    record_table(tmp_path, SAMPLES)
-    columns = {key: value.copy() for key, value in load((tmp_path / SHARDS).read_bytes()).items()}
-    change(columns)
-    replace_columns(tmp_path, SHARDS, "shards_sha256", save(columns))
-    with pytest.raises(UserError, match="expected the table of the store's shards") as caught:
-        Store.open(tmp_path)
-    assert caught.value.where == str(tmp_path / SHARDS)

@@ -35,10 +35,8 @@ def window_recording(
     new_pool: NewPool,
     monitor: Monitor,
 ) -> Iterator[None]:
-    """Record the shards of a window in the block, and delete them when it has succeeded.
-
-    Args:
-        new_pool: returns the workers, for rank 0.
+    """Record the shards of a window in the block, by workers of rank 0's `new_pool`, and delete
+    them when it has succeeded.
     """
     if store.window is None or not store.window.rolls:
         yield
@@ -65,12 +63,10 @@ def local_window_pool(recipe: Recipe, run: Path, monitor: Monitor, ranks: Ranks)
 
 
 def split_gpus(total: int, target_gpus: int, where: str = "--gpus") -> tuple[int, int]:
-    """Return how many of some GPUs train, and how many record the window meanwhile.
+    """Return how many of some GPUs train, and how many record the window meanwhile; raise a
+    `UserError` if they are too few.
 
     Half of them train, since a target's forward pass costs about what a head's training does.
-
-    Raises:
-        UserError: there are too few.
     """
     train = min(total // 2, total - target_gpus)
     if train < 1:
@@ -89,11 +85,8 @@ def num_recorders() -> int:
 
 
 def recording_devices(recipe: Recipe, train_device: torch.device, num_train: int) -> list[str]:
-    """Return the devices of the workers that record a window beside the training on this machine.
-
-    Args:
-        train_device: of rank 0.
-        num_train: ranks on this machine.
+    """Return the devices of the workers that record a window on this machine, where so many
+    ranks train, rank 0 on `train_device`.
     """
     device, per_target = resolve_device(recipe.target.device), recipe.target.gpus
     if device.type == "cpu":
@@ -111,13 +104,8 @@ def recording_devices(recipe: Recipe, train_device: torch.device, num_train: int
 
 
 def check_memory_for_vllm(recipe: Recipe, train_device: torch.device) -> None:
-    """Check that a vLLM that records a window leaves memory to the training on the same GPU.
-
-    Args:
-        train_device: `train.device`, resolved.
-
-    Raises:
-        UserError: it would take nearly all of the GPU's free memory.
+    """Raise a `UserError` if a vLLM that records a window would take nearly all free memory of
+    the GPU of the training (`train.device`, resolved).
     """
     if train_device.type != "cuda" or recipe.record.vllm.memory_share is not None:
         return

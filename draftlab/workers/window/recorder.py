@@ -48,9 +48,7 @@ class WindowRecorder:
     """Makes the shards of a training; a `WindowFeed`, and a context manager that ends the workers.
 
     Args:
-        store: that is trained on.
         settings, seed: of the training.
-        new_pool: returns the workers.
         shared: for the other ranks, of `shared_store`; None: there are none.
         monitor: receives lines, and progress until training begins.
     """
@@ -222,8 +220,7 @@ class WindowSession:
     def step(self, finished_groups: int) -> float:
         """Make shards for a moment; return the seconds in which there was no room for any.
 
-        Args:
-            finished_groups: number of the first groups that no rank reads again.
+        No rank reads the first `finished_groups` again.
         """
         started, idle = time.monotonic(), 0.0
         while self.reading and self.reading[0] < finished_groups:
@@ -332,10 +329,8 @@ def shared_store(ranks: Ranks) -> dist.Store:
 
 
 class WindowFollower:
-    """A `WindowFeed` of the ranks whose window rank 0 has filled.
-
-    Args:
-        shared: of `shared_store`.
+    """A `WindowFeed` of the ranks whose window rank 0 has filled, which tells them by
+    `shared_store`.
     """
 
     def __init__(self, shared: dist.Store) -> None:

@@ -67,8 +67,7 @@ class WindowShards:
     def make_room(self, number: int, next_use: Callable[[int], float]) -> bool:
         """Make room for a shard and reserve it; return whether there is room.
 
-        Args:
-            next_use: returns when a shard is needed again; those needed latest are deleted.
+        Unneeded shards that are needed again latest (`next_use`) are deleted.
         """
         used = sum(self.on_disk.values())
         while used + self.sizes[number] > self.size:
@@ -91,9 +90,8 @@ class WindowShards:
     def read(self, number: int) -> WrittenShard:
         """Compare a shard with its receipt, and return the receipt; any thread calls this.
 
-        Raises:
-            DamagedShardError: it has other bytes, or does not appear.
-            UserError: it is another file than the plan's.
+        Raises a `DamagedShardError` if it has other bytes or does not appear, a `UserError` if it
+        is another file than the plan's.
         """
         shard = self.plan.shards[number]
         end = time.monotonic() + VISIBLE_S
@@ -109,10 +107,8 @@ class WindowShards:
         return receipt
 
     def add_verified(self, number: int, receipt: WrittenShard, *, new: bool) -> None:
-        """Note that a shard is there, and compare its hash with that of the first recording.
-
-        Args:
-            new: whether it was recorded just now.
+        """Note that a shard is there, recorded just now if it is `new`, and compare its hash
+        with that of the first recording.
         """
         shard, sha256 = self.plan.shards[number], receipt.sha256
         first = self._first_sha256.get(shard.file)
