@@ -168,11 +168,7 @@ def load_model(
         torch.nn.Module.to(model, wanted)  # transformers leaves what it dequantises in bfloat16
     unused = Counter(drop_other_modules(model, text_decoder(model)[0]))
     unused.update(name.split(".")[0] for name in info["unexpected_keys"])
-    notes = [
-        *_unused_tensors(model, unused),
-        *_quantisation(model, quantisation if dequantised else None),
-        *_made_of(settings, folder),
-    ]
+    notes = [*_notes(model, settings, folder, unused, quantisation if dequantised else None)]
     if "device_map" not in options:
         return model.to(device), notes
     if placement is None:
@@ -206,40 +202,39 @@ def _without_quantisation(config: Any) -> Any:
     return plain
 
 
-def _quantisation(model: PreTrainedModel, dequantised: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield a line that says how the weights are quantised, if they are.
+def _notes(
+    model: PreTrainedModel,
+    settings: TargetSettings,
+    folder: Path,
+    unused: Mapping[str, int],
+    dequantised: Mapping[str, Any] | None,
+) -> Iterator[str]:
+    """Yield lines on the checkpoint's other tensors, its quantisation, and what it was made of.
 
     Args:
+        unused: counts of tensors that are not used, such as a vision tower's.
         dequantised: the quantisation that the files have and the loaded model has not.
     """
-    if dequantised is not None:
-        yield (
-            f"target: its weights ({format_name(dequantised)}) were dequantised; products are in "
-            f"{str(model.dtype).removeprefix('torch.')}, and activations are not quantised"
-        )
-    elif getattr(model, "is_quantized", False):
-        method = str(getattr(model, "quantization_method", None) or "").rpartition(".")[2].lower()
-        dtype = str(model.dtype).removeprefix("torch.")
-        yield (
-            f"target: its weights are quantised ({method.replace('_', '-')}): answers, states and "
-            f"tokens are those of the quantised model, computed in {dtype}"
-        )
-
-
-def _made_of(settings: TargetSettings, folder: Path) -> Iterator[str]:
-    """Yield lines that say of what the checkpoint in the cache was made."""
-    if settings.path.endswith(".gguf"):
-        place = folder if settings.adapter is None else folder.parents[1] / "gguf"
-        yield f"target: the weights of {settings.path} are dequantised, in 16 bits, in {place}"
-    if settings.adapter is not None:
-        yield f"target: the LoRA adapter {settings.adapter} is merged, in {folder}"
-
-
-def _unused_tensors(model: PreTrainedModel, unused: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line that counts the checkpoint's other tensors, such as a vision tower's."""
+    dtype = str(model.dtype).removeprefix("torch.")
     if unused:
         counts = ", ".join(f"{name} ({count:,})" for name, count in sorted(unused.items()))
         yield (
             f"target: draftlab uses {type(model).__name__}, the text model, only; these tensors of "
             f"the checkpoint are not used: {counts}"
         )
+    if dequantised is not None:
+        yield (
+            f"target: its weights ({format_name(dequantised)}) were dequantised; products are in "
+            f"{dtype}, and activations are not quantised"
+        )
+    elif getattr(model, "is_quantized", False):
+        method = str(getattr(model, "quantization_method", None) or "").rpartition(".")[2].lower()
+        yield (
+            f"target: its weights are quantised ({method.replace('_', '-')}): answers, states and "
+            f"tokens are those of the quantised model, computed in {dtype}"
+        )
+    if settings.path.endswith(".gguf"):
+        place = folder if settings.adapter is None else folder.parents[1] / "gguf"
+        yield f"target: the weights of {settings.path} are dequantised, in 16 bits, in {place}"
+    if settings.adapter is not None:
+        yield f"target: the LoRA adapter {settings.adapter} is merged, in {folder}"

@@ -39,14 +39,7 @@ class DecodePath(Protocol):
         positions: Tensor,
         cache: PagedCache,
     ) -> HiddenStates:
-        """Run the decoder.
-
-        Args:
-            token_ids: int64 [B, M].
-            boundaries: layers whose input states become the features, ascending.
-            positions: int64 [B, M], −1 for padding (its states are undefined).
-            cache: KV cache, prepared for these tokens by `cache.at`.
-        """
+        """Run the decoder as `Target.states`; the states of padding are undefined."""
 
     def logits(self, last: Tensor) -> Tensor:
         """Return logits [..., V] of last states [..., Ht]: float32, or in the states' dtype."""

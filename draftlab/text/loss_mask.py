@@ -75,8 +75,10 @@ def find_turns(
     for chat, where in conversations:
         own = list(islice(results, sum(1 for _ in _chats(chat))))
         try:
-            texts = (rendered(one) for one in own[-2:])
-            found = "".join(texts), _turns(tokenizer, chat, own)
+            text = "".join(rendered(one) for one in own[-2:])
+            ends = (end for end in _chats(chat) if not end.generation_prompt)
+            triples = zip(ends, map(rendered, own[::2]), map(rendered, own[1::2]), strict=False)
+            found = text, [_last_turn(tokenizer, *one) for one in triples]
         except RenderError as error:
             where, do = where or error.where, error.do or REGENERATE
             yield RenderError(error.what, where=where, do=do)
@@ -92,17 +94,6 @@ def _chats(chat: Chat) -> Iterator[Chat]:
             yield replace(chat, messages=chat.messages[: index + 1])
     if not chat.messages or chat.messages[-1]["role"] != "assistant":
         yield chat
-
-
-def _turns(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, results: list[str | RenderError]
-) -> list[AssistantTurn]:
-    ends = [end for end in _chats(chat) if not end.generation_prompt]
-    triples = zip(ends, results[::2], results[1::2], strict=False)
-    return [
-        _last_turn(tokenizer, end, rendered(prompt), rendered(whole))
-        for end, prompt, whole in triples
-    ]
 
 
 def _last_turn(

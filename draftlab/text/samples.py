@@ -44,7 +44,20 @@ def open_samples(
     Raises:
         UserError: as `build_samples`, or a line of the file is not valid.
     """
-    made_of, folder = index_key(answers, tokenizer), answers.with_suffix(".index")
+    try:
+        sha256, folder = known_sha256(answers), answers.with_suffix(".index")
+    except OSError as error:
+        raise UserError(
+            f"expected the answers of a run: {error.strerror}",
+            where=answers,
+            do="`draftlab prepare RECIPE` makes them",
+        ) from None
+    made_of = {
+        "version": 2,
+        "answers": sha256,
+        "tokenizer": tokenizer_sha256(tokenizer),
+        "template": template_sha256(tokenizer),
+    }
     table = read_index(folder, made_of)
     if table is None:
         with _locked(answers, monitor):
@@ -53,7 +66,7 @@ def open_samples(
                 monitor.say(f"samples: indexing {answers} in {folder}")
                 notes = _Notes(monitor)
                 modes: dict[str, dict[str, Any]] = {}
-                conversations = _checked(answers, made_of["answers"], notes, modes)
+                conversations = _checked(answers, sha256, notes, modes)
                 samples = build_samples(conversations, tokenizer, notes)
                 write_index(samples, folder, made_of, notes.lines, modes.values())
                 table = read_index(folder, made_of)
@@ -66,24 +79,6 @@ def open_samples(
     for note in table.notes:
         monitor.say(note)
     return table
-
-
-def index_key(answers: Path, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return the hashes of what decides the samples of an answers file."""
-    try:
-        sha256 = known_sha256(answers)
-    except OSError as error:
-        raise UserError(
-            f"expected the answers of a run: {error.strerror}",
-            where=answers,
-            do="`draftlab prepare RECIPE` makes them",
-        ) from None
-    return {
-        "version": 2,
-        "answers": sha256,
-        "tokenizer": tokenizer_sha256(tokenizer),
-        "template": template_sha256(tokenizer),
-    }
 
 
 class _Notes(Monitor):
