@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +30,8 @@ _GRACE_S = 20.0
 """Seconds that a server has to end its processes."""
 _CALL_S = 5.0
 """Seconds that it has for an answer that decodes nothing."""
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 def find_server(program: str) -> list[str]:
@@ -84,6 +88,7 @@ class ServerProcess:
                 stderr=log,
                 # The terminal's Ctrl-C is for draftlab, which then ends the group.
                 start_new_session=True,
+                preexec_fn=_end_with_parent if sys.platform == "linux" else None,
                 # The working directory may have a vllm.py.
                 env={**os.environ, "PYTHONSAFEPATH": "1"},
             )
@@ -150,6 +155,11 @@ class ServerProcess:
             os.killpg(self._process.pid, number)
             return True
         return False
+
+
+def _end_with_parent() -> None:
+    """Have this process end when draftlab is gone, also after a SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _check_free(port: int) -> None:

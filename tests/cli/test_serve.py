@@ -126,6 +126,26 @@ def test_a_server_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monke
     assert not any(alive(pid) for pid in pids)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="the system ends the server")
+def test_the_server_of_a_killed_command_ends(exports: Path, tmp_path: Path) -> None:
+    python, port = str(write_program(tmp_path / "python")), free_port()
+    arguments = (str(exports / "vllm"), "--with", "vllm", "--port", str(port), "--target")
+    with served(tmp_path, *arguments, "embedded", DRAFTLAB_VLLM_PYTHON=python) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.readline()
+        process.stderr.readline()
+        log = Path(process.stderr.readline().split()[-1]).read_text()
+        server = int(re.findall(r"\d+", log)[0])
+        process.kill()
+        end = time.monotonic() + 20
+        while alive(server) and time.monotonic() < end:
+            time.sleep(0.1)
+        ended = not alive(server)
+        os.killpg(server, signal.SIGKILL)  # its child
+        assert ended
+
+
 def test_a_program_that_dies(
     exports: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
