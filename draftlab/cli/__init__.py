@@ -147,15 +147,13 @@ def record(
     plan: Plan = False,
     gpus: Gpus = None,
     ray: Ray = None,
-    join: Annotated[bool, typer.Option("--join", hidden=True)] = False,
     debug: Debug = False,
 ) -> None:
     """Record the target's hidden states for the answers; write store/."""
     with guard(debug):
-        if join or launched_number("WORLD_SIZE", 1) > 1:
+        if launched_number("WORLD_SIZE", 1) > 1:
             raise UserError(
-                "expected one process that records, found "
-                + ("--join" if join else "several that were launched together"),
+                "expected one process that records, found several that were launched together",
                 where="draftlab record",
                 do="--gpus N records on the GPUs of this machine, --ray ADDRESS on those of a "
                 "cluster",

@@ -14,13 +14,12 @@ from draftlab.formatting import size_text
 from draftlab.progress import Monitor
 from draftlab.run.stages import STAGES
 from draftlab.servers.openai_answers import ServerAnswers
-from draftlab.store.manifest import Manifest
 from draftlab.store.record import record
-from draftlab.store.recording_plan import plan_recording
-from draftlab.store.sample_table import SampleTable, Selection
-from draftlab.store.shard_cache import SIZE
+from draftlab.store.sample_table import SampleTable
+from draftlab.store.shard_cache import SIZE, ShardCache
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store, StoreIdentity
+from draftlab.store.urls import local_folder
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answers import regenerate
@@ -36,11 +35,9 @@ from draftlab.workers.pool import WorkerPool
 from draftlab.workers.target_worker import TargetWorker, held_out
 
 
-def cache_line(store: Store) -> str:
+def cache_line(store: Store, cache: ShardCache) -> str:
     """Return how the shards of a store at a URL are read, for the console."""
-    if not isinstance(store.files, RemoteShardFiles):
-        raise ValueError("expected a store at a URL")
-    cache, size = store.files.cache, int(store.manifest.written.bytes.sum())
+    size = int(store.manifest.written.bytes.sum())
     line = (
         f"store: {size_text(size)} at {store.address}, read through a cache of "
         f"{size_text(cache.max_bytes)} in {cache.folder}"
@@ -182,33 +179,17 @@ class Recording(TargetWorker):
             check_row_tokens(lengths.clip(max=limit), self.recipe.train.row_tokens)
         return identity, samples
 
-    def _plan(
-        self, target: Target | TargetMetadata, monitor: Monitor
-    ) -> tuple[Manifest, Selection]:
-        """Return the plan of the store, and its samples."""
-        identity, samples = self.samples(target, monitor)
-        return plan_recording(
-            target,
-            samples,
-            self.recipe.record,
-            identity,
-            monitor=monitor,
-            held_out=held_out(self.recipe),
-        )
-
     def open_store(self) -> Store:
         """Return the recorded store. The target is freed: training gets the whole memory."""
         record, folder = self.recipe.record, self.run / STAGES["store"].artefact
         self.free("target", "metadata")
         self.__dict__.pop("prompts", None)
-        if record.window is not None:
-            answers = self.run / STAGES["answers"].artefact
-            table = open_samples(answers, self.tokenizer, Monitor())
-            store = Store.open_window(folder, table, record.url)
-        else:
-            store = Store.open(folder, url=record.url)
-            if not store.files.is_local:  # counting tokens would download all shards
-                _, store.samples = self._plan(self.metadata, Monitor())
-        if not store.files.is_local:
-            self.monitor.say(cache_line(store))
+        if record.window is None and (record.url is None or local_folder(record.url)):
+            return Store.open(folder, url=record.url)
+        # Counting tokens must not download all shards of a URL; a window's may not be there.
+        answers = self.run / STAGES["answers"].artefact
+        table = open_samples(answers, self.tokenizer, Monitor())
+        store = Store.open_recorded(folder, table, record.url)
+        if isinstance(store.files, RemoteShardFiles):
+            self.monitor.say(cache_line(store, store.files.cache))
         return store

@@ -114,12 +114,6 @@ def read_record(path: Path) -> dict[str, Any]:
     )
 
 
-def head_sha256(folder: Path) -> str:
-    """Return the hex SHA-256 of the weights of a run's head; "" if there are none."""
-    weights = folder / STAGES["head"].artefact / WEIGHTS
-    return known_sha256(weights) if weights.is_file() else ""
-
-
 @contextmanager
 def recorded(folder: Path, stage: Stage, inputs: dict[str, Any], **fields: Any) -> Iterator[None]:
     """Record a stage as started with these inputs, and at the end of the block as complete, both
@@ -127,7 +121,8 @@ def recorded(folder: Path, stage: Stage, inputs: dict[str, Any], **fields: Any) 
     """
     record = record_path(folder, stage)
     if stage.after == "head":
-        fields = fields | {"head_sha256": head_sha256(folder)}
+        weights = folder / STAGES["head"].artefact / WEIGHTS
+        fields["head_sha256"] = known_sha256(weights) if weights.is_file() else ""
     write_json(record, {"complete": False, "inputs": inputs} | fields)
     yield
     files = [path for path in sorted(folder.glob(stage.hashed)) if path.is_file()]

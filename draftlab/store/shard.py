@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, overload
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -238,11 +238,7 @@ class Shards(Sequence[Shard]):
     def __len__(self) -> int:
         return len(self._index.shard_records)
 
-    @overload
-    def __getitem__(self, number: int) -> Shard: ...
-    @overload
-    def __getitem__(self, number: slice) -> list[Shard]: ...
-    def __getitem__(self, number: int | slice) -> Shard | list[Shard]:
+    def __getitem__(self, number: Any) -> Any:
         if isinstance(number, slice):
             return [self[i] for i in range(len(self))[number]]
         return Shard(self._index, self._table, range(len(self))[number])

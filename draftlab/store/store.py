@@ -137,11 +137,11 @@ class Store:
         return cls(folder, manifest, files=files)
 
     @classmethod
-    def open_window(cls, folder: Path, samples: SampleTable, url: str | None = None) -> Store:
-        """Open a store with a window, planned from these samples; shards that come and go may be
-        missing.
+    def open_recorded(cls, folder: Path, samples: SampleTable, url: str | None = None) -> Store:
+        """Open the store of these samples; shards that come and go may be missing.
 
-        Raises a `UserError` as `open`, or if these are other samples.
+        It reads no shard for `tokens_and_spans`. Raises a `UserError` as `open`, or if these are
+        other samples.
         """
         manifest, files = Manifest.read(folder / MANIFEST), open_shard_files(folder, url)
         check_complete(files, manifest, files.list())

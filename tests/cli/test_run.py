@@ -128,11 +128,3 @@ def test_changed_eval_settings_need_no_force(folder: Path) -> None:
     assert result.exit_code == 0, result.output
     assert {row["k"] for row in json.loads(result.stdout)["rows"]} == {0, 1}
     assert snapshot(folder / "runs" / "small" / "head") == head
-
-
-def test_broken_prompts_leave_no_run_folder(folder: Path) -> None:
-    (folder / "bad.jsonl").write_text("not json\n")
-    before = snapshot(folder / "runs")
-    refused(folder, "run", "small.yaml", "name=other", "prompts.source=bad.jsonl")
-    assert snapshot(folder / "runs") == before
-    assert not (folder / "runs" / "other").exists()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shutil
 import weakref
@@ -24,8 +23,6 @@ from tests.helpers.small_run import (
     InterruptingMonitor,
     contents,
     error_of,
-    finished,
-    new_workshop,
     pipeline,
     snapshot,
 )
@@ -179,11 +176,3 @@ def test_two_processes_in_one_run(folder: Path) -> None:
         assert "another draftlab process" in error.what
         assert error.where.endswith("small")
     pipeline().make("head")
-
-
-def test_a_run_is_independent_of_its_folder(tmp_path: Path) -> None:
-    with contextlib.chdir(new_workshop(tmp_path / "again")):
-        pipeline().make("head")
-    again, first = (folder / "runs/small" for folder in (tmp_path / "again", finished()))
-    assert contents(again / "head") == contents(first / "head")
-    assert contents(again / "store") == contents(first / "store")

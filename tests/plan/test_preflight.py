@@ -345,15 +345,6 @@ def test_a_plan_names_processes_without_work(workshop: Path) -> None:
     assert "warning: 6 of 8 processes have nothing to do, since a step has 2 rows" in output
 
 
-def test_a_plan_names_rows_that_are_too_short(workshop: Path) -> None:
-    plan = ("train", "small.yaml", "--plan")
-    assert "train.row_tokens is" not in draftlab(workshop, *plan).output
-    output = draftlab(workshop, *plan, "train.row_tokens=16").output
-    assert "train.row_tokens is 16: record.max_length=16 cuts it" in output
-    limited = draftlab(workshop, *plan, "train.row_tokens=16", "record.max_length=16").output
-    assert "train.row_tokens is" not in limited
-
-
 def test_rows_that_are_too_short_stop_a_run_before_it_records(tmp_path: Path) -> None:
     workshop = new_workshop(tmp_path)
     result = draftlab(workshop, "train", "small.yaml", "train.row_tokens=16")

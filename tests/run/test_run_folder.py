@@ -211,15 +211,6 @@ def test_a_stage_with_other_settings_is_recorded(tmp_path: Path) -> None:
     assert run.status(EXPORT).state == "done"
 
 
-def test_a_broken_record_is_named(tmp_path: Path) -> None:
-    run = finish_stages(make_run(tmp_path))
-    for text in ("[]", '{"complete": true}', "{"):
-        record_path(tmp_path, HEAD).write_text(text)
-        with pytest.raises(UserError) as caught:
-            run.plan("head")
-        assert str(record_path(tmp_path, HEAD)) in str(caught.value)
-
-
 def test_latest_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="there is no run yet"):
@@ -237,11 +228,3 @@ def test_latest_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert Path("runs/b/recipe.yaml").read_text() == "seed: 2"
     assert find_run("a") == find_run("runs/a") == tmp_path / "runs" / "a"
     assert not [p for p in Path("runs").iterdir() if p.name.startswith(".")]
-
-
-def test_inputs_are_those_of_a_stage_and_of_earlier_ones(tmp_path: Path) -> None:
-    first, second = make_run(tmp_path), make_run(tmp_path, eval={"k": 1})
-    assert first.inputs(HEAD) == second.inputs(HEAD)
-    assert first.inputs(EVAL) != second.inputs(EVAL)
-    finish_stages(first, "answers")
-    assert read_json(record_path(tmp_path, ANSWERS))["inputs"] == first.inputs(ANSWERS)

@@ -47,18 +47,6 @@ def test_conversations_without_an_answer_are_counted(folder: Path) -> None:
     assert len(Store.open(Path("runs/other/store"))) == 2
 
 
-def test_long_samples_are_cut_and_counted(folder: Path) -> None:
-    chats = [[f"hi {number}", "the user " * 12] for number in range(3)]
-    long = write_conversations(Path("long.jsonl"), *chats, ["hi", "the on"])
-    monitor = RecordingMonitor()
-    limit = "record.max_length=30"
-    pipeline(long, NO_REGENERATION, "name=other", limit, monitor=monitor).make("store")
-    manifest = Store.open(Path("runs/other/store")).manifest
-    assert "3 of 4 samples truncated" in monitor.text
-    assert (manifest.truncated, manifest.counts.records) == (3, 4)
-    assert sorted(Store.open(Path("runs/other/store")).lengths)[1:] == [30] * 3
-
-
 def test_mistakes_that_show_later_are_refused(folder: Path) -> None:
     Path("empty.jsonl").write_text("")
     assert "empty data set" in error_of("eval", "eval.suite=empty.jsonl").what

@@ -199,11 +199,6 @@ def test_a_bucket_that_is_not_there_is_named(server: FaultyServer, tmp_path: Pat
         Store.open(URL)
 
 
-def test_a_protocol_without_its_package_is_named() -> None:
-    with pytest.raises(UserError, match="unknown-protocol://"):
-        UrlFolder("unknown-protocol://a/b").sizes()
-
-
 @pytest.mark.parametrize(
     "url",
     [

@@ -189,16 +189,6 @@ def test_passes_hold_conversations_side_by_side_or_in_padded_rows(
         torch.testing.assert_close(a.features, b.features, atol=1e-5, rtol=1e-5)
 
 
-def test_the_manifest_has_no_path_or_time(
-    target: Target, tmp_path: Path, expected_hashes: dict[str, str]
-) -> None:
-    record_store(target, tmp_path)
-    assert file_hashes(tmp_path) == expected_hashes
-    text = (tmp_path / "manifest.json").read_text()
-    assert str(tmp_path) not in text
-    assert str(target.folder.parent) not in text
-
-
 def padded_tokens(lengths: list[int], batches: list[list[int]]) -> int:
     return sum(len(batch) * max(lengths[i] for i in batch) for batch in batches)
 
@@ -247,18 +237,3 @@ def test_records_side_by_side_fill_passes_evenly(seed: int) -> None:
     assert max(sizes) - min(sizes) <= min(max(lengths), 512)
     assert len(sizes) <= -(-sum(lengths) // 8192) + 1
     assert max(lengths) in [lengths[i] for i in batches[0]]
-
-
-@pytest.mark.parametrize(
-    ("lengths", "batches"),
-    [
-        ([3, 5, 5, 3], [[1, 0], [2, 3]]),
-        ([4], [[0]]),
-        ([8, 8], [[0], [1]]),
-        ([5, 5, 5], [[0], [1], [2]]),  # no two fit in one pass
-    ],
-)
-def test_records_take_no_more_passes_than_they_fill(
-    lengths: list[int], batches: list[list[int]]
-) -> None:
-    assert cut_batches(lengths, 8, padded=False) == batches

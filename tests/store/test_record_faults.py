@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import resource
 import signal
@@ -329,15 +328,6 @@ def test_a_process_excludes_others(target: Target, tmp_path: Path) -> None:
         record_store(target, tmp_path)
     assert "--ray" in caught.value.do
     assert exit_codes(child) == [0]
-
-
-def test_a_recorder_with_other_samples_is_refused(target: Target, tmp_path: Path) -> None:
-    record_store(target, tmp_path)
-    manifest = tmp_path / "manifest.json"
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"complete": False}))
-    arguments = (make_samples(11), tmp_path, SETTINGS, identity_of(target), None)
-    with pytest.raises(UserError, match="other samples"):
-        open_recorder(target, *arguments, ExitStack())
 
 
 def test_the_number_of_shards_in_memory_is_limited(

@@ -23,7 +23,6 @@ from draftlab.store.shard import SHARDS
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.store import Store
 from draftlab.target_model.model import Target
-from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
 from tests.helpers.recordings import exit_codes, fork_recorder, make_samples, record_store
 
@@ -136,32 +135,6 @@ def test_a_truncated_upload_is_never_committed(
     record_store(target, tmp_path / "remote", url=URL)
     for name in committed:  # what was committed is not sent again
         assert server.count("PUT", name) == 0
-    assert objects() == files(tmp_path / "local")
-
-
-def test_a_server_that_goes_down_loses_nothing(
-    server: FaultyServer, target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(object_store, "RETRY_S", 0.6)
-    record_store(target, tmp_path / "local")
-
-    def fault(method: str, path: str, _: int) -> None:
-        if "shard-00002" in path:
-            while not list((tmp_path / "remote").glob("shard-*.json")):
-                time.sleep(0.01)
-            server.is_down = True
-
-    server.faults = fault
-    for _ in range(2):
-        with pytest.raises(UnreachableError, match="failed again and again") as caught:
-            record_store(target, tmp_path / "remote", url=URL)
-        assert "the same command goes on" in caught.value.do
-    with pytest.raises(UnreachableError):
-        Store.open(URL)
-    server.is_down, server.faults = False, lambda *_: None
-    monitor = RecordingMonitor()
-    record_store(target, tmp_path / "remote", url=URL, monitor=monitor)
-    assert "of them there already" in "\n".join(monitor.lines)
     assert objects() == files(tmp_path / "local")
 
 

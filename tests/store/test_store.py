@@ -128,20 +128,6 @@ def test_a_record_may_be_changed_in_place(tmp_path: Path) -> None:
     store.verify()
 
 
-def test_shards_are_opened_once_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    record_table(tmp_path, samples_of_lengths([20] * 5))
-    files: list[str] = []
-    monkeypatch.setattr(
-        "draftlab.store.shard_file.safe_open",
-        lambda path, kind: files.append(Path(path).name) or safe_open(path, kind),
-    )
-    store = Store.open(tmp_path)
-    assert files == []
-    for i in (3, 3, 1, 3):
-        _ = store[i]
-    assert files == ["shard-00003.safetensors", "shard-00001.safetensors"]
-
-
 def test_layout_is_the_documented_one(tmp_path: Path) -> None:
     record_table(tmp_path, samples_of_lengths([5, 6]), dtype="bfloat16")
     files = sorted(p.name for p in tmp_path.iterdir())

@@ -97,13 +97,11 @@ def test_an_error_of_a_worker_names_it_and_says_what_to_do(pool: LocalPool, work
     assert caught.value.do
 
 
-@pytest.mark.parametrize("launched", [False, True])
-def test_joining_a_recording_is_refused(
-    workshop: Path, monkeypatch: pytest.MonkeyPatch, launched: bool
+def test_processes_that_were_launched_together_do_not_record(
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if launched:
-        monkeypatch.setenv("WORLD_SIZE", "2")
-    result = draftlab(workshop, "record", "small.yaml", *(() if launched else ("--join",)))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    result = draftlab(workshop, "record", "small.yaml")
     assert result.exit_code == 2
     assert "--gpus N" in result.output
     assert "--ray ADDRESS" in result.output
