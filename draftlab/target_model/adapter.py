@@ -71,10 +71,8 @@ def merged_folder(base: Path, adapter: Path) -> Path:
 
 
 def read_adapter(adapter: Path) -> tuple[dict[str, Any], Path]:
-    """Return the config and the file of the weights.
-
-    Raises:
-        UserError: it is no LoRA adapter, or of an unknown kind.
+    """Return the config and the file of the weights; raise a `UserError` if it is no LoRA adapter,
+    or of an unknown kind.
     """
     if not (adapter / CONFIG).is_file() or not (adapter / WEIGHTS).is_file():
         raise UserError(

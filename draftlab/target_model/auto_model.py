@@ -49,10 +49,8 @@ def auto_class(config: Any, *, whole: bool = False) -> Any:
 
 
 def model_class(config: Any) -> type[PreTrainedModel]:
-    """Return the class that `auto_class` chooses.
-
-    Raises:
-        UserError: it is none of transformers' own.
+    """Return the class that `auto_class` chooses; raise a `UserError` if it is none of
+    transformers' own.
     """
     auto = auto_class(config)
     mapping = dict(_MAPPINGS)[auto]

@@ -93,10 +93,8 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
 
 
 def load_target(settings: TargetSettings) -> Target:
-    """Load a target for inference and check how its norm and lm_head are read.
-
-    Raises:
-        UserError: the checkpoint is missing, corrupt or unsupported.
+    """Load a target for inference and check how its norm and lm_head are read; raise a `UserError`
+    if the checkpoint is missing, corrupt or unsupported.
     """
     folder, device = resolve_target(settings), resolve_device(settings.device)
     with explain_loading("the target", folder):

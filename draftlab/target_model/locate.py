@@ -289,14 +289,11 @@ _MAX_POSITIONS = ("max_position_embeddings", "max_seq_len", "seq_length")
 
 
 def check_rope(config: Any, where: Path) -> None:
-    """Check the bases of a target's RoPE.
+    """Check the bases of a target's RoPE; raise a `UserError` if one is no positive finite number.
 
     Args:
         config: as transformers read it.
         where: the file, for the error.
-
-    Raises:
-        UserError: one is no positive finite number.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
     for kind in (rope, *rope.values()):  # some targets have one for each kind of attention
@@ -310,13 +307,11 @@ def check_rope(config: Any, where: Path) -> None:
 
 
 def max_positions(config: Any) -> int:
-    """Return the largest number of positions of a target.
+    """Return the largest number of positions of a target; raise a `UserError` if the config names
+    none.
 
     Args:
         config: of the target's text model.
-
-    Raises:
-        UserError: the config names none.
     """
     for name in _MAX_POSITIONS:
         if (limit := getattr(config, name, None)) is not None:

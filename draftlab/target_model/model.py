@@ -94,10 +94,8 @@ class Target:
         return max_positions(self.config)
 
     def new_cache(self, num_rows: int, max_length: int) -> RowCache:
-        """Return an empty cache for `num_rows` sequences of at most `max_length` positions.
-
-        Raises:
-            UserError: the model cannot decode with such a cache (`check_capabilities.py`).
+        """Return an empty cache for `num_rows` sequences of at most `max_length` positions; raise a
+        `UserError` if the model cannot decode with such a cache (`check_capabilities.py`).
         """
         if self.recurrent:
             raise UserError(

@@ -283,15 +283,13 @@ class RowCache(PagedCache):
         super().__init__(num_layers, num_rows + 1, max_length, gathers=True)
 
     def at_rows(self, rows: Sequence[int], positions: Tensor, visible: int) -> RowCache:
-        """Set B rows for the next forward pass.
+        """Set B rows for the next forward pass; raise a `ValueError` if the pass does not fit into
+        the cache.
 
         Args:
             rows: the cache rows, all different.
             positions: [B, M] positions of the new tokens, −1 for padding.
             visible: one more than the highest position any query of this pass may see.
-
-        Raises:
-            ValueError: the pass does not fit into the cache.
         """
         if visible > self.block_size or max(rows) + 1 >= self.num_blocks:
             raise ValueError(

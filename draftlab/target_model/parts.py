@@ -111,10 +111,8 @@ class TargetParts:
 
 
 def text_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
-    """Return the text decoder of a causal LM, its layers and its final norm.
-
-    Raises:
-        UserError: the model has no `layers` or no final norm.
+    """Return the text decoder of a causal LM, its layers and its final norm; raise a `UserError` if
+    the model has no `layers` or no final norm.
     """
     decoder = model.get_decoder()
     while not hasattr(decoder, "layers"):  # get_decoder does not know all module names

@@ -90,13 +90,11 @@ def read_row(row: Any) -> Chat:
 
 
 def as_line(row: Any) -> dict[str, Any]:
-    """Convert a row of another form to the fields of a line of conversations.
+    """Convert a row of another form to the fields of a line of conversations; raise a `Dropped` if
+    the row is no conversation.
 
     A line with `messages` stays as strict as it is: only what the chat APIs write otherwise is
     converted. Of other rows the id is left, since those of ShareGPT repeat.
-
-    Raises:
-        Dropped: the row is no conversation.
     """
     if isinstance(row, Mapping) and isinstance(messages := row.get("messages"), list):
         return {**row, "messages": [_of_chat_api(message) for message in messages]}

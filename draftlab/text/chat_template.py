@@ -63,10 +63,8 @@ class Encoded:
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return the Jinja source of the tokenizer's chat template.
-
-    Raises:
-        UserError: the tokenizer has no chat template.
+    """Return the Jinja source of the tokenizer's chat template; raise a `UserError` if the
+    tokenizer has no chat template.
     """
     try:
         return tokenizer.get_chat_template()

@@ -127,13 +127,10 @@ def rows_of(source: Source, alternative: str = "") -> Iterator[Any]:
 
 
 def datasets_package(where: str | Path, alternative: str = "") -> Any:
-    """Return the optional package `datasets`.
+    """Return the optional package `datasets`; raise a `UserError` if it is not installed.
 
     Args:
         alternative: what a user can do without it.
-
-    Raises:
-        UserError: it is not installed.
     """
     try:
         import datasets

@@ -32,10 +32,8 @@ EMBEDDED_PROMPTS = {"embedded": "head.jsonl", "embedded:heldout": "heldout.jsonl
 
 
 def prompt_file(source: str) -> Path:
-    """Return the file of a prompt source: an embedded prompt set's name, or a path.
-
-    Raises:
-        UserError: there is no such file.
+    """Return the file of a prompt source: an embedded prompt set's name, or a path; raise a
+    `UserError` if there is no such file.
     """
     if source in EMBEDDED_PROMPTS:
         folder = Path(str(resources.files("draftlab"))) / "embedded" / "prompts"

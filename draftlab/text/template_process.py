@@ -65,11 +65,7 @@ class _Worker:
         self._lock, self._process = Lock(), None
 
     def render(self, source: bytes, chats: Sequence[bytes]) -> list[str | Fault]:
-        """Return the results of a batch of JSON texts.
-
-        Raises:
-            _LimitError: it exceeds a limit.
-        """
+        """Return the results of a batch of JSON texts; raise a `_LimitError` at a limit."""
         head = b'{"seconds":%d,"source":%s,"chats":[' % (MAX_SECONDS, source)
         request = head + b",".join(chats) + b"]}\n"
         with self._lock:
