@@ -119,7 +119,7 @@ def read_foreign_head(folder: Path, session: TargetSession) -> tuple[HeadFiles, 
     """
     weights = read_weights(folder, "head's weights")
     foreign = read_foreign_config(folder, weights)
-    tensors = rename_tensors(weights, weight_files(folder)[0], _ignore)
+    tensors = rename_tensors(weights, weight_files(folder)[0])
     findings = list(_config_findings(foreign, session))
     readings = boundary_readings(foreign, session.text_config.num_hidden_layers)
     first, *others = dict.fromkeys(readings.values())
@@ -138,16 +138,10 @@ def read_foreign_head(folder: Path, session: TargetSession) -> tuple[HeadFiles, 
         session.target_settings,
         first,
         bool(foreign.config.norm_before_residual),
-        None,
-        _ignore,
     )
     has_own = EMBEDDINGS in tensors or foreign.family.trains_mask
     head_config = head_config.model_copy(update={"embeddings": "own" if has_own else "target"})
     return HeadFiles(head_config, tensors, tuple(others)), findings
-
-
-def _ignore(line: str) -> None:
-    """Ignore what an import would print: findings and scores say it here."""
 
 
 def _config_findings(foreign: ForeignHead, session: TargetSession) -> Iterator[Finding]:

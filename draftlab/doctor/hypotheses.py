@@ -239,7 +239,9 @@ def weight_rows(stored: HeadVariant, context: HypothesisContext) -> Iterator[Row
         used = tensors[EMBEDDINGS]
         if table is None or table.shape != used.shape:
             continue
-        table = with_mask_row(table, stored)
+        if get_family(config.family).trains_mask:  # the mask token's row is the head's own
+            table = table.clone()
+            table[config.mask_token_id] = used[config.mask_token_id].to(table)
         if not torch.equal(table.to(used), used):
             do = 'drop embed_tokens.weight ("embeddings": "target"), or ship the right ones ("own")'
             yield "embeddings", name, do, {EMBEDDINGS: table}
@@ -300,13 +302,3 @@ def sorted_blocks(tensors: Mapping[str, Tensor], order: tuple[int, ...]) -> dict
     if all(name in tensors for name in norms):
         changed |= {norms[n]: tensors[norms[i]] for n, i in enumerate(ascending)}
     return changed
-
-
-def with_mask_row(table: Tensor, variant: HeadVariant) -> Tensor:
-    """Return embeddings with the head's own row of the mask token, if it has one."""
-    if not get_family(variant.config.family).trains_mask:
-        return table
-    mask = variant.config.mask_token_id
-    table = table.clone()
-    table[mask] = variant.tensors[EMBEDDINGS][mask].to(table)
-    return table

@@ -172,9 +172,10 @@ def _on_lines(k: int, steps: Mapping[int, float]) -> float:
     return steps[low] + (k - low) / (high - low) * (steps[high] - steps[low])
 
 
-def speedup_tables(rows: Sequence[Row], probes: Sequence[Probe]) -> dict[Conditions, SpeedupTable]:
+def speedup_tables(
+    drafted: Sequence[Row], probes: Sequence[Probe]
+) -> dict[Conditions, SpeedupTable]:
     """Return a table of the timed steps for each drafted row's conditions."""
-    drafted = [row for row in rows if row.drafts]
     timed = [(conditions(p), p.k, p.timing) for p in probes]
     timed += [(conditions(row), row.k, timing) for row in drafted for timing in row.timings]
     found: dict[Conditions, dict[Shape, Timing]] = {}
@@ -228,15 +229,14 @@ def advise(rows: Sequence[Row], probes: Iterable[Probe] = ()) -> dict[str, Any] 
     """
     probes, advice = list(probes), list[dict[str, Any]]()
     for suite in dict.fromkeys(row.suite for row in rows):
-        here = [row for row in rows if row.suite == suite]
-        tables = speedup_tables(here, [p for p in probes if p.suite == suite])
-        by_key: dict[Conditions, list[Row]] = {}
-        for row in sorted((row for row in here if row.drafts), key=lambda row: row.k):
-            by_key.setdefault(conditions(row), []).append(row)
-        for key, members in by_key.items():
+        drafted = [row for row in rows if row.suite == suite and row.drafts]
+        drafted.sort(key=lambda row: row.k)
+        tables = speedup_tables(drafted, [p for p in probes if p.suite == suite])
+        for key, table in tables.items():
+            members = [row for row in drafted if conditions(row) == key]
             for batch in (timing.batch for timing in members[-1].timings):
-                if key in tables and tables[key].at_batch(batch):
-                    advice += [one] if (one := _advice(tables[key], members, batch)) else []
+                if table.at_batch(batch) and (one := _advice(table, members, batch)):
+                    advice.append(one)
     if not advice:
         return None
     return {

@@ -84,21 +84,16 @@ def configs_at(
     modes = {"on": [True], "off": [False], "both": [False, True]}[settings.draft_probs]
     if temperature == 0:
         modes = modes[:1]  # greedy decoding does not use draft probabilities: one row is enough
+    is_first = settings.k is None and temperature == settings.temperatures[0]
     return [
         PLAIN_DECODING,
         *(
             DecodingConfig(head, k, draft_probs)
             for head in heads
-            for k in sorted({*head.ks(settings), *_smaller_ks(head, settings, temperature)})
+            for k in sorted({*head.ks(settings), *(more_ks(head.ks(settings)) if is_first else ())})
             for draft_probs in (modes if k in head.ks(settings) else modes[:1])
         ),
     ]
-
-
-def _smaller_ks(head: NamedHead, settings: EvalSettings, temperature: float) -> set[int]:
-    if settings.k is not None or temperature != settings.temperatures[0]:
-        return set()
-    return more_ks(head.ks(settings))
 
 
 def more_ks(ks: Collection[int]) -> set[int]:

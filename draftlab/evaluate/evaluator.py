@@ -7,7 +7,7 @@ few prompts (`evaluate/timing.py`). Every head, K, temperature and drafter setti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from typing import Any
@@ -90,8 +90,11 @@ class Evaluator:
             self.workloads.append(workload)
             self._announce(workload, len(suite.prompts))
         self.workload = self.workloads[0]
-        for line in self._shared_lines():
-            monitor.say(line)
+        if used := self._products():
+            monitor.say(f"eval: {used}")
+        for head in heads:
+            for text in (text for k in head.ks(settings) for text in k_warnings(head, k)):
+                monitor.say(f"warning: {head.name}: {text}")
 
     def _announce(self, workload: Workload, available: int) -> None:
         """Report what will be decoded of a suite of so many prompts, and warnings about it."""
@@ -108,15 +111,6 @@ class Evaluator:
             warnings += trained_prompt_warnings(head, workload.suite)
         for text in warnings:
             workload.monitor.say(f"warning: {text}")
-
-    def _shared_lines(self) -> Iterator[str]:
-        """Yield what holds for all suites: the products, and warnings that are known before."""
-        if used := self._products():
-            yield f"eval: {used}"
-        for head in self.workload.heads:
-            for k in head.ks(self.workload.settings):
-                for text in k_warnings(head, k):
-                    yield f"warning: {head.name}: {text}"
 
     def run(self) -> Report:
         """Decode and time every configuration, and return the report with advice on K.

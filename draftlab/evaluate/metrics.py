@@ -272,9 +272,9 @@ def repetition_rate(answers: Iterable[Sequence[int]], n: int = 4) -> float:
 
 
 def acceptance_interval(
-    per_prompt: Sequence[Counters], *, samples: int = 2000, level: float = 0.95, seed: int = 0
+    per_prompt: Sequence[Counters], *, samples: int = 2000
 ) -> tuple[float, float] | None:
-    """Return the bootstrap interval of AL over prompts; None: too few have drafts.
+    """Return the 95 % bootstrap interval of AL over prompts; None: too few have drafts.
 
     scipy.stats.bootstrap is no replacement: it returns NaN if one resample holds no draft.
     """
@@ -283,6 +283,6 @@ def acceptance_interval(
     if not drafted:
         return None
     accepted = np.array([c.accepted for c in per_prompt], dtype=float)
-    accepted, drafts = resample_sums(accepted, drafts, samples=samples, seed=seed)
+    accepted, drafts = resample_sums(accepted, drafts, samples=samples)
     with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, which the interval ignores
-        return prompt_interval(1 + accepted / drafts, drafted, level)
+        return prompt_interval(1 + accepted / drafts, drafted)

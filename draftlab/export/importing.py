@@ -176,8 +176,8 @@ def foreign_head_config(
     settings: TargetSettings,
     boundaries: tuple[int, ...] | None,
     norm_before_residual: bool | None,
-    k: int | None,
-    log: Log,
+    k: int | None = None,
+    log: Log = lambda line: None,
 ) -> HeadConfig:
     """Return draftlab.json of a foreign head; only a mask token makes the embeddings its own."""
     config, where = foreign.config, folder / "config.json"
@@ -316,7 +316,9 @@ def _norm_before_residual(foreign: ForeignHead, requested: bool | None, where: P
     return False
 
 
-def rename_tensors(stored: dict[str, Tensor], where: Path, log: Log) -> dict[str, Tensor]:
+def rename_tensors(
+    stored: dict[str, Tensor], where: Path, log: Log = lambda line: None
+) -> dict[str, Tensor]:
     """Return tensors under the names of a head folder, without those that no head needs.
 
     The prefix `model.` is dropped, and `midlayer.` means `layers.0.`. SGLang requires a bias of

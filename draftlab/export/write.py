@@ -203,25 +203,20 @@ def served_k(
     """
     if serving is not None:
         return serving.calibration.k, "as the head was calibrated for"
-    if report is not None and report.is_file() and (found := _measured_k(report, folder)):
-        return found
+    if report is not None and report.is_file():
+        measured = Report.read(report)
+        names = measured.heads_with(known_sha256(folder / WEIGHTS))
+        rows = [row for row in measured.rows if row.head in names]
+        if best := fastest_k(rows):
+            which = "the fastest" if best.measured > 1 else "the only one"
+            engine = f" with {best.engine}" if len({row.engine for row in rows}) > 1 else ""
+            at = f"at T = {best.temperature:g} ({best.speedup:.2f}×)"
+            return best.k, f"{which} measured{engine} {at}"
     unmeasured = "no speed-up with an interval was measured"
     imported = (head.provenance.get("imported") or {}).get("k")
     if isinstance(imported, int) and imported > 0:
         return head.default_k, f"as the imported head's files name; {unmeasured}"
     return head.k_trained, f"as the head was trained for; {unmeasured}"
-
-
-def _measured_k(path: Path, folder: Path) -> tuple[int, str] | None:
-    report = Report.read(path)
-    names = report.heads_with(known_sha256(folder / WEIGHTS))
-    rows = [row for row in report.rows if row.head in names]
-    best = fastest_k(rows)
-    if best is None:
-        return None
-    which = "the fastest" if best.measured > 1 else "the only one"
-    engine = f" with {best.engine}" if len({row.engine for row in rows}) > 1 else ""
-    return best.k, f"{which} measured{engine} at T = {best.temperature:g} ({best.speedup:.2f}×)"
 
 
 def write_export(*places: Any, trust_remote_code: bool = False, **options: Any) -> Path:

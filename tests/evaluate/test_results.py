@@ -143,7 +143,6 @@ def test_intervals_are_reproducible_and_touch_no_global_generator(prompts: list[
     before = np.random.get_state()[1].copy()
     first = acceptance_interval(prompts, samples=200)
     assert first == acceptance_interval(prompts, samples=200)
-    assert first != acceptance_interval(prompts, samples=200, seed=1)
     assert (np.random.get_state()[1] == before).all()
 
 

@@ -145,9 +145,9 @@ def lost_drafts(blocks: DraftBlocks, verified: np.ndarray) -> np.ndarray:
     return (blocks.accepted - verified).clip(0)
 
 
-def largest_cutoff(blocks: DraftBlocks, largest_loss: float = LARGEST_LOSS) -> float:
-    """Return the largest of `CUTOFFS` that loses at most this share of the accepted drafts."""
-    allowed = largest_loss * blocks.accepted.sum()
+def largest_cutoff(blocks: DraftBlocks) -> float:
+    """Return the largest of `CUTOFFS` that loses at most `LARGEST_LOSS`."""
+    allowed = LARGEST_LOSS * blocks.accepted.sum()
     allowed_cutoffs = [
         cutoff
         for cutoff in CUTOFFS

@@ -32,9 +32,7 @@ def calibration_error(predicted: np.ndarray, observed: np.ndarray) -> float:
     return float(np.abs(_bin_differences(predicted, observed)).sum() / len(predicted))
 
 
-def perfect_error(
-    predicted: np.ndarray, *, samples: int = SIMULATIONS, seed: int = 0
-) -> tuple[float, float]:
+def perfect_error(predicted: np.ndarray, samples: int = SIMULATIONS) -> tuple[float, float]:
     """Return the error that a perfectly calibrated predictor shows on as many outcomes.
 
     Outcomes are drawn from the predictions themselves.
@@ -42,7 +40,7 @@ def perfect_error(
     Returns:
         The mean of the error over the simulations, and its 97.5 % quantile.
     """
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     errors = [
         calibration_error(predicted, generator.random(len(predicted)) < predicted)
         for _ in range(samples)
@@ -51,24 +49,18 @@ def perfect_error(
 
 
 def error_interval(
-    predicted: np.ndarray,
-    observed: np.ndarray,
-    prompt: np.ndarray,
-    *,
-    samples: int = RESAMPLES,
-    level: float = 0.95,
-    seed: int = 0,
+    predicted: np.ndarray, observed: np.ndarray, prompt: np.ndarray, samples: int = RESAMPLES
 ) -> tuple[float, float] | None:
-    """Return the bootstrap interval of the calibration error over prompts; None: too few.
+    """Return the 95 % bootstrap interval of the calibration error over prompts; None: too few.
 
     A resample adds noise of its own to each bin, which raises its error. The interval is shifted
     down by the mean of this rise, and ends at 0.
     """
     differences, sizes = _prompt_differences(predicted, observed, prompt)
-    *drawn, blocks = resample_sums(*differences.T, sizes, samples=samples, seed=seed)
+    *drawn, blocks = resample_sums(*differences.T, sizes, samples=samples)
     errors = np.abs(drawn).sum(0) / blocks
     rise = errors.mean() - np.abs(differences.sum(0)).sum() / sizes.sum()
-    interval = prompt_interval(errors - max(rise, 0.0), len(sizes), level)
+    interval = prompt_interval(errors - max(rise, 0.0), len(sizes))
     return interval and (max(interval[0], 0.0), interval[1])
 
 

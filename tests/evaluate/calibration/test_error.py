@@ -55,7 +55,6 @@ def test_a_perfect_predictor_errs_as_much_as_a_mean_of_coins() -> None:
     assert mean == pytest.approx(deviation * math.sqrt(2 / math.pi), rel=0.05)
     assert high == pytest.approx(2.24 * deviation, rel=0.06)
     assert perfect_error(np.full(n, p)) == perfect_error(np.full(n, p))  # seeded
-    assert perfect_error(np.full(n, p), seed=1) != perfect_error(np.full(n, p))
 
 
 def test_intervals_resample_whole_prompts() -> None:
