@@ -16,17 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.engine.draft_sampler import DraftSampler, Proposal
-from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures
-from draftlab.engine.head_pass import Pools, is_on_gpu_in_one_dtype
+from draftlab.engine.drafter import HeadDrafter, VerifiedFeatures, without_padding
+from draftlab.engine.head_pass import Pools, fused_layers, is_on_gpu_in_one_dtype
 from draftlab.heads.block import BlockConfig, BlockHead
+from draftlab.heads.dflash2 import Dflash2Head, never_drawn, transition_scores
 from draftlab.heads.layers import Angles
 from draftlab.kernels.chain_layout import chain_layout, last_rows
 from draftlab.kernels.linear import linear, linear_then_norm
 from draftlab.kernels.paged_attention import attend_paged, write_paged
-from draftlab.kernels.parallel_layout import parallel_layout
 from draftlab.kernels.rope_write import rope_angles, rope_write
-from draftlab.target_model.fused_decoder import FusedLayer
-from draftlab.target_model.known_layers import LayerWeights
 
 
 class EagerBlock:
@@ -60,14 +58,12 @@ class EagerBlock:
             block_table: int32 [B, N].
         """
         hidden, angles = self.head.embed(tokens), self._angles(positions)
-        seen, windows = last_seen_keys(positions, self.head.config), self.head.config.windows
-        for number, (layer, pool, window) in enumerate(
-            zip(self.head.layers, pools, windows, strict=True)
-        ):
+        seen = last_seen_keys(positions, self.head.config)
+        for number, (layer, pool) in enumerate(zip(self.head.layers, pools, strict=True)):
             x, finish = layer.begin(hidden)
             query = self.write_cache(number, x, angles, pool, slots)
             scale = query.shape[-1] ** -0.5
-            options = {"scale": scale, "window": window, "last_seen": seen}
+            options = {"scale": scale, "window": layer.window, "last_seen": seen}
             hidden = finish(attend_paged(query, *pool, block_table, positions, **options))
         return hidden
 
@@ -114,15 +110,7 @@ class FusedBlock(EagerBlock):
     def __init__(self, head: BlockHead) -> None:
         super().__init__(head)
         self.embeddings, self.eps = head.embedding_table(), head.config.rms_norm_eps
-        scale = head.config.head_dim**-0.5
-        norms = [layer.input_layernorm.weight for layer in head.layers]
-        self.first_norm = norms[0]
-        self.layers = [
-            FusedLayer(LayerWeights(layer), self.eps, scale, window=window, next_norm=next_norm)
-            for layer, window, next_norm in zip(
-                head.layers, head.config.windows, [*norms[1:], None], strict=True
-            )
-        ]
+        self.first_norm, self.layers = head.layer.input_layernorm.weight, fused_layers(head)
         attentions = [layer.self_attn for layer in head.layers]
         self.context_weight = torch.cat(
             [p.weight for attention in attentions for p in (attention.k_proj, attention.v_proj)]
@@ -170,6 +158,18 @@ class FusedBlock(EagerBlock):
         return rope_angles(positions.flatten(), rope.frequencies, rope.scaling, dtype)
 
 
+class FusedConvolvedBlock(FusedBlock):
+    """The passes of `FusedBlock`, with the head's own convolutions between them."""
+
+    run = EagerBlock.run
+
+    def write_cache(
+        self, number: int, x: Tensor, angles: Angles, pool: tuple[Tensor, Tensor], slots: Tensor
+    ) -> Tensor:
+        query = self.layers[number].write_cache(x.flatten(0, 1), angles, pool, slots.flatten())
+        return query.unflatten(0, x.shape[:2])
+
+
 def last_seen_keys(positions: Tensor, config: BlockConfig) -> Tensor | None:
     """Return the position of the last key that each slot sees, int64 [B, S]; None: its own.
 
@@ -199,8 +199,7 @@ class BlockDrafter(HeadDrafter):
 
     @torch.inference_mode()
     def propose(self, verified: VerifiedFeatures) -> Proposal:
-        if not verified.tokens.is_cuda:  # no static shapes: drop columns of padding
-            verified = verified.first_columns(int(verified.counts.max()))
+        verified = without_padding(verified)
         last = self._write_context(verified)
         return self._draw(self._run_block(verified), last, verified)
 
@@ -217,24 +216,15 @@ class BlockDrafter(HeadDrafter):
 
         The block's first slot has the newest token, one position behind the last pair's.
         """
-        config, counts, table = self.head.config, verified.counts, verified.block_table
-        start = verified.positions[:, 0]
-        num_slots = self.k + config.first_slot
-        columns = parallel_layout(
-            verified.tokens,
-            counts - 1,
-            start + (start >= 0),  # −1 remains padding
-            table,
-            block_size=self.block_size,
-            max_length=self.max_length,
-            mask_token_id=config.mask_token_id,
-            k=num_slots,
-        )
+        first, start = self.head.config.first_slot, verified.positions[:, 0]
+        num_slots = self.k + first
+        start = start + (start >= 0)  # −1 remains padding
+        columns = self._masked_columns(verified, start, num_slots)
         block = (
-            last_rows(x, counts, num_slots)
+            last_rows(x, verified.counts, num_slots)
             for x in (columns.tokens, columns.positions, columns.slots)
         )
-        return self.runner.run(*block, table, self.pools)[:, config.first_slot :]
+        return self.runner.run(*block, verified.block_table, self.pools)[:, first:]
 
     def _draw(self, outputs: Tensor, last: Tensor, verified: VerifiedFeatures) -> Proposal:
         """Draw the drafts of each slot in turn, from logits that may depend on the one before.
@@ -266,5 +256,32 @@ class BlockDrafter(HeadDrafter):
         def condition(slot: int, previous: Tensor) -> None:
             if self.head.markov_head is not None:
                 self.runner.add_markov_bias_(logits[slot], previous)
+
+        return condition
+
+
+class SelectorDrafter(BlockDrafter):
+    """Drafter of a head that chooses each draft among the most probable tokens (methods §7.5).
+
+    A draft's distribution is the softmax of its slot's scores given the draft before it, and zero
+    for all tokens but the candidates.
+
+    Args: those of `HeadDrafter`.
+    """
+
+    head: Dflash2Head
+    fused_pass = FusedConvolvedBlock
+
+    def conditioning(self, logits: Tensor, outputs: Tensor) -> Callable[[int, Tensor], None]:
+        head, selector = self.head, self.head.candidate_selector
+        products, candidates = logits.topk(selector.top_k, -1)
+        values, successors = head.shaped(products), selector.successor_codebook(candidates)
+        projected = selector.hidden_projection(head.normed(outputs.transpose(0, 1)))
+        logits.fill_(never_drawn(logits.dtype))
+
+        def condition(slot: int, previous: Tensor) -> None:
+            context = selector.predecessor_codebook(previous) * projected[slot]
+            scores = values[slot] + transition_scores(context, successors[slot])
+            logits[slot].scatter_(-1, candidates[slot], scores)
 
         return condition

@@ -14,7 +14,7 @@ from draftlab.heads.head import DraftHead
 from draftlab.kernels.chain_layout import chain_layout, last_rows
 from draftlab.kernels.parallel_layout import parallel_layout
 from draftlab.kernels.sampling.types import draft_index
-from draftlab.kernels.step_layout.types import MaskedColumns
+from draftlab.kernels.step_layout.types import MaskedColumns, ParallelLayout
 
 
 class HeadDrafter(Drafter):
@@ -136,6 +136,23 @@ class HeadDrafter(Drafter):
             )
         return layouts
 
+    def _masked_columns(
+        self, verified: VerifiedFeatures, start: Tensor, num_slots: int
+    ) -> ParallelLayout:
+        """Return the columns of verified pairs from positions `start` [B] on, the last one being
+        the first of `num_slots` slots, whose others are masked.
+        """
+        return parallel_layout(
+            verified.tokens,
+            verified.counts - 1,
+            start,
+            verified.block_table,
+            block_size=self.block_size,
+            max_length=self.max_length,
+            mask_token_id=self.head.mask_token_id,
+            k=num_slots,
+        )
+
     def _run_verified(self, verified: VerifiedFeatures, layout: PassLayout) -> Tensor:
         """Return the outputs [B, A, H] of a pass over verified positions."""
         hidden = self.runner.project_features(verified.features.to(self.dtype))
@@ -177,6 +194,13 @@ class ChainDrafter(HeadDrafter):
         return sampler.proposal()
 
 
+def without_padding(verified: VerifiedFeatures) -> VerifiedFeatures:
+    """Drop columns of padding on a CPU, where shapes may depend on values."""
+    if verified.tokens.is_cuda:
+        return verified
+    return verified.first_columns(int(verified.counts.max()))
+
+
 class ParallelDrafter(HeadDrafter):
     """Drafter of a parallel head: the last true pair drafts the first token, masked slots the rest.
 
@@ -188,30 +212,15 @@ class ParallelDrafter(HeadDrafter):
 
     drafting: Literal["parallel"] = "parallel"
 
-    def __init__(self, head: DraftHead, k: int, **options: Any) -> None:
-        super().__init__(head, k, **options)
-        self.mask_token_id = head.mask_token_id
-
     @torch.inference_mode()
     def prepare_runner(self) -> None:
         self.mask_state = self.runner.project_features(self.head.mask_hidden)[0]
 
     @torch.inference_mode()
     def propose(self, verified: VerifiedFeatures) -> Proposal:
-        k = self.k
-        if not verified.tokens.is_cuda:  # no static shapes: drop columns of padding
-            verified = verified.first_columns(int(verified.counts.max()))
+        k, verified = self.k, without_padding(verified)
         counts, table = verified.counts, verified.block_table
-        columns = parallel_layout(
-            verified.tokens,
-            counts - 1,
-            verified.positions[:, 0],
-            table,
-            block_size=self.block_size,
-            max_length=self.max_length,
-            mask_token_id=self.mask_token_id,
-            k=k,
-        )
+        columns = self._masked_columns(verified, verified.positions[:, 0], k)
         cos, sin = self.runner.angles(columns.positions.flatten())
         layout = PassLayout(
             columns.slots,

@@ -39,7 +39,6 @@ from draftlab.target_model.check_capabilities import can_capture
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
 
-Collect = Callable[[int], Iterator[Generation]]
 _LESS_MEMORY = "lower regenerate.batch, eval.batch, eval.timing_batches, or the lengths"
 
 

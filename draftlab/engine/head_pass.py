@@ -163,6 +163,16 @@ def is_on_gpu_in_one_dtype(head: DraftHead) -> bool:
     )
 
 
+def fused_layers(head: DraftHead) -> list[FusedLayer]:
+    """Return the layers of a head on CUDA; each begins the norm of the next one."""
+    eps, scale = head.config.rms_norm_eps, head.config.head_dim**-0.5
+    next_norms = [*(layer.input_layernorm.weight for layer in head.layers[1:]), None]
+    return [
+        FusedLayer(LayerWeights(layer), eps, scale, window=layer.window, next_norm=next_norm)
+        for layer, next_norm in zip(head.layers, next_norms, strict=True)
+    ]
+
+
 class FusedHead(ProductRunner):
     """The decode pass of a head in fused kernels.
 
@@ -178,14 +188,7 @@ class FusedHead(ProductRunner):
     @torch.no_grad()
     def __init__(self, head: DraftHead) -> None:
         super().__init__(head)
-        scale = head.config.head_dim**-0.5
-        next_norms = [*(layer.input_layernorm.weight for layer in head.layers[1:]), None]
-        self.layers = [
-            FusedLayer(
-                LayerWeights(layer), self.eps, scale, window=layer.window, next_norm=next_norm
-            )
-            for layer, next_norm in zip(head.layers, next_norms, strict=True)
-        ]
+        self.layers = fused_layers(head)
 
     @staticmethod
     def supports(head: DraftHead) -> bool:

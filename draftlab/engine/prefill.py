@@ -155,44 +155,28 @@ def _run_prompts(
     Returns:
         The states [R, …] of their last positions.
     """
-    batch, drafter, cache = step.input_batch, step.drafter, step.cache
-    lengths = batch.to_device([len(prompt) for prompt in prompts], torch.int64)[:, None]
-    table, keys = batch.block_table[index], batch.keys[index]
+    to_device = step.input_batch.to_device
+    lengths = to_device([len(prompt) for prompt in prompts], torch.int64)
     longest, end = len(prompts[0]), 0
     last_states: list[HiddenStates] = []  # of the prompts that end in each pass
     while prompts:
         rows = slice(len(prompts))
         start, end = end, min(end + max(chunk_tokens // len(prompts), 16), longest)
-        if cache.states is not None:
+        if step.cache.states is not None:
             end = longest
-        columns = torch.arange(start, end, device=index.device).expand(len(prompts), -1)
-        positions = columns.where(columns < lengths[rows], -1)
-        states = step.decoder.states(
-            _columns(batch.to_device, prompts, start, end),
-            step.boundaries,
-            positions=positions,
-            cache=cache.at(
-                table[rows],
-                positions,
-                slot_mapping(table[rows], positions, cache.block_size),
-                index[rows],
-                [len(prompt) for prompt in prompts],
-            ),
+        states = run_columns(
+            step,
+            index[rows],
+            lengths[rows],
+            _columns(to_device, prompts, start, end),
+            _columns(to_device, prompts, start + 1, end + 1),
+            start,
+            num_pairs=min(end, longest - 1) - start,
+            ends=[len(prompt) for prompt in prompts],
         )
-        if drafter is not None and start < longest - 1:
-            pair_positions = columns.where(columns < lengths[rows] - 1, -1)
-            verified = VerifiedFeatures(
-                _columns(batch.to_device, prompts, start + 1, end + 1),
-                states.features,
-                pair_positions,
-                (pair_positions >= 0).sum(1).clamp(min=1),
-                table[rows],
-                keys[rows],
-            )
-            drafter.extend_cache(verified.first_columns(min(end, longest - 1) - start))
         prompts = [prompt for prompt in prompts if len(prompt) > end]
         ended = slice(len(prompts), rows.stop)
-        column = (lengths[ended] - 1 - start)[..., None]
+        column = (lengths[ended] - 1 - start)[:, None, None]
         last_states.append(
             HiddenStates(
                 *(
@@ -202,6 +186,46 @@ def _run_prompts(
             )
         )
     return HiddenStates.join(last_states[::-1])
+
+
+def run_columns(
+    step: Step,
+    index: Tensor,
+    lengths: Tensor,
+    tokens: Tensor,
+    following: Tensor,
+    start: int,
+    *,
+    num_pairs: int,
+    ends: list[int] | None = None,
+) -> HiddenStates:
+    """Run some columns of prompts through the target; give the drafter their pairs but the last.
+
+    Args:
+        index: the prompts' slots, int64 [R].
+        lengths: of the prompts, int64 [R]; 0 for the dummy.
+        tokens, following: int64 [R, M], the tokens from position `start` on, and those after them.
+        num_pairs: the most pairs of a prompt among these columns, without its last one.
+        ends: `lengths` on the host, if they are known there.
+    """
+    batch, cache = step.input_batch, step.cache
+    columns = torch.arange(start, start + tokens.shape[1], device=index.device).expand_as(tokens)
+    positions, table = columns.where(columns < lengths[:, None], -1), batch.block_table[index]
+    slots = slot_mapping(table, positions, cache.block_size)
+    states = step.decoder.states(
+        tokens,
+        step.boundaries,
+        positions=positions,
+        cache=cache.at(table, positions, slots, index, ends),
+    )
+    if step.drafter is not None and num_pairs > 0:
+        pair_positions = columns.where(columns < lengths[:, None] - 1, -1)
+        counts = (pair_positions >= 0).sum(1).clamp(min=1)
+        pairs = VerifiedFeatures(
+            following, states.features, pair_positions, counts, table, batch.keys[index]
+        )
+        step.drafter.extend_cache(pairs.first_columns(num_pairs))
+    return states
 
 
 def _copy_blocks(

@@ -13,7 +13,7 @@ smaller ones, so that it captures few.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -21,10 +21,9 @@ from torch import Tensor
 
 from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.generation_state import InFlight, Sequence, copy_to_host
-from draftlab.engine.prefill import emit_first_tokens
+from draftlab.engine.prefill import emit_first_tokens, run_columns
 from draftlab.engine.scheduler import MANY_SLOTS
 from draftlab.engine.step import GraphedStep, Step
-from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.hidden_states import HiddenStates
 
 
@@ -142,32 +141,12 @@ class SmallPrefill:
 
     def _run(self, inputs: Tensor, shape: PrefillShape) -> Tensor:
         """Prefill int64 [R, 2 + S]: slots, lengths and padded prompts; the dummy has length 0."""
-        step, batch, drafter = self.step, self.step.input_batch, self.step.drafter
         index, lengths, tokens = inputs[:, 0], inputs[:, 1], inputs[:, 2:]
-        columns = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        positions = columns.where(columns < lengths[:, None], -1)
-        table, keys = batch.block_table[index], batch.keys[index]
-        slots = slot_mapping(table, positions, step.cache.block_size)
-        states = step.decoder.states(
-            tokens,
-            step.boundaries,
-            positions=positions,
-            cache=step.cache.at(table, positions, slots, index),
-        )
-        if drafter is not None:
-            pair_positions = columns.where(columns < lengths[:, None] - 1, -1)
-            pairs = VerifiedFeatures(
-                tokens.roll(-1, 1),
-                states.features,
-                pair_positions,
-                (lengths - 1).clamp(min=1),
-                table,
-                keys,
-            )
-            drafter.extend_cache(pairs.first_columns(tokens.shape[1] - 1))
+        following, num_pairs = tokens.roll(-1, 1), tokens.shape[1] - 1
+        states = run_columns(self.step, index, lengths, tokens, following, 0, num_pairs=num_pairs)
         last = torch.arange(len(tokens), device=tokens.device), (lengths - 1).clamp(min=0)
         ends = HiddenStates(states.features[last], states.last[last])
-        result, verified = emit_first_tokens(step, index, lengths, ends, limited=shape.limited)
+        result, verified = emit_first_tokens(self.step, index, lengths, ends, limited=shape.limited)
         if verified is not None:
             _copy(verified, self._verified.setdefault(len(tokens), verified))
         return result
@@ -207,8 +186,7 @@ def _smallest(sizes: tuple[int, ...], least: int) -> int | None:
 
 def _copy(source: VerifiedFeatures, target: VerifiedFeatures) -> None:
     """Copy tensors to those that the graphs of first drafts read."""
-    for name in ("tokens", "features", "positions", "counts", "block_table"):
-        getattr(target, name).copy_(getattr(source, name))
-    pairs = [(source.keys, target.keys, f.name) for f in fields(source.keys)]
-    for one, other, name in pairs:
-        getattr(other, name).copy_(getattr(one, name))
+    for one, other in ((source, target), (source.keys, target.keys)):
+        for name, value in vars(one).items():
+            if isinstance(value, Tensor):
+                getattr(other, name).copy_(value)

@@ -18,7 +18,7 @@ class Dflash2(Dflash):
     name = "dflash2"
     config_type = "draftlab.heads.dflash2:Dflash2Config"
     head_type = "draftlab.heads.dflash2:Dflash2Head"
-    drafter_type = "draftlab.engine.selector_drafter:SelectorDrafter"
+    drafter_type = "draftlab.engine.block_drafter:SelectorDrafter"
     native_type = "draftlab.heads.vllm_config:dflash2_native_config"
     title = "DFlash2"
     description = "DFlash2 draft head (a block of draft tokens in one pass, with a selector)"

@@ -128,6 +128,8 @@ class BlockHead(DraftHead):
     def __init__(self, config: BlockConfig) -> None:
         layers = [self.layer_type(config, qk_norm=True) for _ in range(config.num_layers)]
         super().__init__(config, layers, fc_width=config.feature_size)
+        for layer, window in zip(self.layers, config.windows, strict=True):
+            layer.window = window
         self.mask_token_id = config.mask_token_id
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head.requires_grad_(False)

@@ -145,7 +145,6 @@ def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def load_head(
     folder: Path,
     *,
-    embeddings: Tensor | None = None,
     target_tensors: Mapping[str, Tensor] | None = None,
     dtype: torch.dtype,
     device: torch.device | str,
@@ -153,7 +152,6 @@ def load_head(
     """Load a head for inference, of the family that draftlab.json names.
 
     Args:
-        embeddings: the target's embeddings [V, H], for heads that store none.
         target_tensors: the tensors that a head may share with its target, by their names in the
             head (`TargetParts.shared_tensors`). A tensor of this dtype and device is not copied.
 
@@ -165,10 +163,7 @@ def load_head(
         tensors = load_file(folder / WEIGHTS)
     shapes = meta_head(config)
     refuse_faults(tensor_faults(shapes, tensors), folder / WEIGHTS)
-    available = dict(target_tensors or {})
-    if embeddings is not None:
-        available[EMBEDDINGS] = embeddings
-    shared = {}
+    available, shared = target_tensors or {}, {}
     for name in sorted(shapes.shared_tensors()):
         if name not in available:
             raise UserError(

@@ -22,9 +22,6 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import Family, get_family
 from draftlab.heads.layers import Attention, RMSNorm, Rope, SwiGLU
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""Layer number, rotated query, rotated key, value → attended values, shaped like the query."""
-
 EMBEDDINGS, LM_HEAD = "embed_tokens.weight", "lm_head.weight"
 TARGET_NORM = "target_norm.weight"
 """Names of the tensors that a head may share with its target."""
@@ -183,24 +180,6 @@ class DraftHead(nn.Module):
             first columns, which are frozen (None: there are no such columns).
         """
         return normed, self.lm_head.weight, None
-
-    def run(self, tokens: Tensor, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Return the outputs [..., M, H] of one pass at positions int64 [..., M].
-
-        Args:
-            hidden: [..., M, H], projected features, or the head's own earlier output.
-            attend: computes attention; it is called once a layer, in order.
-        """
-        angles = self.rope.angles(positions)
-        for number, layer in enumerate(self.layers):
-            if number == 0:
-                x, residual = self.layer_inputs(self.embed(tokens), hidden)
-            else:
-                x, residual = layer.input_layernorm(hidden), hidden
-            key, value = layer.self_attn.key_value(x, angles)
-            attended = attend(number, layer.self_attn.query(x, angles), key, value)
-            hidden = layer.output(attended, residual)
-        return self.output_norm(hidden)
 
     def check_drafts(self, k: int) -> None:
         """Raise a `UserError` if the head cannot draft `k` tokens a step."""

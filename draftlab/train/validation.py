@@ -12,8 +12,7 @@ once.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from heapq import nsmallest
 from typing import Any, NamedTuple
@@ -24,12 +23,12 @@ from torch import Tensor
 
 from draftlab.engine.counters import Counters
 from draftlab.errors import UserError
+from draftlab.files import sha256_text
 from draftlab.formatting import count_text
 from draftlab.heads.head import DraftHead
 from draftlab.intervals import MIN_INTERVAL_PROMPTS, ratio_interval, sums_by_prompt
 from draftlab.kernels.distill import at_least_float32, distill
 from draftlab.progress import Monitor
-from draftlab.store.columns import Texts
 from draftlab.store.manifest import StoreWindow
 from draftlab.store.prompt_split import group_by_prompt, hold_out
 from draftlab.store.recording_plan import cut_batches
@@ -241,8 +240,8 @@ def split_records(
             f"validation: {most:,} of {len(held_out):,} held-out records "
             "(train.validation_records); a smaller train.validation_share trains on more"
         )
-        chosen = nsmallest(most, _hashed(Texts.of(ids), held_out))
-        return training, sorted(number for _, number in chosen)
+        smallest = nsmallest(most, map(int, held_out), key=lambda n: sha256_text(ids[n]))
+        return training, sorted(smallest)
     return training, held_out.tolist()
 
 
@@ -261,17 +260,6 @@ def hold_out_records(
     _check_held_out(window, settings, seed)
     held_out, training = np.split(np.arange(len(ids)), [window.validation_records])
     return training, held_out
-
-
-def _hashed(ids: Texts, numbers: np.ndarray) -> Iterator[tuple[bytes, int]]:
-    """Yield the SHA-256 of ids, and their numbers, which ascend."""
-    for chunk in np.array_split(numbers, len(numbers) // 65_536 + 1):
-        ends = ids.ends[chunk].tolist()
-        starts = np.where(chunk > 0, ids.ends[chunk - 1], 0).tolist()
-        first = starts[0] if starts else 0
-        text = ids.utf8[first : ends[-1] if ends else 0].tobytes()
-        for start, end, number in zip(starts, ends, chunk.tolist(), strict=True):
-            yield hashlib.sha256(text[start - first : end - first]).digest(), number
 
 
 def _check_held_out(window: StoreWindow, settings: TrainSettings, seed: int) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
-from draftlab.heads.folder import load_head
+from draftlab.heads.folder import EMBEDDINGS, load_head
 
 FOLDER = str(Path(__file__).resolve().parents[2] / "data_prep")
 
@@ -47,7 +47,7 @@ def test_the_model_is_fetched_once_and_checked(
 def test_the_head_that_ships_is_of_this_model_and_small() -> None:
     folder = Path(FOLDER).parent / "heads" / "smollm2"
     rows = torch.zeros(49152, 576)
-    head = load_head(folder, embeddings=rows, dtype=torch.float32, device="cpu")
+    head = load_head(folder, target_tensors={EMBEDDINGS: rows}, dtype=torch.float32, device="cpu")
     assert head.config.target.name == "SmolLM2-135M-Instruct.Q4_1"
     assert all(bool(weight.isfinite().all()) for weight in head.parameters())
     assert (folder / "model.safetensors").stat().st_size < 20e6

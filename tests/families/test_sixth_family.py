@@ -23,7 +23,7 @@ from draftlab.heads import family as registry
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import Family, families, get_family, register
 from draftlab.heads.folder import load_config, load_head
-from draftlab.heads.head import DecoderLayer, DraftHead
+from draftlab.heads.head import EMBEDDINGS, DecoderLayer, DraftHead
 from draftlab.heads.layers import RMSNorm
 from draftlab.train.initial_weights import fingerprint, start_from
 from draftlab.train.objectives.objective import Objective
@@ -114,8 +114,8 @@ def test_it_is_trained_saved_and_loaded(trained: Path) -> None:
     assert (config.family, config.num_layers) == ("sum", 2)
     assert config.options() == {"embedding_scale": 32**0.5}
     assert not (folder / "config.json").exists()  # no server loads it
-    table = torch.zeros(config.vocab_size, config.hidden_size)
-    head = load_head(folder, embeddings=table, dtype=torch.float32, device="cpu")
+    shared = {EMBEDDINGS: torch.zeros(config.vocab_size, config.hidden_size)}
+    head = load_head(folder, target_tensors=shared, dtype=torch.float32, device="cpu")
     assert isinstance(head, SumHead)
     assert head.family is get_family("sum")
     lines = (trained / "runs/small/train/metrics.jsonl").read_text().splitlines()

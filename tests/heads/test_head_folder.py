@@ -13,7 +13,14 @@ from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
 from draftlab.errors import UserError
-from draftlab.heads.folder import head_tensors, load_config, load_head, native_config, save_head
+from draftlab.heads.folder import (
+    EMBEDDINGS,
+    head_tensors,
+    load_config,
+    load_head,
+    native_config,
+    save_head,
+)
 from draftlab.heads.head import DraftHead
 from tests.helpers.head_toys import (
     EAGLE,
@@ -52,7 +59,8 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(folder: Path, embeddings: Tensor | None = None) -> DraftHead:
-    return load_head(folder, embeddings=embeddings, dtype=torch.float32, device="cpu")
+    shared = {} if embeddings is None else {EMBEDDINGS: embeddings}
+    return load_head(folder, target_tensors=shared, dtype=torch.float32, device="cpu")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,7 +105,7 @@ def test_the_stored_dtype_is_the_given_one(tmp_path: Path, dtype: torch.dtype) -
     for name, tensor in load_file(tmp_path / FILE).items():
         assert tensor.dtype == {"d2t": torch.int64, "t2d": torch.bool}.get(name, dtype)
         assert torch.equal(tensor, head_tensors(head, dtype)[name])
-    loaded = load_head(tmp_path, embeddings=None, dtype=dtype, device="cpu")
+    loaded = load_head(tmp_path, dtype=dtype, device="cpu")
     assert loaded.lm_head.weight.dtype == dtype
     assert loaded.rope.frequencies.dtype == torch.float32
     assert torch.equal(loaded.rope.frequencies, head.rope.frequencies)

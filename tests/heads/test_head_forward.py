@@ -25,25 +25,6 @@ from tests.helpers.head_toys import EAGLE, LLAMA3, PEAGLE, make_config, make_hea
 from tests.helpers.plain_chain import PlainChain
 
 
-def test_leading_dimensions_are_free() -> None:
-    head = make_head()
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(50, (2, 3), generator=generator)
-    hidden = torch.randn(2, 3, 24, generator=generator, dtype=torch.float64)
-    positions = torch.tensor([[0, 1, 2], [7, 4, 0]])
-    x, residual = head.layer.inputs(head.embed_tokens(tokens), hidden)
-    q = head.layer.self_attn.query(x, head.rope.angles(positions))
-    k, v = head.layer.self_attn.key_value(x, head.rope.angles(positions))
-    assert (q.shape, k.shape, v.shape) == ((2, 3, 6, 8), (2, 3, 2, 8), (2, 3, 2, 8))
-    for b in range(2):
-        for s in range(3):
-            angles = head.rope.angles(positions[b, s])
-            one, _ = head.layer.inputs(head.embed_tokens(tokens[b, s]), hidden[b, s])
-            torch.testing.assert_close(head.layer.self_attn.query(one, angles), q[b, s])
-            torch.testing.assert_close(head.layer.self_attn.key_value(one, angles)[0], k[b, s])
-    assert head.logits(head.layer.output(q, residual)).shape == (2, 3, 21)
-
-
 def transformers_frequencies(head_dim: int, parameters: dict) -> Tensor:
     config = LlamaConfig(
         hidden_size=head_dim * 4,
@@ -245,7 +226,7 @@ def test_the_mask_tokens_embedding_is_a_row_of_the_stored_table(tmp_path: Path) 
     assert "layers.0.hidden_norm.weight" in tensors
     assert "layers.1.hidden_norm.weight" not in tensors
 
-    loaded = load_head(tmp_path, embeddings=None, dtype=torch.float32, device="cpu")
+    loaded = load_head(tmp_path, dtype=torch.float32, device="cpu")
     tokens = torch.arange(50).view(5, 10)
     assert torch.equal(loaded.embed(tokens), head.embed(tokens))
     assert not torch.equal(head.embed(tokens)[0, MASK], head.embed_tokens.weight[MASK])

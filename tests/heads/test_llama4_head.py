@@ -13,7 +13,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextModel
 from draftlab.heads.vllm_config import native_config
 from tests.helpers.dense_attention import dense_pass
 from tests.helpers.head_toys import LLAMA3, LLAMA4_ATTENTION, LLAMA4_HEAD, make_head
-from tests.helpers.llama4_reader import Reader, half_split, pairs
+from tests.helpers.llama4_reader import Reader
 
 LENGTH = 13  # two borders of chunks, four of temperatures
 
@@ -53,14 +53,6 @@ def test_the_head_is_what_its_files_say(case: str) -> None:
     # What is fed back is what lm_head reads.
     logits = torch.stack([reader.w["lm_head.weight"] @ state for state in outputs])
     torch.testing.assert_close(head.logits(outputs), logits, rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("heads", [1, 2, 6])
-def test_the_permutation_has_an_inverse(heads: int) -> None:
-    weight = torch.arange(heads * 8 * 5).view(heads * 8, 5)
-    assert torch.equal(pairs(half_split(weight, heads), heads), weight)
-    assert torch.equal(half_split(pairs(weight, heads), heads), weight)
-    assert half_split(weight, heads)[:8, 0].div(5).tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
 
 
 def test_layers_are_transformers_own() -> None:

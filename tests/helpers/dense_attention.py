@@ -16,20 +16,22 @@ def dense_pass(head: DraftHead, tokens: Tensor, hidden: Tensor) -> Tensor:
         hidden: [T, H], from `project_features` or earlier passes.
     """
     positions = torch.arange(len(tokens))
-
-    def attend(number: int, *rows: Tensor) -> Tensor:
-        query, key, value = (x.transpose(0, 1) for x in rows)
-        chunk = getattr(head.layers[number], "chunk", None) or len(tokens)
-        window = getattr(head.layers[number], "window", None) or len(tokens)
-        column = positions[:, None]
+    angles, column = head.rope.angles(positions), positions[:, None]
+    for layer in head.layers:
+        if layer is head.layer:
+            x, residual = head.layer_inputs(head.embed(tokens), hidden)
+        else:
+            x, residual = layer.input_layernorm(hidden), hidden
+        rows = layer.self_attn.query(x, angles), *layer.self_attn.key_value(x, angles)
+        chunk, window = layer.chunk or len(tokens), layer.window or len(tokens)
         visible = (column // chunk * chunk <= positions) & (positions <= column)
         visible &= positions > column - window
+        query_key_value = (x.transpose(0, 1) for x in rows)
         attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=visible, enable_gqa=True
+            *query_key_value, attn_mask=visible, enable_gqa=True
         )
-        return attended.transpose(0, 1)
-
-    return head.run(tokens, hidden, positions, attend)
+        hidden = layer.output(attended.transpose(0, 1), residual)
+    return head.output_norm(hidden)
 
 
 def dense_chain(

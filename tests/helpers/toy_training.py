@@ -156,5 +156,5 @@ def _contents(batch: Batch) -> list[Any]:
     tensors = [*all_tensors(batch), *(plan.host for plan in batch.plans)]
     plain = [t.cpu().flatten().clone(memory_format=torch.contiguous_format) for t in tensors]
     bits = [t.view(torch.uint8).tolist() for t in plain]
-    numbers = [batch.num_records, batch.num_tokens, batch.idle, batch.counts]
+    numbers = [batch.num_tokens, batch.idle, batch.counts]
     return [*((t.dtype, t.shape, b) for t, b in zip(tensors, bits, strict=True)), *numbers]

@@ -283,26 +283,6 @@ def test_layout_equals_the_loop(batch: SimpleNamespace) -> None:
         ]
 
 
-@pytest.mark.parametrize("operation", PARALLEL)
-def test_the_worked_example(operation: Callable[..., ParallelLayout]) -> None:
-    """servers §1.5: the second request, a verify step that rejected two of four drafts."""
-    layout = operation(
-        int64([[21, 99, 0, 0]]),
-        int64([1]),
-        int64([7]),
-        torch.tensor([[2, 4]], dtype=torch.int32),
-        block_size=8,
-        max_length=16,
-        mask_token_id=MASK,
-        k=4,
-    )
-    assert layout.tokens.tolist() == [[21, 99, 777, 777, 777, 0, 0]]
-    assert layout.positions.tolist() == [[7, 8, 9, 10, 11, -1, -1]]
-    assert layout.slots.tolist() == [[23, 32, 33, 34, 35, -1, -1]]
-    assert layout.is_mask.tolist() == [[False, False, True, True, True, False, False]]
-    assert layout.sample_index.tolist() == [[1, 2, 3, 4]]
-
-
 def random_arguments(rows: int, k: int, limit: int, device: str) -> tuple[tuple, dict]:
     """Return arguments of real sizes: padding, rows near the limit, missing blocks."""
     table = torch.randint(1, 9999, (rows, limit // 16 + 2), dtype=torch.int32)

@@ -120,9 +120,7 @@ def test_a_parallel_head_starts_from_the_runs_chain_head(tmp_path: Path) -> None
         "predicted AL",
     ):
         assert line in " ".join(result.output.split()), line
-    head = load_head(
-        folder / "runs/parallel/head", embeddings=None, dtype=torch.float32, device="cpu"
-    )
+    head = load_head(folder / "runs/parallel/head", dtype=torch.float32, device="cpu")
     assert isinstance(head, PeagleHead)
     assert (head.config.num_layers, head.config.k_trained, head.mask_token_id) == (2, 3, 288)
     assert not head.t2d[288]

@@ -156,22 +156,6 @@ def test_a_head_starts_from_one_with_other_drafts_and_fewer_layers() -> None:
     assert torch.equal(head.mask_embedding, masks[1])
 
 
-def test_a_deeper_head_takes_over_the_masked_slots_too() -> None:
-    shallow, deep = make_head(1, **PEAGLE | {"num_layers": 1}), new(2, **PEAGLE)
-    start_from(deep, shallow, "head")
-    assert torch.equal(deep.mask_hidden, shallow.mask_hidden)
-    assert torch.equal(deep.mask_embedding, shallow.mask_embedding)
-    assert fingerprint(deep) != fingerprint(shallow)
-
-
-def test_a_llama4_head_starts_from_one_of_its_kind() -> None:
-    source, head = make_head(**LLAMA4_HEAD), new(seed=1, **LLAMA4_HEAD)
-    assert "starts from a trained head (eagle_llama4, 2 layers)" in start_from(head, source, "s")
-    for name, tensor in source.tensors().items():
-        if name.startswith(("fc.", "layers.", "norm.")):
-            assert torch.equal(head.tensors()[name], tensor), name
-
-
 OTHER_TARGET = make_config().target.model_copy(update={"fingerprint": "other"})
 OTHER_TOKENIZER = OTHER_TARGET.model_copy(update={"tokenizer_sha256": "different"})
 CHUNKED = LLAMA4_HEAD | {"llama4": LLAMA4_ATTENTION | {"attention_chunk_size": 6}}

@@ -13,7 +13,7 @@ from draftlab.errors import UserError
 OPEN_ROWS = 64
 """Rows that still accept records. More rows waste less padding, but mix records less well."""
 _CHUNK = 1 << 18
-"""Records or rows that are Python objects at a time: 100 M would take gigabytes."""
+"""Records that are Python objects at a time: 100 M would take gigabytes."""
 
 
 class EpochRows:
@@ -30,13 +30,9 @@ class EpochRows:
 
     def after(self, first: int) -> Iterator[list[int]]:
         """Yield the record numbers of each row, from row `first` on."""
-        for row in range(first, len(self.ends), _CHUNK):
-            start, ends = int(self.ends[row - 1]) if row else 0, self.ends[row : row + _CHUNK]
-            records = self.records[start : int(ends[-1])].tolist()
-            begin = 0
-            for end in (ends - start).tolist():
-                yield records[begin:end]
-                begin = end
+        for row in range(first, len(self.ends)):
+            start = self.ends[row - 1] if row else 0
+            yield self.records[start : self.ends[row]].tolist()
 
 
 def check_row_tokens(lengths: Sequence[int] | np.ndarray, row_tokens: int) -> None:

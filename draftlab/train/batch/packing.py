@@ -81,7 +81,7 @@ class Batch:
         last: [B, S, Ht]. logsumexp: float32 [B, S]. argmax: int64 [B, S].
         passes: the rows of each step, for each pass over the batch (see `pack`).
         plans: for each pass, all its rows ordered by their teachers.
-        num_records: conversations. num_tokens: positions that are not padding.
+        num_tokens: positions that are not padding.
         noise: on what is made from the features; None: no noise.
         idle: whether the batch counts for nothing, since another rank trains on the same rows.
     """
@@ -95,7 +95,6 @@ class Batch:
     argmax: Tensor
     passes: tuple[tuple[StepRows, ...], ...]
     plans: tuple[RowPlan, ...]
-    num_records: int
     num_tokens: int
     noise: FeatureNoise | None = None
     idle: bool = False
@@ -302,7 +301,6 @@ def pack(
         field("argmax", torch.int64),
         passes,
         tuple(plan_rows(torch.cat([rows.teacher_index for rows in steps])) for steps in passes),
-        len(flat),
         0 if idle else sum(totals),
         feature_noise,
         idle,

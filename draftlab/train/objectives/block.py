@@ -39,7 +39,7 @@ def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
     angles = head.rope.angles(batch.positions.gather(1, index)[..., None] + 1 + slots)
     slot_rows = slot_row_indices(index, config.block_size)
     hidden = head.embed(head.block_tokens(newest, config.block_size)).to(context.dtype)
-    for layer, window in zip(head.layers, config.windows, strict=True):
+    for layer in head.layers:
         attention, (x, finish) = layer.self_attn, layer.begin(hidden)
         keys, values = (t.unbind(2) for t in attention.key_value(x, angles))
         attended = block_attention(
@@ -48,7 +48,7 @@ def block_outputs(head: BlockHead, batch: Batch) -> Iterator[StepOutput]:
             StepKeyValues(keys, values, slot_rows),
             index,
             starts,
-            window=window,
+            window=layer.window,
             is_causal=config.is_causal,
         )
         hidden = finish(attended)

@@ -7,7 +7,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.heads.peagle import PeagleHead
@@ -15,9 +14,9 @@ from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.loss_rows import sample_depths, split_anchors
 from draftlab.train.batch.packing import pack
-from draftlab.train.objectives.loss import DraftTeacher, LossTerms, weighted_loss
-from draftlab.train.objectives.parallel import parallel_outputs, parallel_weights
+from draftlab.train.objectives.loss import LossTerms
 from draftlab.train.settings import TrainSettings
+from tests.helpers.dense_attention import dense_pass
 from tests.helpers.plain_chain import PlainChain
 from tests.helpers.synthetic import (
     assert_same,
@@ -148,7 +147,7 @@ def test_loss_and_gradients_equal_a_server_run_anchor_by_anchor(
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("changes", [{}, {"num_layers": 3, "qk_norm": True}], ids=str)
 def test_a_whole_pass_of_the_head_is_that_of_a_server(changes: dict) -> None:
-    """`PeagleHead.run`, which decoding uses: true pairs, then masked slots, plainly causal."""
+    """True pairs, then masked slots, plainly causal: the pass that decoding is tested by."""
     target, model = parts(), random_norms_head(family="peagle", **changes)
     (r,) = records_of(target)[:1]
     pairs = 5
@@ -159,49 +158,10 @@ def test_a_whole_pass_of_the_head_is_that_of_a_server(changes: dict) -> None:
             model.mask_state().expand(DEPTHS - 1, -1),
         ]
     )
-    layers: list[int] = []
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        layers.append(layer)
-        query, key, value = (t.transpose(-2, -3) for t in (query, key, value))
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        return mixed.transpose(-2, -3)
-
-    both = torch.stack([tokens, tokens]), torch.stack([hidden, hidden])
-    output = model.run(*both, torch.arange(len(tokens)).expand(2, -1), attend)
-    assert layers == list(range(model.config.num_layers))
+    outputs = dense_pass(model, tokens, hidden)[pairs - 1 :]
     expected = server_passes(model, r)[pairs - 1]
-    for row in output:
-        actual = model.logits(row[pairs - 1 :]).log_softmax(-1)
-        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("passes", [3])
-def test_parts_of_the_anchors_add_up_to_the_whole(passes: int) -> None:
-    target, model, terms = (
-        parts(),
-        random_norms_head(family="peagle", num_layers=2),
-        LossTerms(acceptance_weighting=0.9),
-    )
-    records = records_of(target)
-    rows = [records[:3], records[3:]]
-    whole = pack(rows, 64, DEPTHS)
-    weights = parallel_weights(GAMMA, whole.counts)
-    teacher = DraftTeacher.of(target, model)
-    loss, _ = weighted_loss(parallel_outputs(model, whole), model, teacher, whole, weights, terms)
-    loss.backward()
-    expected = gradients(model)
-    dealt = pack(rows, 64, DEPTHS, num_passes=passes)
-    assert dealt.counts == whole.counts
-    total = 0.0
-    for part in dealt.split():
-        outputs = parallel_outputs(model, part)
-        loss_of_part, _ = weighted_loss(outputs, model, teacher, part, weights, terms)
-        loss_of_part.backward()
-        total += float(loss_of_part.detach())
-    assert total == pytest.approx(float(loss.detach()), rel=1e-12)
-    assert_same(gradients(model), expected)
+    actual = model.logits(outputs).log_softmax(-1)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3, 8])
