@@ -29,7 +29,7 @@ from draftlab.servers.connection import (
     read_json,
     served_card,
 )
-from draftlab.servers.openai_answers import (
+from draftlab.servers.repeated_requests import (
     FIRST_WAIT_S,
     FREE_BYTES,
     REPEATED,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from draftlab.servers import openai_answers
+from draftlab.servers import repeated_requests
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
@@ -44,5 +44,5 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a working directory with the small recipe; failed requests are repeated at once."""
-    monkeypatch.setattr(openai_answers, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(repeated_requests, "FIRST_WAIT_S", 0.01)
     return new_workshop(tmp_path)

@@ -130,7 +130,7 @@ def test_an_answer_of_another_form_is_refused(
 ) -> None:
     with serve(workshop / "toy") as server:
         decode = decoder(server)
-        monkeypatch.setattr(decode, "_post", lambda *_: choices)
+        monkeypatch.setattr(decode._requests, "post", lambda *_: choices)
         with pytest.raises(UserError, match="expected one choice"):
             list(decode([Request("1", (5, 6), 4, Sampling(), frozenset({9}))], 64))
 
