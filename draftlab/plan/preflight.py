@@ -30,6 +30,7 @@ from draftlab.recipe.recipe import Recipe
 from draftlab.run.head_workspace import input_files
 from draftlab.run.held_out_prompts import check_suite
 from draftlab.run.resolve import find_head
+from draftlab.servers.state_servers import check_folder, serve_command
 from draftlab.servers.vllm_process import find_python
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.shard_files import open_shard_files
@@ -41,6 +42,7 @@ from draftlab.target_model.loading import load_tokenizer, quiet_transformers
 from draftlab.target_model.locate import (
     explain_loading,
     local_target,
+    max_positions,
     resolve_device,
     resolve_target,
 )
@@ -211,6 +213,35 @@ def _check_machine(planned: Planned) -> None:
             check_settings(recipe.eval)
 
 
+def _check_state_servers(planned: Planned) -> Iterable[str]:
+    """Check the folder that servers share with this machine; in a plan say how one is started."""
+    record, target = planned.recipe.record, planned.recipe.target
+    if record.server is None or record.backend != "server" or not planned.runs("store"):
+        return
+    if planned.here:
+        check_folder(record.server)
+    if planned.plan:
+        dtype = target.dtype
+        if dtype == "auto":  # vLLM's own rule for it is another one
+            on_cpu = planned.here and resolve_device(target.device).type == "cpu"
+            known = planned.config.get_text_config().dtype or planned.config.dtype or dtype
+            dtype = "float32" if on_cpu else str(known).removeprefix("torch.")
+        command = serve_command(
+            str(planned.folder or target.path),
+            planned.config,
+            dtype,
+            planned_identity(planned.recipe, planned.config).boundaries,
+            record.batch_tokens,
+            record.length_limit(max_positions(planned.config.get_text_config())),
+        )
+        yield (
+            f"each of record.server.urls is a server started by: {command}, where FOLDER is its "
+            f"path of record.server.folder, {record.server.folder}"
+            + ", and with --trust-remote-code"
+            * target.trust_remote_code
+        )
+
+
 def _check_tokenizer(planned: Planned) -> Iterable[str]:
     """Check tokenizer, chat template, stop tokens and the mask token."""
     recipe, tokenizer, folder = planned.recipe, planned.tokenizer, planned.folder
@@ -260,7 +291,7 @@ def _check_quantisation(planned: Planned) -> Iterable[str]:
     """Check that this machine has what quantised weights need; warn in a plan for another one."""
     recipe, fields = planned.recipe, quantisation_fields(planned.config)
     decodes = planned.runs("answers") and recipe.regenerate.backend == "paged"
-    records = planned.runs("store") and recipe.record.backend != "vllm"
+    records = planned.runs("store") and recipe.record.backend == "transformers"
     if not fields or not (decodes or records or planned.runs("eval")):
         return
     if planned.folder is not None and any(planned.folder.glob("*.safetensors")):
@@ -368,6 +399,7 @@ CHECKS: tuple[Callable[[Planned], Iterable[str] | None], ...] = (
     _check_adapter,
     _check_url,
     _check_machine,
+    _check_state_servers,
     _check_target,
     _check_quantisation,
     _check_tokenizer,

@@ -12,6 +12,7 @@ from draftlab.files import known_sha256, read_fields, sha256_file, write_json
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.servers.settings import ServerSettings
 from draftlab.store.manifest import MANIFEST
+from draftlab.store.settings import StateServerSettings
 from draftlab.target_model.settings import VllmSettings
 from draftlab.train.settings import is_free
 
@@ -81,6 +82,8 @@ SETTINGS_WITHOUT_EFFECT = {
     "target.device",
     "target.gpus",
     "record.url",
+    "record.server",
+    *(f"record.server.{name}" for name in StateServerSettings.model_fields),
     *(f"regenerate.server.{name}" for name in ServerSettings.model_fields if name != "model"),
     *(f"{s}.vllm.{name}" for s in ("regenerate", "record") for name in VllmSettings.model_fields),
 }

@@ -116,7 +116,7 @@ class RepeatedRequests:
         self,
         connections: Sequence[Connection],
         path: str,
-        body: dict[str, Any] | None,
+        body: dict[str, Any] | Callable[[Connection], dict[str, Any]] | None,
         read: Callable[[Any, Connection], Result],
         stopped: Event,
         place: str = "",
@@ -129,6 +129,7 @@ class RepeatedRequests:
         Args:
             connections: to equal servers; one after the other is asked, and a wait follows the
                 last.
+            body: the request, or what makes that of an attempt.
             read: gets the answer and who gave it; its OSError or ValueError is a reason to repeat
                 the request.
             place: where an error is; by default the path.
@@ -137,14 +138,15 @@ class RepeatedRequests:
             UserError: a server refused the request, or all failed after all attempts.
             NoRoom: it refused the request as too long.
         """
-        tokens = 0 if body is None else len(body["prompt"]) + body["max_tokens"]
-        max_bytes = FREE_BYTES + TOKEN_BYTES * tokens
         wait, timeout_s = FIRST_WAIT_S, self.settings.timeout_s
         attempts = self.settings.attempts * len(connections)
         for attempt in range(1, attempts + 1):
             connection = connections[(attempt - 1) % len(connections)]
+            sent = body(connection) if callable(body) else body
+            tokens = 0 if sent is None else len(sent["prompt"]) + sent["max_tokens"]
+            max_bytes = FREE_BYTES + TOKEN_BYTES * tokens
             try:
-                with connection.open(path, body, timeout_s=timeout_s) as stream:
+                with connection.open(path, sent, timeout_s=timeout_s) as stream:
                     answer = read_json(stream, max_bytes)
                 return read(answer, connection)
             except urllib.error.HTTPError as error:

@@ -12,7 +12,25 @@ from draftlab.target_model.settings import VllmSettings
 
 StoreDtype = Literal["bfloat16", "float32", "fp8"]
 NotFinitePolicy = Literal["refuse", "skip"]
-RecordBackend = Literal["transformers", "vllm"]
+RecordBackend = Literal["transformers", "vllm", "server"]
+
+
+class StateServerSettings(Settings):
+    """Running vLLM servers that write hidden states; `--plan` prints the command that starts one.
+
+    OPENAI_API_KEY goes to them as `regenerate.server.url` says.
+    """
+
+    urls: Annotated[
+        tuple[Annotated[str, Field(pattern=r"^https?://[^\s?#@]+$")], ...],
+        SingleOrList,
+        Field(min_length=1),
+    ]
+    """Addresses of servers of the same target, such as http://localhost:8000."""
+    folder: str
+    """Folder that this machine sees and to which the servers write, by whatever path."""
+    model: str | None = None
+    """The servers' name of the target; None: the only model that they serve."""
 
 
 class RecordSettings(Settings):
@@ -51,7 +69,10 @@ class RecordSettings(Settings):
     backend: RecordBackend = "transformers"
     """What computes the states: transformers, or an installed vLLM in a process of its own through
     its hidden-state extraction, for the architectures that it supports. Both give the same store up
-    to rounding; vLLM runs a target on `target.gpus` GPUs at once (tensor parallel)."""
+    to rounding; vLLM runs a target on `target.gpus` GPUs at once (tensor parallel). server: vLLM
+    servers that run elsewhere, see `server`."""
+    server: StateServerSettings | None = None
+    """The servers of the backend "server"."""
     vllm: VllmSettings = VllmSettings()
     """Settings of the vLLM backend."""
 
@@ -71,6 +92,8 @@ class RecordSettings(Settings):
             )
         if self.keep == "all" and self.window is None:
             raise ValueError("keep=all keeps the shards of a window: expected a window, found none")
+        if self.backend == "server" and self.server is None:
+            raise ValueError("expected server.urls and server.folder for backend server")
         return self
 
     def length_limit(self, positions: int) -> int:

@@ -6,6 +6,7 @@ A rehearsal runs on one, and a plan tries on one what the engine needs of the ar
 from __future__ import annotations
 
 import copy
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ import torch
 
 from draftlab.target_model.attention import text_attention
 from draftlab.target_model.auto_model import auto_class, drop_other_modules, meta_model
-from draftlab.target_model.loading import quiet_transformers
+from draftlab.target_model.loading import load_target, quiet_transformers
+from draftlab.target_model.locate import load_config, resolve_target
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import text_decoder
 from draftlab.target_model.replacements import replace_layers
+from draftlab.target_model.settings import TargetSettings
 
 _NAMES = {
     1: "topk_group",
@@ -61,6 +64,26 @@ def stand_in_config(
     fields = copy.deepcopy(config.to_dict())
     cut = _cut(fields, 1 << 62 if layers is None else layers, vocab_size or 1 << 62)
     return type(config).from_dict(_shrink(cut))
+
+
+def load_first_layers(settings: TargetSettings, layers: int) -> Target:
+    """Load a target's first layers alone: its last states are then those of a boundary.
+
+    Raises:
+        UserError: as `load_target`.
+    """
+    source = resolve_target(settings)
+    config = load_config(source, trust_remote_code=settings.trust_remote_code)
+    with tempfile.TemporaryDirectory() as name:
+        for file in source.iterdir():
+            if file.is_file() and file.name != "config.json":
+                (Path(name) / file.name).symlink_to(file.resolve())
+        fields = _cut(config.to_dict(), layers, config.get_text_config().vocab_size)
+        if "scale_depth" in fields:  # MiniCPM divides it by the root of the number of layers
+            fields["scale_depth"] *= (layers / config.num_hidden_layers) ** 0.5
+        type(config).from_dict(fields).save_pretrained(name)
+        update = {"path": name, "revision": None, "adapter": None, "gpus": 1}
+        return load_target(settings.model_copy(update=update))
 
 
 def _cut(fields: dict[str, Any], layers: int, vocab_size: int) -> dict[str, Any]:

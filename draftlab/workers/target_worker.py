@@ -82,7 +82,7 @@ class TargetWorker:
     @property
     def recorded_target(self) -> Target | TargetMetadata:
         """The target of the stage store; its metadata if vLLM computes the states."""
-        if self.recipe.record.backend != "vllm":
+        if self.recipe.record.backend == "transformers":
             return self.target
         self.free("target")  # vLLM needs the memory
         return self.metadata
@@ -168,8 +168,8 @@ class TargetWorker:
 
     @property
     def open_source(self) -> OpenStateSource | None:
-        """What opens vLLM as the source of hidden states; None: the target computes them."""
-        if self.recipe.record.backend != "vllm":
+        """What opens vLLM or servers as the source of states; None: the target computes them."""
+        if self.recipe.record.backend == "transformers":
             return None
         return partial(VllmStateSource, self.metadata, self.recipe.record, self.monitor)
 

@@ -28,6 +28,7 @@ class StandIn:
 
     # `Target.states` hooks the layers of the model, which several stand-ins share.
     target_lock = threading.Lock()
+    python = Path("stand-in")
 
     def __init__(self, target: Target, setups: list[dict[str, Any]], **faults: Any) -> None:
         self.target, self.setups, self.faults = target, setups, faults

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.servers import vllm_hidden_states as hidden_states
+from draftlab.servers import vllm_state_files
 from draftlab.servers.vllm_hidden_states import VllmStateSource
 from draftlab.servers.vllm_process import PYTHON_VARIABLE, VllmProcess
 from draftlab.store.record import record
@@ -157,16 +158,25 @@ def test_states_that_are_not_finite_are_refused_or_skipped(
 def test_folders_of_killed_recordings_are_removed_and_those_in_use_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hidden_states, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(hidden_states, "_LOCKED_AFTER_S", -1)
+    monkeypatch.setattr(vllm_state_files, "_LOCKED_AFTER_S", -1)
     killed = tmp_path / "draftlab-states-killed"
     killed.mkdir()
     (killed / "0.safetensors").touch()
-    with hidden_states._new_folder(10) as first, hidden_states._new_folder(10) as second:
-        assert sorted(tmp_path.iterdir()) == sorted([first, second])
-    assert not any(tmp_path.iterdir())
-    with hidden_states._new_folder(2**62) as folder:  # more than there is room for
-        assert folder.parent != tmp_path
+    (tmp_path / "cmpl-draftlab-states-killed-7-0.safetensors.lock").touch()  # by a server
+    (tmp_path / "other.safetensors").touch()
+    with (
+        vllm_state_files.new_folder(tmp_path) as first,
+        vllm_state_files.new_folder(tmp_path) as second,
+    ):
+        in_use = tmp_path / f"cmpl-{first.name}-7-0.safetensors"
+        in_use.touch()
+        with vllm_state_files.new_folder(tmp_path):
+            pass
+        assert set(tmp_path.iterdir()) == {first, second, in_use, tmp_path / "other.safetensors"}
+    assert [path.name for path in tmp_path.iterdir()] == ["other.safetensors"]
+    monkeypatch.setattr(vllm_state_files, "SHARED_MEMORY", tmp_path)
+    assert vllm_state_files.folder_for(10) == tmp_path
+    assert vllm_state_files.folder_for(2**62) != tmp_path, "more than there is room for"
 
 
 @pytest.mark.parametrize(
