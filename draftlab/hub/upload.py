@@ -40,20 +40,13 @@ def check_repo_id(repo: str, where: str = "command line") -> None:
 def upload(
     folder: Path, repo: str, *, public: bool, api: HfApi | None = None, monitor: Monitor
 ) -> str:
-    """Upload a folder to a model repository, which is created if it does not exist.
+    """Upload a folder to a model repository, "org/name", which is made if need be; return its
+    address.
 
-    Args:
-        repo: the repository's id, "org/name".
-        public: whether a new repository is public. The visibility of an existing one is not
-            changed, and a public one is written to only with `public`.
-        api: the Hub's client; None: a client with the user's own login.
-
-    Returns:
-        The repository's address.
-
-    Raises:
-        UserError: no login, no write access, a repository with other content, or a connection
-            error.
+    A new one is private unless `public`. The visibility of an existing one is not changed, and a
+    public one is written to only with `public`. The client is by default one with the user's own
+    login. Raises a `UserError` without login or write access, of a repository with other content,
+    or if the connection fails.
     """
     api = api or HfApi()
     check_repo_id(repo)

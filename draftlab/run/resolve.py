@@ -31,10 +31,8 @@ def reference_head() -> Path:
 def find_head(name: str | Path, *, any_layout: bool = False) -> Path:
     """Return the folder of a head: "reference", the head of a run (by path or name), or a folder.
 
-    With `any_layout` also of heads in other programs' layouts and with damaged files.
-
-    Raises:
-        UserError: there is no head, the run has no head yet, or draftlab.json is not a head's.
+    With `any_layout` also of heads in other programs' layouts and with damaged files. Raises a
+    `UserError` without a head, or if draftlab.json is not a head's.
     """
     path = Path(name).expanduser()
     if str(name) == REFERENCE and not path.exists():
@@ -106,11 +104,7 @@ def find_target(
     """Return the settings of the named target.
 
     By default it is that of the run to which the head belongs, or the embedded one, if the head is
-    for it. Only code that comes with a named target may run.
-
-    Raises:
-        UserError: no target is named, the head belongs to no run, and it was trained for another
-            target than the embedded one; or code may run and no target is named.
+    for it; else a `UserError` asks for it. Only code that comes with a named target may run.
     """
     check_named(name, trust_remote_code)
     settings, source = TargetSettings(path=name or EMBEDDED), "--target"

@@ -60,12 +60,8 @@ class StateSource(Protocol):
 class HiddenStateExtractor:
     """Runs forward passes of the target and copies their states to the host.
 
-    Args:
-        target: the target model.
-        plan: the recording's plan, which says whether the records of a pass share a packed row.
-
-    Raises:
-        UserError: they share a row, and the target does not support that.
+    If the plan's passes hold records side by side in one row, and the target does not support that,
+    it raises a `UserError`.
     """
 
     def __init__(self, target: Target, plan: Manifest) -> None:

@@ -134,13 +134,8 @@ class StoreIdentity:
         where: Path,
         do: str = "name another store folder, or remove this one to record it again",
     ) -> None:
-        """Check that the store with this identity is one of the expected identity.
-
-        Args:
-            do: what to do about another one.
-
-        Raises:
-            UserError: every field that differs, with both values.
+        """Raise a `UserError` with every field that differs from the expected identity, both
+        values, and what to `do` about it.
         """
         actual_fields, expected_fields = asdict(self), asdict(expected)
         # The fingerprint decides whether it is the same target; folders may be renamed.
@@ -322,11 +317,8 @@ class Manifest(_File):
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read a manifest and map its columns.
-
-        Raises:
-            UserError: there is none, it has another schema version, it does not fit the schema, or
-                one of the files of columns is missing or damaged.
+        """Read a manifest and map its columns; raise a `UserError` if there is none, it does not
+        fit this version of the schema, or one of the files of columns is missing or damaged.
         """
         fields = read_json(path, kind="store's manifest.json")
         version = fields.pop("schema", None) if isinstance(fields, dict) else None

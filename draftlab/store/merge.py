@@ -136,9 +136,7 @@ def _all_modes(stores: Sequence[Store]) -> list[dict[str, Any]] | None:
 def _further(id_: str, first: int, ids: set[str]) -> str:
     """Return a record's id as that of a later answer; a part of a conversation remains its part.
 
-    Args:
-        first: the number of the first later answer.
-        ids: all of the store.
+    Later answers are numbered from `first` on; `ids` are all of the store.
     """
     conversation, _, part = id_.rpartition("#")
     if conversation in ids and re.fullmatch("[0-9]+", part):

@@ -66,13 +66,8 @@ def _damaged(found: str, where: str) -> UserError:
 
 
 class UrlFolder:
-    """A folder at a URL.
-
-    Args:
-        url: of `urls.check_url`.
-
-    Attributes:
-        cancelled: ends the repetition of failed transfers when it is set.
+    """A folder at a URL of `urls.check_url`. Failed transfers are repeated until `cancelled` is
+    set.
     """
 
     def __init__(self, url: str) -> None:
@@ -140,13 +135,9 @@ class UrlFolder:
         return self._retry(content, "reading", name, None)
 
     def download(self, name: str, path: Path, size: int | None, sha256: str | None) -> None:
-        """Download a file to `path` and compare its size and SHA-256.
+        """Download a file to `path`; its size and SHA-256 must be these, if they are given.
 
-        Args:
-            size, sha256: those that the file must have; None: any.
-
-        Raises:
-            UserError: there is no such file, it has another size or hash, or see `sizes`.
+        Raises a `UserError` if there is no such file, it is another one, or as `sizes`.
         """
         damaged = 0
 
@@ -274,15 +265,10 @@ class UrlFolder:
     def _retry(self, action: Callable[[], T], doing: str, name: str = "", *absent: A) -> T | A:
         """Return the result of an action, which is repeated for `RETRY_S` if it fails.
 
-        Args:
-            doing: the action, for errors: "uploading".
-            name: of the file; "": the folder.
-            absent: is returned if there is no such file.
-
-        Raises:
-            UserError: there is no such bucket, the server refuses, or the action raises one itself.
-            UnreachableError: the last attempt failed, too.
-            OSError: this machine's disk is full or read-only.
+        Of a file that is not there it is `absent`, if that is given. Errors name what it was
+        `doing` ("uploading") to which file ("": the folder): an `UnreachableError` after the last
+        attempt, and at once a `UserError` if the server refuses, or the disk's own if this
+        machine's is full.
         """
         where = self.where(name) if name else self.url
         started, wait = time.monotonic(), _FIRST_WAIT_S
@@ -362,17 +348,10 @@ class UrlClaim:
         self.remote, self._file, self.is_held = remote, folder / CLAIM, False
 
     def take(self, purpose: str) -> str:
-        """Claim the URL.
+        """Claim the URL for a purpose; return whose claim has been replaced, and when it was made.
 
-        Args:
-            purpose: what is written there; a claim with another one is not replaced.
-
-        Returns:
-            Whose claim has been replaced, and when it was made; "": there was none, or it
-            was of a process that had the same folder.
-
-        Raises:
-            UserError: there is a claim with another purpose, or the URL does not answer.
+        That is "" without one, or of a process that had the same folder. A claim with another
+        purpose is not replaced: it raises a `UserError`, as does a URL that does not answer.
         """
         since = datetime.now(UTC).isoformat(timespec="seconds")
         own = {"id": uuid4().hex, "host": socket.gethostname(), "since": since, "of": purpose}

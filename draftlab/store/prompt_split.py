@@ -45,16 +45,11 @@ def _without_number(id_: str, mark: str) -> str:
 
 
 def hold_out(ids: Sequence[str], share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Split records into training and validation sets, which depend on the seed.
+    """Split records into training and validation sets, which depend on the seed; return their
+    numbers, ascending, int64.
 
-    Validation has its share, completed to whole prompts. With a share above 0 both sets have at
-    least one prompt; of a single prompt nothing is held out.
-
-    Args:
-        share: in [0, 1).
-
-    Returns:
-        The numbers of the records of both sets, ascending: int64.
+    Validation has its share, in [0, 1), completed to whole prompts. With a share above 0 both sets
+    have at least one prompt; of a single prompt nothing is held out.
     """
     prompts = group_by_prompt(ids)
     sizes = np.bincount(prompts)

@@ -170,14 +170,9 @@ def open_recorder(
     stack: ExitStack,
     held_out: HeldOut | None = None,
 ) -> ShardRecorder:
-    """Return a recorder of the plan that another process, which calls `record`, has published.
+    """Return a recorder, which `stack` ends, of the plan that another process has published.
 
-    Args:
-        target, samples, folder, settings, identity, open_source, held_out: as for `record`.
-        stack: ends the recorder.
-
-    Raises:
-        UserError: the plan is not that of these samples and settings.
+    That process calls `record` with the same arguments; another plan raises a `UserError`.
     """
     plan, recorded = plan_recording(
         target, samples, settings, identity, monitor=Monitor(), held_out=held_out

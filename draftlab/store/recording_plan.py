@@ -57,10 +57,8 @@ def plan_recording(
 ) -> tuple[Manifest, Selection]:
     """Plan a recording. The same arguments give the same plan.
 
-    With a window the held-out records come first, in shards of their own.
-
-    Args:
-        held_out: what decides them, which a window needs.
+    With a window the held-out records, which `held_out` decides, come first, in shards of their
+    own.
 
     Returns:
         The manifest of an incomplete store, and its samples, truncated, in stored order.

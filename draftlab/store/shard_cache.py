@@ -71,15 +71,10 @@ class ShardCache:
     def file(
         self, sha256: str, size: int, download: Callable[[Path], None], where: str
     ) -> Iterator[Path]:
-        """Yield the path of a file, which stays there while the context is open.
+        """Yield the path of a file of `size` bytes, which stays there while the context is open.
 
-        Args:
-            size: the file's, in bytes.
-            download: writes the file to a path and checks its size and hash.
-            where: what is downloaded, for errors.
-
-        Raises:
-            UserError: the file is larger than the cache or the disk; or as `download`.
+        Without it `download` writes it to a path, and checks its size and hash. Raises a
+        `UserError` about `where` if it is larger than the cache or the disk; or as `download`.
         """
         while True:
             if (descriptor := self._pin(sha256, size)) is not None:

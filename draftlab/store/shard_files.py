@@ -65,21 +65,17 @@ class ShardFiles:
         return path.stat().st_size if path.is_file() else -1
 
     def local_file(self, shard: Shard) -> AbstractContextManager[Path]:
-        """Return a context with the path of a shard's file on this machine.
+        """Return a context with the path of a shard's file on this machine; who maps it may read
+        on.
 
-        Who maps the file in the context may read the memory afterwards.
-
-        Raises:
-            UserError: it is damaged or missing; or a symbolic link leads out of the folder.
+        Raises a `UserError` if it is damaged or missing, or a symbolic link leads out of the
+        folder.
         """
         return nullcontext(shard.path(self.folder))
 
     def write(self, file: str, writer: str, save: Callable[[Path], str]) -> None:
-        """Write the file of a shard; a crash leaves the old file or the new one.
-
-        Args:
-            writer: see `atomic_path`.
-            save: writes a new file, and returns its hex SHA-256.
+        """Write the file of a shard by `save`, which returns its hex SHA-256 (`writer`: see
+        `atomic_path`); a crash leaves the old file or the new one.
         """
         with atomic_path(self.folder / file, writer=writer) as temporary:
             save(temporary)
@@ -124,12 +120,10 @@ class ShardFiles:
 
 
 class RemoteShardFiles(ShardFiles):
-    """Shards at a URL. What is read is downloaded whole into the cache of this machine.
+    """Shards at a URL of `urls.check_url`. What is read is downloaded whole into the cache (None:
+    that of the environment).
 
-    Args:
-        url: of `urls.check_url`.
-        cache: None: that of the environment.
-        folder: of the store, in which a recording keeps its claim of the URL; None: none records.
+    A recording keeps its claim of the URL in the folder of the store; None: none records.
     """
 
     is_local = False
@@ -240,18 +234,13 @@ def open_shard_files(folder: Path, url: str | None) -> ShardFiles:
 
 
 def locate_store(address: Path | str, url: str | None) -> tuple[Path, ShardFiles]:
-    """Return the local folder of a store's manifest, and the files of its shards.
+    """Return the local folder of a store's manifest, and the files of its shards, which are at
+    `url`, or in the folder.
 
-    The manifest at a URL is copied to the machine's cache, with its columns, into a folder whose
-    name is the SHA-256 of the manifest, which has the hashes of the columns.
-
-    Args:
-        address: the store's folder or URL.
-        url: where the shards of a folder are; None: in it.
-
-    Raises:
-        UserError: the address is none, there is no store, its files do not fit each other, or the
-            URL does not answer.
+    The manifest at an address that is a URL is copied to the machine's cache, with its columns,
+    into a folder whose name is the SHA-256 of the manifest, which has the hashes of the columns.
+    Raises a `UserError` if the address is none, there is no store, its files do not fit each other,
+    or the URL does not answer.
     """
     try:
         place = address_of(address)

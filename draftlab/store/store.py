@@ -288,9 +288,8 @@ class Store:
     ) -> tuple[int, dict[str, Tensor], slice]:
         """Return a record's index from 0 on, its shard's tensors, and its positions in them.
 
-        Args:
-            opened: keeps shards that come and go, for one call: the disk space of a deleted file is
-                free once nobody maps it.
+        `opened` keeps shards that come and go, for one call: the disk space of a deleted file is
+        free once nobody maps it.
         """
         index = index + len(self) if index < 0 else index
         if not 0 <= index < len(self):

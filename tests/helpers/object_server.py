@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from draftlab.store import object_store
+from draftlab.store.shard_cache import machine_cache
 
 BUCKET = "bucket"
 ENVIRONMENT = {
@@ -193,3 +194,14 @@ def _forget() -> None:
 
     S3FileSystem.clear_instance_cache()
     machine_cache.cache_clear()
+
+
+def objects(url: str) -> dict[str, bytes]:
+    """Return all files at a URL."""
+    folder = object_store.UrlFolder(url)
+    return {name: folder.read(name) or b"" for name in sorted(folder.sizes())}
+
+
+def empty_cache() -> None:
+    for path in (machine_cache().folder / "shards").iterdir():
+        path.unlink()

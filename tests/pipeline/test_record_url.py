@@ -16,7 +16,7 @@ from draftlab.store import store as store_module
 from draftlab.store.object_store import CLAIM, UrlClaim, UrlFolder
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.shard_files import RemoteShardFiles
-from tests.helpers.object_server import BUCKET, FaultyServer, object_server
+from tests.helpers.object_server import BUCKET, FaultyServer, empty_cache, object_server, objects
 from tests.helpers.small_run import (
     contents,
     copy_of_finished,
@@ -37,22 +37,12 @@ def workshop(tmp_path: Path) -> Path:
     return new_workshop(tmp_path / "workshop")
 
 
-def objects() -> dict[str, bytes]:
-    folder = UrlFolder(URL)
-    return {name: folder.read(name) or b"" for name in folder.sizes()}
-
-
 def assert_same_run(workshop: Path) -> None:
     """Check that store and head have the bytes of the local run's."""
     expected = finished() / "runs/small"
     store = contents(expected / "store")
-    assert objects() == {name: data for name, data in store.items() if name != ".lock"}
+    assert objects(URL) == {name: data for name, data in store.items() if name != ".lock"}
     assert contents(workshop / "runs/small/head") == contents(expected / "head")
-
-
-def empty_cache() -> None:
-    for path in (machine_cache().folder / "shards").iterdir():
-        path.unlink()
 
 
 def test_a_run_equals_that_with_a_local_store(server: FaultyServer, workshop: Path) -> None:
@@ -103,7 +93,7 @@ def test_a_changed_url_of_a_complete_store_is_no_damage(
         assert "copy the shards to the new place first" in " ".join(result.output.split())
     plan = draftlab(workshop, "train", "small.yaml", AT_URL, "--plan")
     assert f"would be refused: {elsewhere}" in plan.output
-    assert not objects()
+    assert not objects(URL)
     folder = UrlFolder(URL)
     for path in (workshop / "runs/small/store").glob("*.safetensors"):
         folder.upload(path, path.name)
@@ -122,7 +112,7 @@ def test_of_two_recordings_at_one_url_one_ends(
     result = draftlab(workshop, "record", "small.yaml", AT_URL)
     assert result.exit_code == 2, result.output
     assert "another run writes there" in result.output
-    assert objects().keys() == {CLAIM}
+    assert objects(URL).keys() == {CLAIM}
     other.release()
     # A run with the same plan begins while this one records: it is the one that goes on.
 
@@ -136,13 +126,13 @@ def test_of_two_recordings_at_one_url_one_ends(
     result = draftlab(workshop, "record", "small.yaml", AT_URL)
     assert result.exit_code == 2, result.output
     assert "another process has begun to write there" in result.output
-    assert not [name for name in objects() if name.startswith("shard-")]
+    assert not [name for name in objects(URL) if name.startswith("shard-")]
     monkeypatch.setattr(RemoteShardFiles, "write", write)
     result = draftlab(workshop, "record", "small.yaml", AT_URL)
     assert result.exit_code == 0, result.output
     assert "began this recording" in result.output
     store = contents(finished() / "runs/small/store")
-    assert objects() == {name: data for name, data in store.items() if name != ".lock"}
+    assert objects(URL) == {name: data for name, data in store.items() if name != ".lock"}
     assert contents(workshop / "runs/small/store").keys() == {
         name for name in store if not name.startswith("shard-")
     }
@@ -209,7 +199,7 @@ def test_worker_processes_upload_from_where_they_run(server: FaultyServer, works
     result = draftlab(workshop, "record", "small.yaml", AT_URL, "--gpus", "2", "target.device=cpu")
     assert result.exit_code == 0, result.output
     store = contents(finished() / "runs/small/store")
-    assert objects() == {name: data for name, data in store.items() if name != ".lock"}
+    assert objects(URL) == {name: data for name, data in store.items() if name != ".lock"}
 
 
 @pytest.mark.slow

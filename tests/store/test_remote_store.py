@@ -23,19 +23,13 @@ from draftlab.store.shard import SHARDS
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.store import Store
 from draftlab.target_model.model import Target
-from tests.helpers.object_server import BUCKET, FaultyServer, object_server
+from tests.helpers.object_server import BUCKET, FaultyServer, empty_cache, object_server, objects
 from tests.helpers.recordings import exit_codes, fork_recorder, make_samples, record_store
 
 URL = f"s3://{BUCKET}/store"
 
 
 server = object_server(retry_s=10.0)
-
-
-def objects(url: str = URL) -> dict[str, bytes]:
-    """Return all files at a URL."""
-    folder = UrlFolder(url)
-    return {name: folder.read(name) or b"" for name in sorted(folder.sizes())}
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -47,12 +41,6 @@ def put(name: str, content: bytes, tmp_path: Path) -> None:
     """Replace an object."""
     (tmp_path / "object").write_bytes(content)
     UrlFolder(URL).upload(tmp_path / "object", name)
-
-
-def empty_cache() -> None:
-    cache = machine_cache()
-    for path in (cache.folder / "shards").iterdir():
-        path.unlink()
 
 
 def same_records(one: Store, other: Store) -> bool:
@@ -73,7 +61,7 @@ def test_the_url_is_a_store_with_the_bytes_of_a_local_one(
 ) -> None:
     local = record_store(target, tmp_path / "local")
     remote = record_store(target, tmp_path / "remote", url=URL)
-    assert objects() == files(tmp_path / "local")
+    assert objects(URL) == files(tmp_path / "local")
     assert set(files(tmp_path / "remote")) == {MANIFEST, RECORDS, SHARDS}
     assert remote.address == URL
     opened = Store.open(URL)
@@ -112,7 +100,7 @@ def test_faults_change_nothing(
     empty_cache()
     assert same_records(Store.open(URL), local)
     server.faults = lambda *_: None
-    assert objects() == files(tmp_path / "local")
+    assert objects(URL) == files(tmp_path / "local")
 
 
 def test_a_truncated_upload_is_never_committed(
@@ -135,7 +123,7 @@ def test_a_truncated_upload_is_never_committed(
     record_store(target, tmp_path / "remote", url=URL)
     for name in committed:  # what was committed is not sent again
         assert server.count("PUT", name) == 0
-    assert objects() == files(tmp_path / "local")
+    assert objects(URL) == files(tmp_path / "local")
 
 
 def test_a_killed_recording_goes_on(
@@ -152,7 +140,7 @@ def test_a_killed_recording_goes_on(
         os.kill(child, signal.SIGKILL)
         assert exit_codes(child) == [-signal.SIGKILL]
     remote = record_store(target, tmp_path / "remote", url=URL)
-    assert objects() == files(tmp_path / "local")
+    assert objects(URL) == files(tmp_path / "local")
     assert same_records(remote, local)
 
 
@@ -240,12 +228,12 @@ def test_the_store_of_another_recording_is_not_overwritten(
     server: FaultyServer, target: Target, tmp_path: Path
 ) -> None:
     record_store(target, tmp_path / "one", url=URL)
-    before = objects()
+    before = objects(URL)
     with pytest.raises(UserError, match="the URL has another store") as caught:
         record_store(target, tmp_path / "two", make_samples(5), url=URL)
     assert caught.value.where == URL
     assert "record.url" in caught.value.do
-    assert objects() == before
+    assert objects(URL) == before
 
 
 def test_stores_are_made_of_remote_ones(

@@ -76,6 +76,14 @@ def use_threads(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     monkeypatch.setattr(window_training, "LocalPool", partial(ThreadPool, **options))
 
 
+def train_as(full: Path, workshop: Path) -> str:
+    """Train in a working directory to the head of `full`; return what was printed."""
+    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
+    assert result.exit_code == 0, result.output
+    assert bytes_of(workshop, "small") == bytes_of(full, "full")
+    return str(result.output)
+
+
 @contextmanager
 def watched(store: Path) -> Iterator[list[int]]:
     """Yield the bytes of the shards that come and go, and of those being written, over time."""
@@ -151,20 +159,14 @@ def test_an_error_of_the_recording_ends_the_training(
     assert "quench it" in result.output
     assert not [t for t in threading.enumerate() if t.name in ("window", "thread 1_0")]
     use_threads(monkeypatch)
-    resumed = draftlab(workshop, "train", "small.yaml", *SETTINGS)
-    assert resumed.exit_code == 0, resumed.output
-    assert "resuming training after step" in resumed.output
-    assert bytes_of(workshop, "small") == bytes_of(full, "full")
+    assert "resuming training after step" in train_as(full, workshop)
 
 
 def test_the_shards_of_a_lost_worker_are_recorded_by_another(
     full: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_threads(monkeypatch, faults={9: LostError("killed"), 40: LostError("killed")})
-    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
-    assert result.exit_code == 0, result.output
-    assert result.output.count("its work is done by others") == 2
-    assert bytes_of(workshop, "small") == bytes_of(full, "full")
+    assert train_as(full, workshop).count("its work is done by others") == 2
 
 
 def test_answers_of_a_worker_may_arrive_together(
@@ -174,9 +176,7 @@ def test_answers_of_a_worker_may_arrive_together(
     use_threads(monkeypatch, num_workers=1)
     plain = window_recorder.wait
     monkeypatch.setattr(window_recorder, "wait", lambda futures, *_: plain(futures, 2.0))
-    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
-    assert result.exit_code == 0, result.output
-    assert bytes_of(workshop, "small") == bytes_of(full, "full")
+    train_as(full, workshop)
 
 
 def test_an_error_of_the_training_ends_the_recording(
@@ -212,10 +212,7 @@ def test_shards_that_are_damaged_after_they_were_written_are_recorded_again(
         return plain(self, number)
 
     monkeypatch.setattr(WindowShards, "read", damage)
-    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
-    assert result.exit_code == 0, result.output
-    assert result.output.count("it is recorded again") == 2
-    assert bytes_of(workshop, "small") == bytes_of(full, "full")
+    assert train_as(full, workshop).count("it is recorded again") == 2
 
 
 @pytest.mark.slow
