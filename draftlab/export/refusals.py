@@ -110,6 +110,12 @@ def _factors(head: Any) -> str:
 LLAMACPP_BLOCK = (
     *refuse_block("llama.cpp"),
     Refusal(
+        lambda h, e: h.draft_vocab_size < h.vocab_size and not h.markov_rank and e.family.title,
+        "llama.cpp's converter reads {found} heads of the target's whole vocabulary alone, this "
+        "one drafts {head.draft_vocab_size} of {head.vocab_size} tokens",
+        f"{USE_VLLM}, or train without draft_vocab.size",
+    ),
+    Refusal(
         lambda h, e: (k := getattr(h, "selector_top_k", 0)) * (k + 1) > h.hidden_size and k,
         "llama.cpp keeps the scores of a slot in a state: {found} candidates do not fit into "
         "hidden_size {head.hidden_size}",

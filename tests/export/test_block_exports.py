@@ -282,3 +282,11 @@ def test_targets_that_scale_are_refused(
 def test_more_drafts_than_slots_are_refused(export_head: ExportHead) -> None:
     with pytest.raises(UserError, match="all slots of the block"):
         export_head("vllm", k=8, **DSPARK)
+
+
+def test_llamacpp_has_no_draft_vocabulary_for_dflash(export_head: ExportHead) -> None:
+    """Its converter has no d2t there, as it has for DSpark."""
+    reduced = {"draft_vocab_size": 16}
+    export_head("llamacpp", **DSPARK | reduced)
+    with pytest.raises(UserError, match=r"DFlash heads of .* whole .* drafts 16 of"):
+        export_head("llamacpp", **DFLASH | reduced)
