@@ -35,14 +35,10 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("train.device=cuda:99", "expected device 'cuda:99', found"),
         ("train.device=foo", "where: train.device"),
         ("target.device=foo", "where: target.device"),
-        ("seed=-1", "seed: expected a number greater than or equal to 0, found -1"),
-        ("seed=99999999999999999999999", "seed: expected a number less than 9223372036854775808"),
-        ("eval.seed=-1", "eval.seed: expected a number"),
         ("record.window=lots", "a size such as 200GB or 1.5TB, found 'lots'"),
         ("record.window=4", "window: expected a size such as 200GB, found 4 bytes"),
         ("head.family=peagle head.mask_token=nonsense", "where: head.mask_token"),
         ("head.num_attention_heads=5", "5 attention heads are not a multiple of 2 key-value heads"),
-        ("head.num_key_value_heads=0", "head.num_key_value_heads: expected a number greater than"),
         ("head.head_dim=7", "head_dim: expected a multiple of 2, found 7"),
         ("head.family=eagle9", "head.family: expected 'eagle3' or"),
         ("head.init=nowhere", "where: nowhere"),
@@ -56,7 +52,6 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("prompts.source=no.jsonl", "where: no.jsonl"),
         ("target.adapter=toy", "expected a LoRA adapter, a folder with adapter_config.json"),
         ("eval.suite=no.jsonl", "where: no.jsonl"),
-        ("eval.max_new_tokens=1", "eval.max_new_tokens: expected a number"),
         *((f"name={name}", "draftlab uses") for name in ("latest", "rehearsals", "eval-x")),
         (f"name={'x' * 300}", "expected a name of at most 250 letters, found one of 300"),
     ],
@@ -272,15 +267,6 @@ def test_an_architecture_without_a_small_model_is_tested_after_loading(
     output = " ".join(result.output.split())
     assert "only once the weights are loaded" in output
     assert "no small model of it (ValueError: expected 7 heads)" in output
-
-
-def test_a_mask_token_of_ordinary_text_is_refused(tmp_path: Path) -> None:
-    workshop = new_workshop(tmp_path)
-    plan = ("run", "small.yaml", "--plan", "head.family=peagle")
-    refused = draftlab(workshop, *plan, "head.mask_token=Q")
-    assert refused.exit_code == 2
-    assert "is no added token, so that ordinary text can contain it" in refused.output
-    assert draftlab(workshop, *plan).exit_code == 0
 
 
 def test_a_template_that_ends_prompts_as_its_answers_begin_needs_no_generation_prompt(

@@ -244,13 +244,8 @@ def test_a_cluster_that_has_ended_is_refused_at_once(
     result = draftlab(new_workshop(tmp_path), "run", "small.yaml", "--ray", "auto")
     assert result.exit_code == 2, result.output
     assert re.search(r"where: --ray auto, which is [\d.]+:9\n", result.output)
-    assert "`ray stop` forgets one" in result.output
-
-
-def test_a_cluster_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    result = draftlab(new_workshop(tmp_path), "run", "small.yaml", "--ray", "127.0.0.1:9")
-    assert result.exit_code == 2
     assert "expected a Ray cluster, found none that can be used" in result.output
+    assert "`ray stop` forgets one" in result.output
 
 
 @pytest.mark.parametrize("address", ["head", "head:port", ":6379", "head:0"])
