@@ -7,14 +7,15 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.helpers.http_server import Handler, Server, running
 
 K, ACCEPTED = 3, (2, 0, 3, 1)
 """Drafts a step, and accepted ones of a request's steps in turn."""
 
 
-class BenchServer(ThreadingHTTPServer):
+class BenchServer(Server):
     """Answers every prompt with as many tokens as it may have.
 
     Attributes:
@@ -30,11 +31,8 @@ class BenchServer(ThreadingHTTPServer):
         card: further fields of the model.
     """
 
-    daemon_threads = True
-
     def __init__(self, port: int = 0) -> None:
-        super().__init__(("127.0.0.1", port), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        super().__init__(_Handler, port)
         self.program, self.faults, self.others, self.restart_at = "vllm", [], 0, 0
         self.own, self.drafts, self.step_s = False, True, 0.0
         self.bodies: list[dict[str, Any]] = []
@@ -83,37 +81,34 @@ class BenchServer(ThreadingHTTPServer):
                 "spec_verify_calls_total": self.steps,
             },
             "llamacpp": {"tokens_predicted_total": self.tokens} | spec,
+            "": {},
         }[self.program]
         return "# HELP x\n" + "".join(f"{self.program}:{k} {v}\n" for k, v in values.items())
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: BenchServer
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         server = self.server
         if self.path == "/metrics":
-            status, text = (200, server.metrics()) if server.program else (404, "none")
+            self.answer(200 if server.program else 404, server.metrics().encode())
         else:
-            status, text = 200, json.dumps({"data": [{"id": "m", **server.card}]})
-        self._send(status, text)
+            self.answer(200, {"data": [{"id": "m", **server.card}]})
 
     def do_POST(self) -> None:
-        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        server, body = self.server, json.loads(self.body())
         if self.path != "/v1/completions":
             key = "prompt" if self.path == "/apply-template" else "tokens"
             found = server.template
-            self._send(404 if found is None else 200, json.dumps({key: found}))
+            self.answer(404 if found is None else 200, {key: found})
             return
         with server.lock:
             server.bodies.append(body)
             server.keys.append(self.headers["Authorization"])
             fault = server.faults.pop(0) if server.faults else None
         if isinstance(fault, int):
-            self._send(fault, json.dumps({"error": f"failure {fault}"}))
+            self.answer(fault, {"error": f"failure {fault}"})
             return
         self.send_response(200)
         self.end_headers()
@@ -164,22 +159,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(f"data: {text}\n\n".encode())
         self.wfile.flush()
 
-    def _send(self, status: int, text: str) -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(text)))
-        self.end_headers()
-        self.wfile.write(text.encode())
-
 
 @contextmanager
 def bench_server(**attributes: Any) -> Iterator[BenchServer]:
-    """Run a stand-in in a thread."""
-    server = BenchServer()
-    for name, value in attributes.items():
-        setattr(server, name, value)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
+    """Run a stand-in with these attributes during the block."""
+    with running(BenchServer()) as server:
+        vars(server).update(attributes)
         yield server
-    finally:
-        server.shutdown()
-        server.server_close()

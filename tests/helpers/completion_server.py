@@ -8,9 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +16,14 @@ from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
+from tests.helpers.http_server import Handler, Server, running
 from tests.helpers.messages import read_conversations
 from tests.helpers.small_run import draftlab
 
 SAMPLED = ("regenerate.temperatures=[0.0]", "regenerate.batch=3")
 
 
-class CompletionServer(ThreadingHTTPServer):
+class CompletionServer(Server):
     """A server that decodes with the reference engine, and fails as it is told to.
 
     Args:
@@ -46,7 +45,7 @@ class CompletionServer(ThreadingHTTPServer):
     """
 
     def __init__(self, target: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
+        super().__init__(_Handler)
         settings = TargetSettings(path=str(target), device="cpu")
         self.engine = ReferenceEngine(load_target(settings), batch=1, max_length=512)
         self.tokenizer = load_tokenizer(settings)
@@ -81,18 +80,15 @@ class CompletionServer(ThreadingHTTPServer):
         return (choice if self.text_only else choice | {"token_ids": tokens}) | self.changes
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: CompletionServer
-
-    def log_message(self, *_: object) -> None:
-        pass
 
     def do_GET(self) -> None:
         server = self.server
-        self._send(200, {"data": [{"id": model} | server.card for model in server.models]})
+        self.answer(200, {"data": [{"id": model} | server.card for model in server.models]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.body())
         server = self.server
         with server.lock:
             server.in_work += 1
@@ -130,33 +126,17 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(0.1)  # a reset discards what the client has not read
             os.close(self.connection.detach())
         else:
-            self._send(int(status), answer)
-
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+            self.answer(int(status), answer)
 
 
-@contextmanager
-def serve(target: Path) -> Iterator[CompletionServer]:
-    """Run a server in a thread."""
-    server = CompletionServer(target)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def serve(target: Path) -> AbstractContextManager[CompletionServer]:
+    """Run a server during a block."""
+    return running(CompletionServer(target))
 
 
 def prepare(folder: Path, server: CompletionServer, *settings: str, code: int = 0) -> str:
     """Run `draftlab prepare` with the server; return what it printed."""
-    url = f"regenerate.server.url=http://127.0.0.1:{server.server_port}/v1"
+    url = f"regenerate.server.url={server.url}/v1"
     arguments = ("prepare", "small.yaml", "regenerate.backend=openai", url, *SAMPLED, *settings)
     result = draftlab(folder, *arguments)
     assert result.exit_code == code, result.output

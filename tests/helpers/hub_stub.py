@@ -7,11 +7,11 @@ import hashlib
 import json
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.helpers.http_server import Handler, Server, running
 
 TOKEN = "hf_secretSECRETsecret"
 
@@ -25,8 +25,7 @@ class Repo:
     tags: list[str] = field(default_factory=list)
 
 
-@dataclass
-class StubHub:
+class StubHub(Server):
     """The Hub's state, and the requests that it received.
 
     Attributes:
@@ -36,15 +35,16 @@ class StubHub:
         refuse: the status of every response; None: requests are served.
     """
 
-    url: str = ""
-    repos: dict[str, Repo] = field(default_factory=dict)
-    objects: dict[str, bytes] = field(default_factory=dict)
-    uploads: list[str] = field(default_factory=list)
-    requests: list[str] = field(default_factory=list)
-    authorizations: list[str | None] = field(default_factory=list)
-    allow: int | None = None
-    refuse: int | None = None
-    lock: Any = field(default_factory=threading.Lock)
+    def __init__(self) -> None:
+        super().__init__(_Handler)
+        self.repos: dict[str, Repo] = {}
+        self.objects: dict[str, bytes] = {}
+        self.uploads: list[str] = []
+        self.requests: list[str] = []
+        self.authorizations: list[str | None] = []
+        self.allow: int | None = None
+        self.refuse: int | None = None
+        self.lock = threading.Lock()
 
     def commit(self, repo: Repo, lines: list[dict[str, Any]]) -> None:
         """Apply the operations of a commit."""
@@ -60,23 +60,9 @@ class StubHub:
         repo.tags = re.findall(r"^- (\S+)$", card.split("---")[1], re.M) if "---" in card else []
 
 
-class _Handler(BaseHTTPRequestHandler):
-    hub: StubHub
+class _Handler(Handler):
+    server: StubHub
     protocol_version = "HTTP/1.1"
-
-    def log_message(self, *_: Any) -> None:
-        """Log nothing."""
-
-    def answer(self, status: int, body: Any = None, **headers: str) -> None:
-        data = json.dumps(body if body is not None else {}).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        for name, value in headers.items():
-            self.send_header(name.replace("_", "-"), value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(data)
 
     def body(self) -> bytes:
         if self.headers.get("Transfer-Encoding") == "chunked":
@@ -86,10 +72,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.rfile.readline()
             self.rfile.readline()
             return b"".join(chunks)
-        return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        return super().body()
 
     def serve(self) -> None:
-        hub, path = self.hub, self.path.split("?")[0]
+        hub, path = self.server, self.path.split("?")[0]
         with hub.lock:
             hub.requests.append(f"{self.command} {path}")
             hub.authorizations.append(self.headers.get("Authorization"))
@@ -110,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_POST = do_PUT = do_HEAD = serve
 
     def upload(self, oid: str) -> None:
-        hub = self.hub
+        hub = self.server
         with hub.lock:
             dropped = hub.allow == 0
             hub.allow = None if hub.allow is None else max(hub.allow - 1, 0)
@@ -124,17 +110,17 @@ class _Handler(BaseHTTPRequestHandler):
         with hub.lock:
             hub.objects[oid] = data
             hub.uploads.append(oid)
-        self.answer(200)
+        self.answer(200, {})
 
     def create(self, data: bytes) -> None:
         fields = json.loads(data)
         name = f"{fields['organization']}/{fields['name']}"
         private = fields.get("private", fields.get("visibility") == "private")
-        self.hub.repos[name] = Repo(bool(private))
-        self.answer(200, {"url": f"{self.hub.url}/{name}"})
+        self.server.repos[name] = Repo(bool(private))
+        self.answer(200, {"url": f"{self.server.url}/{name}"})
 
     def info(self, _data: bytes, name: str, _revision: str | None = None) -> None:
-        repo = self.hub.repos.get(name)
+        repo = self.server.repos.get(name)
         if repo is None:
             self.answer(404, {"error": "Repository not found"}, X_Error_Code="RepoNotFound")
             return
@@ -143,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(200, body | {"private": repo.private, "tags": repo.tags})
 
     def tree(self, _data: bytes, name: str) -> None:
-        files = self.hub.repos[name].files
+        files = self.server.repos[name].files
         self.answer(
             200,
             [
@@ -166,15 +152,15 @@ class _Handler(BaseHTTPRequestHandler):
     def lfs(self, data: bytes, name: str) -> None:
         objects = []
         for item in json.loads(data)["objects"]:
-            if item["oid"] not in self.hub.objects:
-                href = f"{self.hub.url}/lfs/{item['oid']}"
+            if item["oid"] not in self.server.objects:
+                href = f"{self.server.url}/lfs/{item['oid']}"
                 item["actions"] = {"upload": {"href": href, "header": {}}}
             objects.append(item)
         self.answer(200, {"transfer": "basic", "objects": objects})
 
     def commit(self, data: bytes, name: str) -> None:
-        self.hub.commit(self.hub.repos[name], [json.loads(x) for x in data.splitlines() if x])
-        self.answer(200, {"commitUrl": f"{self.hub.url}/{name}/commit/1", "commitOid": "1" * 40})
+        self.server.commit(self.server.repos[name], [json.loads(x) for x in data.splitlines() if x])
+        self.answer(200, {"commitUrl": f"{self.server.url}/{name}/commit/1", "commitOid": "1" * 40})
 
     def valid(self, _data: bytes) -> None:
         self.answer(200, {"errors": [], "warnings": []})
@@ -191,19 +177,6 @@ class _Handler(BaseHTTPRequestHandler):
     )
 
 
-@contextmanager
-def stub_hub() -> Iterator[StubHub]:
-    """Serve a stub on a free local port during the block."""
-    hub = StubHub()
-    handler = type("Handler", (_Handler,), {"hub": hub})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield hub
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+def stub_hub() -> AbstractContextManager[StubHub]:
+    """Serve a stub on a free local port during a block."""
+    return running(StubHub())

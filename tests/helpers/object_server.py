@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import http.client
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ import pytest
 
 from draftlab.store import object_store
 from draftlab.store.shard_cache import machine_cache
+from tests.helpers.http_server import Handler, Server, running
 
 BUCKET = "bucket"
 ENVIRONMENT = {
@@ -32,7 +31,7 @@ the server stores half and answers as if all was well. changed: one other byte, 
 download."""
 
 
-class FaultyServer:
+class FaultyServer(Server):
     """The server with its proxy.
 
     Attributes:
@@ -45,43 +44,21 @@ class FaultyServer:
         self.faults: Callable[[str, str, int], Fault | None] = lambda method, path, number: None
         self.requests: list[tuple[str, str]] = []
         self.is_down = False
-        self._numbers = itertools.count()
-        server = self
+        self.port, self._numbers = port, itertools.count()
+        super().__init__(_Handler)
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def handle_any(self) -> None:
-                server.forward(self, port)
-
-            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-            def handle_error(self, *_: object) -> None:
-                pass  # clients end connections, too
-
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def handle_error(self, *_: object) -> None:
+        pass  # clients end connections, too
 
     def count(self, method: str, part: str = "") -> int:
         """Return the number of requests of a method whose path contains a text."""
         return sum(m == method and part in path for m, path in self.requests)
 
-    def forward(self, handler: BaseHTTPRequestHandler, port: int) -> None:
-        """Forward a request to the server, and its answer back."""
+    def forward(self, handler: Handler) -> None:
+        """Forward a request to the server at `port`, and its answer back."""
         method, path, number = handler.command, handler.path, next(self._numbers)
         self.requests.append((method, path))
-        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        body = handler.body()
         fault = "drop" if self.is_down else self.faults(method, path, number)
         if fault == "drop":
             handler.close_connection = True
@@ -98,7 +75,7 @@ class FaultyServer:
                 if name.lower().startswith(("x-amz-checksum", "content-md5", "content-length")):
                     del headers[name]
             fault = None
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
         try:
             connection.request(method, path, body, headers)
             response = connection.getresponse()
@@ -116,7 +93,7 @@ class FaultyServer:
 
     @staticmethod
     def _answer(
-        handler: BaseHTTPRequestHandler,
+        handler: Handler,
         status: int,
         headers: dict[str, str],
         data: bytes,
@@ -140,6 +117,15 @@ class FaultyServer:
             handler.wfile.write(piece)
             handler.wfile.flush()
             time.sleep(0.05 * (fault == "slow"))
+
+
+class _Handler(Handler):
+    protocol_version = "HTTP/1.1"
+
+    def do_any(self) -> None:
+        self.server.forward(self)
+
+    do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = do_any
 
 
 def _changed(data: bytes) -> bytes:
@@ -171,16 +157,16 @@ def object_server(*, retry_s: float) -> Any:
         monkeypatch.setattr(object_store, "RETRY_S", retry_s)
         _forget()
         try:
-            S3FileSystem().mkdir(BUCKET)
-            server.requests.clear()
-            yield server
+            with running(server):
+                S3FileSystem().mkdir(BUCKET)
+                server.requests.clear()
+                yield server
         finally:
             connection = http.client.HTTPConnection("127.0.0.1", port)
             connection.request("POST", "/moto-api/reset")  # moto keeps buckets in this process
             connection.getresponse().read()
             connection.close()
             _forget()
-            server.close()
             moto.stop()
 
     return server

@@ -21,9 +21,8 @@ VOCAB_SIZE = 289
 
 
 def decoder(server: CompletionServer) -> openai_answers.ServerAnswers:
-    url = f"http://127.0.0.1:{server.server_port}"
     settings = RegenerateSettings.model_validate(
-        {"backend": "openai", "batch": 2, "server": {"url": url, "attempts": 1}}
+        {"backend": "openai", "batch": 2, "server": {"url": server.url, "attempts": 1}}
     )
     return openai_answers.ServerAnswers(settings, server.tokenizer, Monitor(), VOCAB_SIZE)
 

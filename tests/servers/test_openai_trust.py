@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -21,6 +17,7 @@ from draftlab.servers.openai_answers import ServerAnswers
 from draftlab.servers.settings import RegenerateSettings
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
+from tests.helpers.http_server import Handler, Server, running
 from tests.helpers.monitors import RecordingMonitor
 
 KEY = "sk-hunter2"
@@ -30,7 +27,7 @@ CARD = {"id": "the-target"}
 REQUEST = Request("p1", (5, 6), 4, Sampling(), frozenset({STOP}))
 
 
-class StubServer(ThreadingHTTPServer):
+class StubServer(Server):
     """A server that sends what it is told to, and keeps the headers of all requests.
 
     Attributes:
@@ -43,8 +40,7 @@ class StubServer(ThreadingHTTPServer):
     """
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        super().__init__(_Handler)
         self.answers: dict[str, Any] = {
             "/v1/models": {"data": [CARD]},
             "/v1/completions": {"choices": [CHOICE]},
@@ -54,24 +50,14 @@ class StubServer(ThreadingHTTPServer):
         self.keys: list[str | None] = []
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: StubServer
 
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self._answer()
-
-    def do_POST(self) -> None:
-        self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer()
-
-    def _answer(self) -> None:
+    def do_any(self) -> None:
         server, key = self.server, self.headers.get("Authorization")
+        self.body()
         server.keys.append(key)
-        answer = server.answers[self.path]
-        content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        status, content, headers = 200, server.answers[self.path], {}
         if self.path == "/v1/completions" and server.drip:
             with contextlib.suppress(OSError):  # the client leaves
                 self.wfile.write(server.drip)
@@ -80,34 +66,18 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.write(b" ")
                     time.sleep(0.05)
                 time.sleep(4)
-        status = 200
         if self.path == "/v1/completions" and (server.redirect or server.refusal):
             status = 307 if server.redirect else server.refusal
+            headers = {"Location": server.redirect} if server.redirect else {}
             content = f"no such key: {key}".encode()
-        self.send_response(status)
-        if status == 307:
-            self.send_header("Location", server.redirect)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        self.answer(status, content, **headers)
 
-
-@contextmanager
-def running() -> Iterator[StubServer]:
-    server = StubServer()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
+    do_GET = do_POST = do_any
 
 
 @pytest.fixture
 def server() -> Iterator[StubServer]:
-    with running() as one:
+    with running(StubServer()) as one:
         yield one
 
 
@@ -174,7 +144,7 @@ def test_a_server_that_only_the_recipe_names_gets_no_key(
 ) -> None:
     monkeypatch.setattr(connection, "_is_loopback", lambda host: False)
     monkeypatch.setenv(API_KEY, KEY)
-    with running() as users:
+    with running(StubServer()) as users:
         monkeypatch.setenv(BASE_URL, f"{users.url}/v1")
         monitor = RecordingMonitor()
         ask(server, tokenizer, monitor)
@@ -191,7 +161,7 @@ def test_no_redirect_is_followed(
     server: StubServer, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(API_KEY, KEY)
-    with running() as other:
+    with running(StubServer()) as other:
         server.redirect = f"{other.url}/v1/completions?token=abc"
         with pytest.raises(UserError, match="HTTP 307: it redirects to") as caught:
             ask(server, tokenizer)
@@ -328,7 +298,7 @@ def test_a_server_on_this_machine_is_reached_without_a_proxy(
     """A proxy would get the key in clear text."""
     monkeypatch.setenv(API_KEY, KEY)
     monkeypatch.delenv("no_proxy", raising=False)
-    with running() as proxy:
+    with running(StubServer()) as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)
         ask(server, tokenizer)
         assert (server.keys, proxy.keys) == ([f"Bearer {KEY}"] * 2, [])
