@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from threading import Event
+from threading import Event, Semaphore
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,8 @@ from draftlab.servers.settings import RegenerateSettings
 
 
 class ServerAnswers:
-    """A decoder for `draftlab.text.answers`: sends `regenerate.batch` requests at once.
+    """A decoder for `draftlab.text.answers`: sends `regenerate.batch` requests at once, together
+    for all threads that call it.
 
     Args:
         settings: `server` has the server's address.
@@ -56,6 +57,7 @@ class ServerAnswers:
     ) -> None:
         self.tokenizer, self.monitor = tokenizer, monitor
         self.concurrency, self.vocab_size = settings.batch, vocab_size
+        self._free = Semaphore(settings.batch)
         self._says_text, self._says_no_room = False, False
         server = settings.server
         self._requests = RepeatedRequests("answers", "regenerate.server", server, monitor)
@@ -86,7 +88,8 @@ class ServerAnswers:
         """
 
         def generate(request: Request, stopped: Event) -> Generation:
-            return self._generate(request, max_length, stopped)
+            with self._free:
+                return self._generate(request, max_length, stopped)
 
         with in_threads(generate, requests, self.concurrency) as futures:
             for future in futures:

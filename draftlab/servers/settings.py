@@ -91,7 +91,8 @@ class RegenerateSettings(Settings):
     """Prompts decoded at once."""
     piece: Annotated[int, Field(ge=1)] = 256
     """Conversations written at a time; a restart repeats fewer than this many, and an interruption
-    says how many. Each piece is decoded independently: for vLLM use several times `batch`."""
+    says how many. Each piece is decoded independently: for vLLM use several times `batch`. A server
+    has several pieces, as many as `batch` fills and two more, which a restart repeats."""
     backend: AnswerBackend = "paged"
     """What decodes. paged: draftlab's engine. vllm: an installed vLLM in its own process, on
     `target.gpus` GPUs (tensor parallel). openai: a running server, see `server`."""

@@ -12,14 +12,17 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from threading import Event, Lock, Semaphore
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
 from draftlab.files import sha256_text
 from draftlab.formatting import count_text
 from draftlab.progress import Monitor
+from draftlab.servers.connection import in_threads
 from draftlab.servers.openai_answers import ServerAnswers
 from draftlab.servers.settings import RegenerateSettings
 from draftlab.target_model.metadata import TargetMetadata
@@ -184,9 +187,50 @@ def _answer_here(
     throughput: _Throughput,
 ) -> Iterator[list[Draft]]:
     """Yield the chunks after this process has answered them."""
+    if isinstance(decode, ServerAnswers):
+        yield from _answer_at_once(generator, chunks, decode, throughput)
+        return
     for chunk in chunks:
         generator.answer(chunk, decode, throughput.add_answer)
         yield chunk
+
+
+def _answer_at_once(
+    generator: AnswerGenerator,
+    chunks: Sequence[list[Draft]],
+    decode: ServerAnswers,
+    throughput: _Throughput,
+) -> Iterator[list[Draft]]:
+    """Yield the chunks in order, while a server answers the next ones.
+
+    So the slowest answer of a chunk does not leave the server idle. One thread at a time does
+    anything else than wait for the server.
+    """
+    ahead = decode.concurrency // generator.settings.piece + 2
+    room, working = Semaphore(ahead), Lock()
+
+    def answer(chunk: list[Draft], stopped: Event) -> list[Draft]:
+        def unlocked(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
+            with closing(decode(requests, max_length)) as answers:
+                while not stopped.is_set():
+                    working.release()
+                    try:
+                        generation = next(answers, None)
+                    finally:
+                        working.acquire()
+                    if generation is None:
+                        return
+                    yield generation
+
+        room.acquire()
+        with working:
+            generator.answer(chunk, unlocked, throughput.add_answer)
+        return chunk
+
+    with in_threads(answer, chunks, ahead) as futures:
+        for future in futures:
+            yield future.result()
+            room.release()
 
 
 def _in_order(

@@ -48,6 +48,19 @@ def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:
     assert texts == decoded
 
 
+def test_conversations_are_answered_at_once_and_kept_one_by_one(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        prepare(workshop, server, "name=whole", "regenerate.piece=12")
+        server.most_at_once, server.requests = 0, []
+        server.failures = [503, 400]  # the first waits, and the second ends the run
+        prepare(workshop, server, "name=single", "regenerate.piece=1", code=2)
+        assert 1 < server.most_at_once <= 3
+        server.failures = []
+        prepare(workshop, server, "name=single", "regenerate.piece=1")
+    expected = answer_tokens(workshop, "whole")
+    assert answer_tokens(workshop, "single") == expected
+
+
 def test_a_failing_server_ends_the_run_and_another_goes_on(workshop: Path) -> None:
     with serve(workshop / "toy") as server:
         server.failures = [500] * 40
