@@ -30,8 +30,7 @@ from tests.helpers.diagnosis import (
     initial_tensors,
     reference_config,
 )
-from tests.helpers.head_toys import LLAMA4_HEAD, make_head
-from tests.helpers.llama4_reader import half_split, pairs
+from tests.helpers.head_toys import LLAMA4_HEAD, half_split, interleaved, make_head
 from tests.helpers.synthetic import random_norms_head
 
 
@@ -116,7 +115,7 @@ def test_a_mistake_is_named_with_the_variant_that_corrects_it(
 
 @pytest.mark.parametrize(
     ("shape", "order", "wrong"),
-    [({}, pairs, "interleaved"), (LLAMA4_HEAD, half_split, "half-split")],
+    [({}, interleaved, "interleaved"), (LLAMA4_HEAD, half_split, "half-split")],
 )
 def test_rows_of_queries_and_keys_are_permuted_to_the_familys_rope_layout(
     shape: dict[str, Any], order: Callable[[torch.Tensor, int], torch.Tensor], wrong: str

@@ -7,7 +7,7 @@ import torch
 
 from draftlab.heads.folder import load_head
 from draftlab.target_model.parts import load_parts
-from tests.helpers.dense_attention import dense_pass
+from tests.helpers.dense_attention import dense_pass, llama4_pass
 from tests.helpers.export_toys import (
     EAGLE,
     HIDDEN,
@@ -19,7 +19,6 @@ from tests.helpers.export_toys import (
     YARN,
     ExportHead,
 )
-from tests.helpers.llama4_reader import Reader
 from tests.helpers.plain_chain import read_export
 
 SIZE, DRAFTS = 6, 2
@@ -96,12 +95,10 @@ def test_a_llama4_exports_outputs_are_the_heads(export_head: ExportHead) -> None
     shared = load_parts(exported.target).shared_tensors
     head = load_head(exported.head, target_tensors=shared, dtype=torch.float32, device="cpu")
     head = head.double()
-    reader = Reader(exported.config, exported.tensors)
     generator = torch.Generator().manual_seed(2)
     tokens = torch.randint(0, VOCAB, (13,), generator=generator)
     states = torch.randn(13, HIDDEN, generator=generator, dtype=torch.float64)
     normed = head.project_features(states)
     outputs = dense_pass(head, tokens, normed)
-    for position, (token, state) in enumerate(zip(tokens.tolist(), normed, strict=True)):
-        expected = reader.step(token, state, position)
-        torch.testing.assert_close(outputs[position], expected, rtol=0, atol=1e-5)
+    expected = llama4_pass(exported.config, exported.tensors, tokens, normed)
+    torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-5)

@@ -1,10 +1,17 @@
-"""Passes of a head over a whole sequence, with dense attention and no cache."""
+"""Passes of a head over a whole sequence, with dense attention and no cache.
+
+Those of a dense Llama 4 head go through transformers' layers, too.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import Llama4TextConfig
+from transformers.models.llama4.modeling_llama4 import Llama4TextModel
 
 from draftlab.heads.head import DraftHead
 
@@ -49,3 +56,25 @@ def dense_chain(
         outputs.append(dense_pass(head, tokens[1 : len(hidden) + 1], hidden)[-1])
         hidden = torch.cat([hidden, outputs[-1][None]])
     return outputs
+
+
+def llama4_pass(
+    config: dict[str, Any], tensors: dict[str, Tensor], tokens: Tensor, hidden: Tensor
+) -> Tensor:
+    """Return the outputs [T, H] of a dense Llama 4 head's files, by transformers' layers.
+
+    Args:
+        config, tensors: of an EagleLlama4 checkpoint, as vLLM reads it (servers §1.2).
+        hidden: [T, H], from `project_features`.
+    """
+    chunk = {"attention_chunk_size": config["attention_chunk_size"] or len(tokens)}
+    fields = Llama4TextConfig(**config | chunk)
+    fields._attn_implementation = "eager"
+    model = Llama4TextModel(fields).double().eval()
+    own = {name: t for name, t in tensors.items() if name.startswith(("layers", "norm"))}
+    left = model.load_state_dict(own, strict=False)
+    assert (left.missing_keys, left.unexpected_keys) == (["embed_tokens.weight"], [])
+    read = torch.cat([tensors["embed_tokens.weight"][tokens].double(), hidden], -1)
+    fed = read @ tensors["fc.weight"].double().t()
+    with torch.no_grad():
+        return model(inputs_embeds=fed[None], use_cache=False).last_hidden_state[0]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter, dequantize, quantize
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from tests.helpers.head_toys import interleaved
 from tests.helpers.toys import SPECIALS, toy_tokenizer
 
 _NAMES = {
@@ -19,11 +19,6 @@ _NAMES = {
     "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
 }  # fmt: skip
-
-
-def interleaved(weight: Tensor, heads: int) -> Tensor:
-    """Return rows in llama.cpp's order, which rotates neighbouring channels."""
-    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
 
 
 def write_gguf(

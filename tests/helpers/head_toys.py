@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.eagle3 import Eagle3Head
@@ -95,3 +96,13 @@ def make_head(seed: int = 0, **changed: object) -> Eagle3Head:
     head = new_head(make_config(**changed)).double()
     randomise(head, seed, weights=0.4, norms=0.5)
     return head.requires_grad_(False)
+
+
+def half_split(weight: Tensor, heads: int) -> Tensor:
+    """Return rows in vLLM's and transformers' order: pairs (2i, 2i + 1) become (i, i + d/2)."""
+    return weight.view(heads, -1, 2, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+
+
+def interleaved(weight: Tensor, heads: int) -> Tensor:
+    """Return rows in llama.cpp's and Llama 4's order, which rotates neighbouring channels."""
+    return weight.view(heads, 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
