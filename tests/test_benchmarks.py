@@ -105,7 +105,3 @@ def test_a_claim_has_its_condition_in_the_same_sentence(claim: str, condition: s
     claims = [piece for piece in pieces if re.search(claim, piece)]
     assert claims
     assert [piece for piece in claims if not re.search(condition, piece)] == []
-
-
-def test_vllm_is_compared_at_its_present_version() -> None:
-    assert "vLLM 0.20" not in PAGE + README

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-FOLDER = str(Path(__file__).resolve().parents[2] / "data_prep")
-if FOLDER not in sys.path:
-    sys.path.append(FOLDER)
-qwen = importlib.import_module("as_qwen3")
+from tests.helpers.drivers import load
+
+qwen = load("data_prep/as_qwen3")
 
 
 @pytest.fixture

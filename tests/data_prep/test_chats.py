@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
@@ -13,12 +12,10 @@ import pytest
 
 from draftlab.errors import UserError
 from draftlab.text import chat_rows, data_sets
+from tests.helpers.drivers import load
 from tests.helpers.messages import read_conversations, user
 
-FOLDER = Path(__file__).resolve().parents[2] / "data_prep"
-if str(FOLDER) not in sys.path:
-    sys.path.append(str(FOLDER))
-chats = importlib.import_module("chats")
+chats = load("data_prep/chats")
 
 ADD = {"name": "add", "description": "adds", "parameters": {"a": {"type": "int"}}}
 CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}]
@@ -360,7 +357,7 @@ def test_sources_by_name_hub_id_and_file(tmp_path: Path) -> None:
 
 def test_from_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps(ROWS["magpie"][0]) + "\n")
-    command = [sys.executable, str(FOLDER / "chats.py")]
+    command = [sys.executable, chats.__file__]
     done = subprocess.run(
         [*command, "a.jsonl", "--out", "o.jsonl"], cwd=tmp_path, capture_output=True, text=True
     )

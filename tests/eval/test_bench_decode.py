@@ -10,22 +10,12 @@ from typing import Any
 import pytest
 
 from draftlab.engine.drafter import new_drafter
-from draftlab.target_model.loading import load_target
 from draftlab.target_model.model import Target
-from draftlab.target_model.settings import TargetSettings
-from tests.helpers.decoding import PARALLEL, untrained_head
+from tests.helpers.decoding import PARALLEL, target, untrained_head
 from tests.helpers.drivers import load
-from tests.helpers.toys import toy_target_folder
 
+__all__ = ["target"]
 bench = load("bench/bench_decode")
-
-
-@pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    folder = toy_target_folder(
-        tmp_path_factory.mktemp("target"), layers=4, hidden=32, max_length=128
-    )
-    return load_target(TargetSettings(path=str(folder), device="cpu"))
 
 
 @pytest.mark.parametrize("family", [None, {}, PARALLEL])

@@ -1,4 +1,4 @@
-"""Programs of eval/ as modules; they are beside the package, not part of it."""
+"""Programs of eval/ and data_prep/ as modules; they are beside the package, not part of it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ EVAL = Path(__file__).resolve().parents[2] / "eval"
 
 
 def load(name: str) -> ModuleType:
-    """Return eval/`name`.py as a module; its folder joins sys.path, as if the program ran."""
-    path = EVAL / f"{name}.py"
+    """Return a program as a module; its folder joins sys.path, as if the program ran.
+
+    Args:
+        name: eval/`name`.py, or data_prep/….
+    """
+    path = (EVAL.parent if name.startswith("data_prep/") else EVAL) / f"{name}.py"
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     return importlib.import_module(path.stem)

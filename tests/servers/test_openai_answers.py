@@ -136,17 +136,6 @@ def test_the_text_of_a_cut_answer_may_end_within_a_character(workshop: Path) -> 
         assert list(generation.token_ids) == expected
 
 
-@pytest.mark.parametrize("choices", [[], [{"finish_reason": "stop"}]])
-def test_an_answer_of_another_form_is_refused(
-    workshop: Path, choices: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with serve(workshop / "toy") as server:
-        decode = decoder(server)
-        monkeypatch.setattr(decode._requests, "post", lambda *_: choices)
-        with pytest.raises(UserError, match="expected one choice"):
-            list(decode([Request("1", (5, 6), 4, Sampling(), frozenset({9}))], 64))
-
-
 def test_leaving_the_answers_does_not_wait_for_the_server(workshop: Path) -> None:
     with serve(workshop / "toy") as server:
         stops = frozenset({9})

@@ -24,16 +24,8 @@ from draftlab.text.conversations import Conversation
 from tests.helpers.fake_vllm import read_log
 from tests.helpers.messages import read_conversations
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.toys import toy_target_folder
 
 SETTINGS = RegenerateSettings(backend="vllm", max_new_tokens=4, batch=3, piece=2)
-
-
-@pytest.fixture(scope="module")
-def metadata(tmp_path_factory: pytest.TempPathFactory) -> TargetMetadata:
-    """The metadata of a target with 100 positions."""
-    folder = toy_target_folder(tmp_path_factory.mktemp("t"), layers=4, hidden=32, max_length=100)
-    return TargetMetadata(TargetSettings(path=str(folder), device="cpu"))
 
 
 @pytest.fixture
@@ -57,14 +49,14 @@ def test_seeds_depend_on_the_request_and_vllm_restarts_for_longer_requests(
             ([a], 8),
             ([request("a", 3, 0.7, seed=8)], 8),
             ([request("c", 3, 0.7)], 8),
-            ([a], 70),  # more positions than vLLM was started with
+            ([a], 40),  # more positions than vLLM was started with
         ):
             list(decode(requests, max_length))
     assert [answer.id for answer in answers] == ["a", "b"]
     assert [answer.token_ids for answer in answers] == [(3, 4, 5, 6), (5, 6)]
     assert {answer.finish for answer in answers} == {"length"}
     start, first, second, alone, other_seed, other_id, restart, longer = read_log(log)
-    assert (start["max_model_len"], restart["max_model_len"]) == (8, 100)  # the target's limit
+    assert (start["max_model_len"], restart["max_model_len"]) == (8, 64)  # the target's limit
     assert (start["max_num_seqs"], start["enable_prefix_caching"]) == (3, True)
     expected = {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "max_tokens": 4}
     assert expected.items() <= first[1].items()

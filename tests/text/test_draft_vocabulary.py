@@ -19,10 +19,24 @@ from transformers import PreTrainedTokenizerFast
 from draftlab.errors import UserError
 from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary, merge_order
 from draftlab.text.settings import DraftVocabSettings
-from tests.helpers.token_store import TokenStore
 from tests.helpers.toys import toy_tokenizer
 
 V = 20
+
+
+class TokenStore:
+    """The part of a store that vocabulary statistics read: (tokens, spans) per conversation."""
+
+    def __init__(self, *conversations: tuple[list[int], list[int]]) -> None:
+        self.conversations = conversations
+        self.identity = SimpleNamespace(vocab_size=V)
+
+    def __len__(self) -> int:
+        return len(self.conversations)
+
+    def tokens_and_spans(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens, spans = self.conversations[index]
+        return torch.tensor(tokens), torch.tensor(spans)
 
 
 def build(

@@ -5,11 +5,13 @@ They are the real ones with one piece of the verifier's source replaced.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from draftlab.engine import draft_sampler
 from draftlab.engine.block_drafter import BlockDrafter
 from draftlab.evaluate.certificate import sampler as sampler_module
 from draftlab.evaluate.certificate.certify import Sampled
@@ -18,12 +20,6 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.kernels.sampling.types import VerifyResult
 from draftlab.kernels.verify import verify
 from draftlab.target_model.model import Target
-from tests.helpers.broken_verifiers import (
-    ARGMAX_SOURCES,
-    BLOCK_SOURCES,
-    TOKEN_SOURCES,
-    faulty_verifier,
-)
 from tests.helpers.certificates import (
     BLOCK,
     MARKOV_ROWS,
@@ -34,13 +30,52 @@ from tests.helpers.certificates import (
     RunCertify,
     certify,
 )
-from tests.helpers.lossless import FAULTS, broken
+from tests.helpers.lossless import ARGMAX_DRAFT_FAULTS, BLOCK_FAULTS, FAULTS, broken
 
+SHARED = "draft and residual share noise"
+TOKEN_SOURCES = FAULTS | {SHARED: None}
+BLOCK_SOURCES = BLOCK_FAULTS | {
+    "the first draft is accepted 5 % too often": (
+        "(reach[-1] * p_draft[:, depth] / q_draft[:, depth])",
+        "((1.05 if depth == 0 else 1) * reach[-1] * p_draft[:, depth] / q_draft[:, depth])",
+    ),
+    "residual is p": FAULTS["residual is p"],
+    "residual is |p − q|": (
+        "(scale * p_next - q_next).clamp(min=0)",
+        "(scale * p_next - q_next).abs()",
+    ),
+    "bonus from q": FAULTS["bonus from q"],
+    SHARED: (
+        "emission_noise(rows, positions + accepted, vocab)",
+        "emission_noise(rows, (positions - 2) * BLOCK_STRIDE + 2 + accepted, vocab)",
+    ),
+}
 CASES = [
     (row, name, source)
-    for row, sources in ((ON, TOKEN_SOURCES), (OFF, ARGMAX_SOURCES), (BLOCK, BLOCK_SOURCES))
+    for row, sources in ((ON, TOKEN_SOURCES), (OFF, ARGMAX_DRAFT_FAULTS), (BLOCK, BLOCK_SOURCES))
     for name, source in sources.items()
 ]
+
+
+def faulty_verifier(
+    source: tuple[str, str] | None,
+    name: str,
+    vocab_size: int,
+    draft_ids: Sequence[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., VerifyResult]:
+    """Return a verifier with the fault; for shared noise the drafter is patched too.
+
+    Args:
+        draft_ids: target ids of the draft vocabulary, so that a token has the same noise in the
+            draft and in the residual.
+    """
+    verifier = broken(*source).verify if source else verify
+    if name == SHARED:
+        shared = f"Purpose.EMIT, {vocab_size})[..., torch.tensor({list(draft_ids)})]"
+        module = broken("Purpose.DRAFT, logits.shape[-1])", shared)
+        monkeypatch.setattr(draft_sampler, "sample_draft", module.sample_draft)
+    return verifier
 
 
 @pytest.mark.parametrize(
