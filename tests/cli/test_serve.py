@@ -22,8 +22,8 @@ from draftlab.export.launch import launch_arguments
 from draftlab.servers import server_process
 from draftlab.servers.server_process import ServerProcess
 from draftlab.servers.vllm_process import PYTHON_VARIABLE
+from tests.helpers.bench_server import write_program
 from tests.helpers.export_toys import HIDDEN, LAYERS, export, save_random_head
-from tests.helpers.server_stand_in import write_program
 from tests.helpers.small_run import draftlab, refused
 from tests.helpers.toys import toy_target_folder
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tests.helpers.http_server import Handler, Server, running
@@ -166,3 +168,30 @@ def bench_server(**attributes: Any) -> Iterator[BenchServer]:
     with running(BenchServer()) as server:
         vars(server).update(attributes)
         yield server
+
+
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = f"""\
+#!{sys.executable}
+import os, signal, subprocess, sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from tests.helpers.bench_server import BenchServer
+fault = os.environ.get("STAND_IN_FAULT")
+child = subprocess.Popen(["sleep", "600"])
+print(f"pids {{os.getpid()}} {{child.pid}}", flush=True)
+if fault == "die":
+    print("ValueError: no such layer", flush=True)
+    sys.exit(3)
+if fault == "deaf":  # to SIGTERM, as a server that hangs
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(1)  # it loads
+BenchServer(int(sys.argv[sys.argv.index("--port") + 1])).serve_forever()
+"""
+
+
+def write_program(path: Path) -> Path:
+    """Write the stand-in with a child process as a program that takes a server's options."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(PROGRAM)
+    path.chmod(0o755)
+    return path

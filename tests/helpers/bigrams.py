@@ -33,10 +33,12 @@ class BigramDrafter(Drafter):
 
 
 @torch.inference_mode()
-def greedy(folder: Path, prompt: tuple[int, ...], device: str = "cpu") -> list[int]:
+def greedy(
+    folder: Path, prompt: tuple[int, ...], device: str = "cpu", tokens: int = NEW_TOKENS
+) -> list[int]:
     """Return transformers' greedy answer to one prompt, with its own attention and cache."""
     model = eager_model(folder).to(device)
     model.generation_config.eos_token_id = None
     ids = torch.tensor([prompt], device=device)
-    output = model.generate(ids, max_new_tokens=NEW_TOKENS, do_sample=False)
+    output = model.generate(ids, max_new_tokens=tokens, do_sample=False)
     return output[0, len(prompt) :].tolist()

@@ -9,7 +9,6 @@ import re
 import threading
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 from tests.helpers.http_server import Handler, Server, running
 
@@ -45,19 +44,6 @@ class StubHub(Server):
         self.allow: int | None = None
         self.refuse: int | None = None
         self.lock = threading.Lock()
-
-    def commit(self, repo: Repo, lines: list[dict[str, Any]]) -> None:
-        """Apply the operations of a commit."""
-        for line in lines:
-            value = line["value"]
-            if line["key"] == "file":
-                repo.files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                repo.files[value["path"]] = self.objects[value["oid"]]
-            elif line["key"] == "deletedFile":
-                del repo.files[value["path"]]
-        card = repo.files.get("README.md", b"").decode()
-        repo.tags = re.findall(r"^- (\S+)$", card.split("---")[1], re.M) if "---" in card else []
 
 
 class _Handler(Handler):
@@ -159,7 +145,17 @@ class _Handler(Handler):
         self.answer(200, {"transfer": "basic", "objects": objects})
 
     def commit(self, data: bytes, name: str) -> None:
-        self.server.commit(self.server.repos[name], [json.loads(x) for x in data.splitlines() if x])
+        repo = self.server.repos[name]
+        for line in map(json.loads, filter(None, data.splitlines())):
+            value = line["value"]
+            if line["key"] == "file":
+                repo.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                repo.files[value["path"]] = self.server.objects[value["oid"]]
+            elif line["key"] == "deletedFile":
+                del repo.files[value["path"]]
+        card = repo.files.get("README.md", b"").decode()
+        repo.tags = re.findall(r"^- (\S+)$", card.split("---")[1], re.M) if "---" in card else []
         self.answer(200, {"commitUrl": f"{self.server.url}/{name}/commit/1", "commitOid": "1" * 40})
 
     def valid(self, _data: bytes) -> None:
