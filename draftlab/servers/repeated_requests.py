@@ -169,7 +169,7 @@ class RepeatedRequests:
             if attempt < attempts:
                 at = f" at {connection.url}" * (len(connections) > 1)
                 self._say_repeated(f"{reason} (attempt {attempt} of {attempts}{at})")
-            if attempt % len(connections):
+            if attempt % len(connections) and not stopped.is_set():
                 continue
             if attempt == attempts or stopped.wait(wait):
                 break

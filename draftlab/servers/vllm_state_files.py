@@ -47,6 +47,12 @@ class StatesFormat:
         """
         is_locked(file, wait=True)
         tensors = load_file(file)
+        if missing := {"token_ids", "hidden_states"} - tensors.keys():
+            raise UserError(
+                f"expected states with their tokens, found a file without {min(missing)}",
+                where=file,
+                do=self.do,
+            )
         if not np.array_equal(tensors["token_ids"], token_ids):
             raise UserError(
                 "expected the states of a prompt, found those of other tokens",

@@ -33,13 +33,14 @@ def check_url(url: str) -> str:
     """
     scheme, _, rest = url.partition("://")
     host = rest.partition("/")[0]
+    user = host.rpartition("@")[0]  # may have quotes and spaces, which end a URL in a text
     has_bucket = scheme.lower() in _BUCKET_SCHEMES
     found = ""
     if "::" in url:
         found = "a chain of file systems (::)"
     elif "?" in url or "#" in url:
         found = "one with a query, which may be a secret"
-    elif secret_in(url) or (has_bucket and (":" in rest or "@" in host)):
+    elif secret_in(url) or ":" in user or (has_bucket and (":" in rest or "@" in host)):
         found = "one with credentials in it: give them in the environment (docs/guide/scale.md)"
     elif not is_url(url):
         found = repr(url)

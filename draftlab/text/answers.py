@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from threading import Event, Lock, Semaphore
+from threading import Condition, Event, Lock
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -207,9 +207,9 @@ def _answer_at_once(
     anything else than wait for the server.
     """
     ahead = decode.concurrency // generator.settings.piece + 2
-    room, working = Semaphore(ahead), Lock()
+    room, working, yielded = Condition(), Lock(), 0
 
-    def answer(chunk: list[Draft], stopped: Event) -> list[Draft]:
+    def answer(job: tuple[int, list[Draft]], stopped: Event) -> list[Draft]:
         def unlocked(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
             with closing(decode(requests, max_length)) as answers:
                 while not stopped.is_set():
@@ -222,15 +222,24 @@ def _answer_at_once(
                         return
                     yield generation
 
-        room.acquire()
+        number, chunk = job
+        with room:  # by number: a semaphore could give all places to chunks after the one awaited
+            room.wait_for(lambda: stopped.is_set() or number < yielded + ahead)
         with working:
-            generator.answer(chunk, unlocked, throughput.add_answer)
+            if not stopped.is_set():
+                generator.answer(chunk, unlocked, throughput.add_answer)
         return chunk
 
-    with in_threads(answer, chunks, ahead) as futures:
-        for future in futures:
-            yield future.result()
-            room.release()
+    try:
+        with in_threads(answer, list(enumerate(chunks)), ahead) as futures:
+            for future in futures:
+                yield future.result()
+                with room:
+                    yielded += 1
+                    room.notify_all()
+    finally:
+        with room:
+            room.notify_all()
 
 
 def _in_order(
