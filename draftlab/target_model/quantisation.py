@@ -125,7 +125,9 @@ def check_files(folder: Path, fields: Mapping[str, Any]) -> None:
         module = name.rpartition(".")[0]
         if _FACTOR.fullmatch(name) or _DROPPED.fullmatch(name):
             continue
-        if weight in factors:
+        if weight in factors and factors[weight].keys().isdisjoint(("scale", "scale_inv")):
+            found[name] = f"{dtype} with {', '.join(factors[weight])} alone"
+        elif weight in factors:
             scale = _scale(factors[weight])
             if not _fits(dtype, shape, *scale, _block(fields)):
                 found[name] = f"{dtype} {shape} with factors {scale[0]} {scale[1]}"
@@ -191,10 +193,11 @@ def dequantise(
     if values.dtype == torch.uint8:
         pairs = _BYTES[values.int()].flatten(-2)  # [R, C]
         return (pairs.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
-    if block is not None and scale.ndim > 1 and scale.shape[-2] != values.shape[-2]:
+    if block is not None and values.ndim > 1:
         rows, columns = values.shape[-2:]
-        scale = scale.repeat_interleave(block[0], -2)[..., :rows, :]
-        scale = scale.repeat_interleave(block[1], -1)[..., :columns]
+        if scale.shape[-2:] == (-(-rows // block[0]), -(-columns // block[1])):
+            scale = scale.repeat_interleave(block[0], -2)[..., :rows, :]
+            scale = scale.repeat_interleave(block[1], -1)[..., :columns]
     return values.float() * scale
 
 
