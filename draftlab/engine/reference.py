@@ -179,6 +179,8 @@ def _stack(single: list[DraftDistribution | None], width: int) -> DraftDistribut
     rows = [q for q in single if q is not None]
     if not rows or width == 0:
         return None
+    if len(rows) < len(single):
+        raise ValueError(f"expected draft distributions of all {len(single)} rows or of none")
     return DraftDistribution(
         torch.cat([q.logits[:, :width] for q in rows]),
         torch.cat([q.log_sum[:, :width] for q in rows]),

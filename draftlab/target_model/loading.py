@@ -124,11 +124,11 @@ def load_model(
     with explain_loading("the target", folder):
         config = load_config(folder, trust_remote_code=settings.trust_remote_code)
         placement = plan_placement(config, settings.gpus, device, **options)
+        quantisation, loader, source = quantisation_fields(config), auto_class(config), folder
         if placement is not None:
             options["device_map"] = placement.by_module
-        elif getattr(config, "quantization_config", None) is not None:
+        elif quantisation:
             options["device_map"] = {"": device}  # some quantised weights cannot be moved later
-        quantisation, loader, source = quantisation_fields(config), auto_class(config), folder
         check_files(folder, quantisation)
         if read_here := is_dequantised_here(quantisation):
             if dtype == "auto":

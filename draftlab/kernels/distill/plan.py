@@ -79,7 +79,7 @@ class RowPlan:
         Args:
             most: n is the largest number that leaves at least so many teachers, or 1.
         """
-        every = max(1, len(self.positions) // most)
+        every = max(1, len(self.positions) // max(1, most))
         kept = (self.host % every == 0).nonzero()[:, 0]
         index = copy_to_device(kept, self.order.device)
         plan = RowPlan(
