@@ -31,6 +31,7 @@ _GRACE_S = 20.0
 _CALL_S = 5.0
 """Seconds that it has for an answer that decodes nothing."""
 
+_LIBC = ctypes.CDLL(None)  # loaded here, since a forked process should not load a library
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -159,7 +160,7 @@ class ServerProcess:
 
 def _end_with_parent() -> None:
     """Have this process end when draftlab is gone, also after a SIGKILL."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _check_free(port: int) -> None:

@@ -94,6 +94,11 @@ class RecordSettings(Settings):
             raise ValueError("keep=all keeps the shards of a window: expected a window, found none")
         if self.backend == "server" and self.server is None:
             raise ValueError("expected server.urls and server.folder for backend server")
+        if self.backend == "server" and self.rolls:
+            raise ValueError(
+                "expected keep=all with backend server, found a window whose shards are recorded "
+                "again: servers run other requests beside them, which changes the last bits"
+            )
         return self
 
     def length_limit(self, positions: int) -> int:

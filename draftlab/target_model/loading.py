@@ -92,13 +92,16 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def load_target(settings: TargetSettings) -> Target:
+def load_target(settings: TargetSettings, *, layers: int | None = None) -> Target:
     """Load a target for inference and check how its norm and lm_head are read; raise a `UserError`
     if the checkpoint is missing, corrupt or unsupported.
+
+    Args:
+        layers: how many layers the config has, if it has fewer than the weights.
     """
     folder, device = resolve_target(settings), resolve_device(settings.device)
     with explain_loading("the target", folder):
-        model, notes = load_model(folder, settings, device)
+        model, notes = load_model(folder, settings, device, layers)
         replace_layers(model)
         target = Target(model.eval().requires_grad_(False), folder, settings.path, notes)
         target.check_parts()
@@ -106,7 +109,7 @@ def load_target(settings: TargetSettings) -> Target:
 
 
 def load_model(
-    folder: Path, settings: TargetSettings, device: torch.device
+    folder: Path, settings: TargetSettings, device: torch.device, layers: int | None = None
 ) -> tuple[PreTrainedModel, list[str]]:
     """Load the causal language model of a checkpoint; of a multimodal one the text model.
 
@@ -135,7 +138,9 @@ def load_model(
                 dtype = str(config.get_text_config().dtype or "bfloat16").removeprefix("torch.")
             loader, source = model_class(config), None
             options = {"device_map": options["device_map"], "config": _without_quantisation(config)}
-            options["state_dict"] = read_weights(folder, quantisation, getattr(torch, dtype))
+            options["state_dict"] = read_weights(
+                folder, quantisation, getattr(torch, dtype), layers
+            )
         with quiet_transformers():
             model, info = loader.from_pretrained(
                 source,

@@ -205,7 +205,7 @@ class Target:
     def _at_boundaries(self, states: dict[int, Tensor], boundaries: Sequence[int]) -> HiddenStates:
         last, decoder, fault = states[self.num_layers], type(self.decoder).__name__, ""
         for boundary, state in states.items():
-            if state.numel() != last.numel():
+            if not fault and state.numel() != last.numel():
                 fault = (
                     f"states of width {last.shape[-1]} at boundary {boundary}, found "
                     f"{list(state.shape)}: layers of {decoder} pass on several streams"

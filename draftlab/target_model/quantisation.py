@@ -40,15 +40,11 @@ VLLM_ADVICE = (
 )
 _ALGORITHMS = ("NVFP4", "FP8")
 """Of Model Optimizer's, those that this module reads."""
-_FORMATS = (
-    "nvfp4-pack-quantized",
-    "mxfp4-pack-quantized",
-    "float-quantized",
-    "int-quantized",
-    "naive-quantized",
-)
-"""Of compressed-tensors."""
+_PACKED = ("nvfp4-pack-quantized", "mxfp4-pack-quantized")
+_PLAIN = ("float-quantized", "int-quantized", "naive-quantized")
+"""Formats of compressed-tensors."""
 _FACTOR = re.compile(r"(.*(?:weight|_proj))_(scale|scale_inv|scale_2|global_scale)")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 _DROPPED = re.compile(r".*\.(input|output|activation|[qkv])_(global_)?scale")
 """Factors of activations and of KV caches, which are not quantised here."""
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -78,12 +74,11 @@ def is_dequantised_here(fields: Mapping[str, Any]) -> bool:
     if method == "modelopt":
         return fields.get("quant_algo") in _ALGORITHMS
     groups = [group for group in _groups(fields) if group.get("weights")]
-    formats = {group.get("format") or fields.get("format") for group in groups}
     return method == "fp8" or (
         method == "compressed-tensors"
         and not fields.get("transform_config")  # rotations of states
-        and bool(formats)
-        and formats <= {*_FORMATS}
+        and bool(groups)
+        and all(_is_read(g["weights"], g.get("format") or fields.get("format")) for g in groups)
     )
 
 
@@ -147,8 +142,13 @@ def check_files(folder: Path, fields: Mapping[str, Any]) -> None:
         )
 
 
-def read_weights(folder: Path, fields: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Tensor]:
+def read_weights(
+    folder: Path, fields: Mapping[str, Any], dtype: torch.dtype, layers: int | None = None
+) -> dict[str, Tensor]:
     """Read a checked checkpoint's tensors under the names that they had before they were quantised.
+
+    Args:
+        layers: how many layers to read; None: all.
 
     Returns:
         Weights in `dtype`, rounded once from float32, and what was not quantised as it is.
@@ -156,7 +156,10 @@ def read_weights(folder: Path, fields: Mapping[str, Any], dtype: torch.dtype) ->
     tensors: dict[str, Tensor] = {}
     for file in shard_files(folder):
         with safe_open(file, "pt") as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            for name in opened.keys():  # noqa: SIM118
+                number = _LAYER.search(name)
+                if layers is None or number is None or int(number[1]) < layers:
+                    tensors[name] = opened.get_tensor(name)
     factors, plain, block = _factors(tensors), {}, _block(fields)
     for name in list(tensors):
         weight = name.removesuffix("_packed")
@@ -199,6 +202,14 @@ def dequantise(
             scale = scale.repeat_interleave(block[0], -2)[..., :rows, :]
             scale = scale.repeat_interleave(block[1], -1)[..., :columns]
     return values.float() * scale
+
+
+def _is_read(weights: Mapping[str, Any], layout: Any) -> bool:
+    """Return whether weights of a layout of compressed-tensors have factors and nothing else."""
+    if layout in _PACKED:
+        return True
+    strategy, is_symmetric = weights.get("strategy"), weights.get("symmetric", True)
+    return layout in _PLAIN and strategy in ("tensor", "channel", "block") and is_symmetric
 
 
 def _factors(tensors: Mapping[str, T]) -> dict[str, dict[str, T]]:

@@ -83,7 +83,7 @@ def load_first_layers(settings: TargetSettings, layers: int) -> Target:
             fields["scale_depth"] *= (layers / config.num_hidden_layers) ** 0.5
         type(config).from_dict(fields).save_pretrained(name)
         update = {"path": name, "revision": None, "adapter": None, "gpus": 1}
-        return load_target(settings.model_copy(update=update))
+        return load_target(settings.model_copy(update=update), layers=layers)
 
 
 def _cut(fields: dict[str, Any], layers: int, vocab_size: int) -> dict[str, Any]:

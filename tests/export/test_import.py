@@ -99,7 +99,7 @@ REFUSED = {
     "llamacpp": {"yarn", "a norm for each boundary", "normed output", FOUR, NORMS, FIRST}
     | PARALLEL
     # 6 candidates and their scores do not fit into 32 channels.
-    | {"sliding", "three layers", "dflash2, embeddings"},
+    | {"sliding", "three layers", "dflash2, embeddings", "dflash, reduced"},
 }
 """Shapes that a program refuses (tests/export/test_native_exports.py)."""
 

@@ -139,7 +139,8 @@ def distill(
 
 
 def lk_weight(alpha: Tensor, step: Tensor, num_steps: int) -> Tensor:
-    """Return λ of lk for each unrolled step [L]: exp(−3 ᾱ), with ᾱ the mean α of its rows.
+    """Return λ of lk for each unrolled step [L]: exp(−3 ᾱ), with ᾱ the mean α of its rows, or of
+    all rows if it has none.
 
     The rows' α come from a `distill_linear` under `torch.no_grad`.
 
@@ -149,8 +150,9 @@ def lk_weight(alpha: Tensor, step: Tensor, num_steps: int) -> Tensor:
     """
     # [R, L] in place of index_add, whose sums on a GPU have no fixed order.
     of_step = step[:, None] == torch.arange(num_steps, device=step.device)
-    mean = torch.where(of_step, alpha[:, None], 0).sum(0) / of_step.sum(0).clamp(min=1)
-    return (-3 * mean).exp()
+    count = of_step.sum(0)
+    mean = torch.where(of_step, alpha[:, None], 0).sum(0) / count.clamp(min=1)
+    return (-3 * torch.where(count > 0, mean, alpha.mean())).exp()
 
 
 def weighted(weight: Tensor, loss: Tensor) -> Tensor:
