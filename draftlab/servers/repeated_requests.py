@@ -23,7 +23,7 @@ TOO_LONG = re.compile(
     "context length|context_length_exceeded|exceed_context_size_error|available context size",
     re.IGNORECASE,
 )
-"""What servers say, with HTTP status 400, of a prompt that does not fit with its answer."""
+"""Matches messages by which servers refuse a prompt that is too long, with HTTP status 400."""
 FREE_BYTES, TOKEN_BYTES = 1 << 20, 200
 """Most bytes of an answer, and more for each token of the prompt and of what was asked for."""
 OTHER_SERVER = "use a server with OpenAI's completions interface, and see its log"

@@ -78,7 +78,9 @@ def is_dequantised_here(fields: Mapping[str, Any]) -> bool:
         method == "compressed-tensors"
         and not fields.get("transform_config")  # rotations of states
         and bool(groups)
-        and all(_is_read(g["weights"], g.get("format") or fields.get("format")) for g in groups)
+        and all(
+            _has_only_scales(g["weights"], g.get("format") or fields.get("format")) for g in groups
+        )
     )
 
 
@@ -204,7 +206,7 @@ def dequantise(
     return values.float() * scale
 
 
-def _is_read(weights: Mapping[str, Any], layout: Any) -> bool:
+def _has_only_scales(weights: Mapping[str, Any], layout: Any) -> bool:
     """Return whether weights of a layout of compressed-tensors have factors and nothing else."""
     if layout in _PACKED:
         return True

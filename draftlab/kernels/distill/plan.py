@@ -73,13 +73,13 @@ class RowPlan:
             start = stop
         return chunks
 
-    def thinned(self, most: int) -> tuple[Tensor | slice, RowPlan]:
+    def thinned(self, teachers: int) -> tuple[Tensor | slice, RowPlan]:
         """Return the rows of every nth teacher, int64 [R'], and their plan; the host does not wait.
 
         Args:
-            most: n is the largest number that leaves at least so many teachers, or 1: all rows.
+            teachers: how many to keep at least; n is the largest number that does, or 1.
         """
-        every = len(self.positions) // max(1, most)
+        every = len(self.positions) // max(1, teachers)
         if every < 2:
             return slice(None), self
         kept = (self.host % every == 0).nonzero()[:, 0]

@@ -14,6 +14,7 @@ from draftlab.heads.family import family_names, get_family
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.packing import StepNoise, pack
+from draftlab.train.objectives import loss
 from draftlab.train.objectives.loss import SOFT_CE, DraftTeacher, LossTerms, weighted_loss
 from draftlab.train.settings import TrainSettings
 from tests.helpers.plain_chain import PlainChain
@@ -126,6 +127,32 @@ def test_loss_and_gradients_equal_a_position_by_position_server(kind: str) -> No
     assert_same(found, {n: p.grad for n, p in trained.items()})
     lent = {"embed_tokens.weight", "lm_head.weight", "target_norm.weight"}
     assert lent.isdisjoint(trained) or changes.get("family") != "eagle"
+
+
+@pytest.mark.usefixtures("float64")
+def test_lk_weighs_a_step_by_the_rows_of_every_nth_teacher(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = parts()
+    model, batch = head(target), pack([records(target)], 64, STEPS)
+    calls, plain = [], loss.distill_linear
+
+    def noted(*arguments: Any, kl_weight: Tensor | None = None, **options: Any) -> Any:
+        found = plain(*arguments, kl_weight=kl_weight, **options)
+        calls.append((found.alpha, kl_weight))
+        return found
+
+    monkeypatch.setattr(loss, "distill_linear", noted)
+    family_loss(model, target, batch, gamma=GAMMA, terms=LossTerms("lk"))
+    (alpha, _), (_, by_all) = calls  # few teachers: every row is read
+    teachers = torch.cat([rows.teacher_index for rows in batch.steps]).unique(return_inverse=True)
+    monkeypatch.setattr(loss, "LK_TEACHERS", len(teachers[0]) // 3)
+    family_loss(model, target, batch, gamma=GAMMA, terms=LossTerms("lk"))
+    sizes = [len(rows.teacher_index) for rows in batch.steps]
+    for a, by_some, number, of_all in zip(
+        *(x.split(sizes) for x in (alpha, calls[-1][1], teachers[1], by_all)), strict=True
+    ):
+        expected = (-3 * a[number % 3 == 0].mean()).exp()
+        torch.testing.assert_close(by_some, expected.expand_as(a))
+        assert not torch.allclose(by_some, of_all)
 
 
 def narrowed(r: Record, width: int) -> Record:
