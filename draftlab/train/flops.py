@@ -112,7 +112,8 @@ def _key_value(layer: DecoderLayer) -> int:
 
 def _attention(layer: DecoderLayer, work: StepWork) -> float:
     """Return the multiplications of a row's scores and of its sum of values."""
-    return 2 * layer.self_attn.q_proj.out_features * work.context
+    context = work.context if layer.window is None else min(work.context, layer.window)
+    return 2 * layer.self_attn.q_proj.out_features * context
 
 
 def _logits(head: DraftHead, work: StepWork) -> float:

@@ -3,6 +3,7 @@
     python eval/bench/bench_train.py                        # Llama-3.1-8B's shapes, one JSON line
     python eval/bench/bench_train.py --prompt 0             # no position of a prompt
     python eval/bench/bench_train.py --precision fp8        # layers' products in 8 bits
+    python eval/bench/bench_train.py --rows 1 --row-tokens 32768 --window 2048  # a long context
     python eval/bench/bench_train.py --peer speculators     # or specforge; prints the ratio
     python eval/bench/bench_train.py --family peagle --layers 2  # a parallel head, 8 depths
     python eval/bench/bench_train.py --family dspark        # a block head of 7 slots
@@ -73,6 +74,9 @@ def timed(work: Work, ranks: Ranks, options: argparse.Namespace) -> dict[str, An
         clock.mark("optimizer")
 
     seconds, phases = timed_steps(step, device, options.warmup, options.repeats)
+    trained = trainable(whole.head)
+    if broken := [name for name, p in trained.items() if not bool(p.isfinite().all())]:
+        raise RuntimeError(f"weights that are not finite after the steps: {', '.join(broken)}")
     shape, ceiling = work.shape, matrix_rate(device, dtype)
     context = mean_context([shape.row_tokens])
     counted = StepWork(shape.tokens, batch.counts, batch.num_teachers, context)
@@ -87,7 +91,7 @@ def timed(work: Work, ranks: Ranks, options: argparse.Namespace) -> dict[str, An
         "loss_tokens_per_s": batch.num_anchors / seconds,
         "predictions_per_s": sum(batch.counts) / seconds,
         "predictions": batch.counts,
-        "trained_parameters": sum(p.numel() for p in trainable(whole.head).values()),
+        "trained_parameters": sum(p.numel() for p in trained.values()),
         "gflop_a_token": flops / 1e9,
         "ceiling_tflops": ceiling / 1e12,
         "mfu": shape.tokens / seconds * flops / ceiling,

@@ -37,6 +37,7 @@ class Shape:
         rows, row_tokens: rows of a batch, each of one conversation.
         prompt: share of each row that is prompt; the rest is one answer.
         steps: unrolled steps of a chain, or depths of a parallel head.
+        window: keys that a position sees up to its own (`head.sliding_window`); 0: all.
         cod_ratio, cod_min: peagle, anchor_share: dspark, as in `TrainSettings`.
     """
 
@@ -54,6 +55,7 @@ class Shape:
     prompt: float = 0.3
     family: str = "eagle3"
     layers: int = 1
+    window: int = 0
     cod_ratio: float = 0.8
     cod_min: float = 0.2
     anchor_share: float = 0.125
@@ -135,6 +137,7 @@ def head_config(shape: Shape) -> HeadConfig:
         vocab_size=shape.vocab,
         draft_vocab_size=shape.draft_vocab,
         k_trained=shape.steps,
+        sliding_window=shape.window or None,
         target=RANDOM,
     )
 

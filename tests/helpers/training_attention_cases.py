@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftlab.kernels.parallel_attention import ParallelRows, parallel_attention
 from draftlab.kernels.ttt_attention import StepKeyValues, document_starts, ttt_attention
+from draftlab.train.objectives.ttt import window_starts
 from tests.helpers.gpu import to_device
 
 Attend = Callable[..., Tensor]
@@ -136,6 +137,7 @@ class StepCase(AttentionCase):
         share: the share of the slots that are rows.
         steps: the keys that a row has of its own.
         shuffled: whether rows come in any order, padding rows among them.
+        window: of a head with sliding layers.
     """
 
     operator = staticmethod(ttt_attention)
@@ -148,10 +150,12 @@ class StepCase(AttentionCase):
         share: float = 0.7,
         steps: int = 0,
         shuffled: bool = False,
+        window: int | None = None,
     ) -> None:
         count = round(share * width)
         self.index = self.choose(width, count, batch)
         self.starts = document_starts(self.documents).gather(1, self.index)
+        self.starts = window_starts(self.starts, self.index, steps, window)
         if batch > 1:  # one row ends early: its last tokens are padding, as in a batch's step
             self.starts[1, (count + 1) // 2 :] = width
         if shuffled:

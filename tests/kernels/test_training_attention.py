@@ -135,6 +135,10 @@ SIZES: dict[type[AttentionCase], dict[str, dict[str, Any]]] = {
         },
         # Most tiles are seen whole; rows of many neighbouring slots.
         "one long document": sizes([[70], [60, 9]], 70, steps=1, share=1.0),
+        **{  # wider than a tile and narrower, at odd ends
+            f"a window of {window}": sizes([[70], [60, 9]], 70, steps=2, share=1.0, window=window)
+            for window in (3, 16, 33)
+        },
         "rows in any order": sizes(LENGTHS, 40, steps=2, shuffled=True),
         "more steps than one kernel takes": sizes([[12]], 12, steps=9),
         "no rows": sizes([[5], [3]], 6, share=0.0),

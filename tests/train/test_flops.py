@@ -62,10 +62,13 @@ def test_products_are_counted_as_torch_counts_them(kind: str, turns: str, passes
     assert own == pytest.approx(expected, rel=0.03)
 
 
-def test_attention_counts_two_products_of_each_key_and_their_gradients() -> None:
-    head = synthetic.head(synthetic.parts())
+@pytest.mark.parametrize(("window", "seen"), [(None, 5), (4, 4), (6, 5)])
+def test_attention_counts_two_products_of_each_key_that_is_seen(
+    window: int | None, seen: int
+) -> None:
+    head = synthetic.head(synthetic.parts(), sliding_window=window, k_trained=3)
     none, some = (flops.chain_flops(head, StepWork(10, [6, 4], 6, c)) for c in (0, 5))
-    assert some - none == 2 * 3 * 2 * 4 * 8 * 5 * (6 + 4)  # 4 heads of 8
+    assert some - none == 2 * 3 * 2 * 4 * 8 * seen * (6 + 4)  # 4 heads of 8, with gradients
 
 
 @pytest.mark.parametrize(("seconds", "shown"), [(1e-9, "MFU 0%"), (1e9, "MFU not known")])
