@@ -51,14 +51,13 @@ def element(values, at):
 
 @triton.jit(do_not_specialize=["offset"])
 def sample_blocks(
-    logits, stride, vocab, positions, offset, seeds, prompts, temperatures, sampled,
-    block_max, block_sum, race_values, block_argmax, race_tokens, num_blocks,
+    logits, stride, vocab, positions, offset, seeds, prompts, temperatures, block_max,
+    block_sum, race_values, block_argmax, race_tokens, num_blocks,
     PURPOSE: tl.constexpr, SIZE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Reduce one block of one row; grid (B, blocks), results [B, blocks].
 
-    temperatures: None if every row is greedy; then no sums are needed. sampled: None if every row
-    with a temperature above 0 samples, else which rows may.
+    temperatures: None if every row is greedy; then no sums are needed.
     """
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
@@ -72,12 +71,9 @@ def sample_blocks(
     tl.store(block_argmax + out, block * SIZE + best)
     if temperatures is not None:
         temperature = tl.load(temperatures + row)
-        samples = temperature > 0
-        if sampled is not None:
-            samples = samples & (tl.load(sampled + row) != 0)
         weight = exp_scaled(x, top, temperature)
         tl.store(block_sum + out, tl.sum(weight, 0))
-        if samples:
+        if temperature > 0:
             position = tl.load(positions + row) + offset
             key = keyed_bits(tl.load(seeds + row), tl.load(prompts + row), position, PURPOSE)
             value, token = max_index(weight / exponential(key, at.to(tl.int64)))
@@ -87,8 +83,8 @@ def sample_blocks(
 
 @triton.jit
 def reduce_blocks(
-    temperatures, sampled, block_max, block_sum, race_values, block_argmax, race_tokens, ids,
-    tokens_out, log_sum_out, confidence_out, num_blocks, BLOCKS: tl.constexpr, GDC: tl.constexpr,
+    temperatures, block_max, block_sum, race_values, block_argmax, race_tokens, ids, tokens_out,
+    log_sum_out, confidence_out, num_blocks, BLOCKS: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Write the token of a row's blocks and logsumexp(logits / temperature); grid (B,).
 
@@ -106,16 +102,13 @@ def reduce_blocks(
     token = element(tl.load(block_argmax + at, mask=inside, other=0), first)
     if temperatures is not None:
         temperature = tl.load(temperatures + row)
-        samples = temperature > 0
-        if sampled is not None:
-            samples = samples & (tl.load(sampled + row) != 0)
         scale = exp_scaled(maxima, top, temperature)
         total = tl.sum(tl.load(block_sum + at, mask=inside, other=0.0) * scale, 0)
         divisor = tl.where(temperature > 0, temperature, 1.0)
         tl.store(log_sum_out + row, top / divisor + tl.log(total))
         if confidence_out is not None:
             tl.store(confidence_out + row, -tl.log(tl.maximum(total - 1.0, _SMALLEST_DOUBT)))
-        if samples:
+        if temperature > 0:
             _, first = max_index(tl.load(race_values + at, mask=inside, other=0.0) * scale)
             token = element(tl.load(race_tokens + at, mask=inside, other=0), first)
     token = token.to(tl.int64)
@@ -156,7 +149,6 @@ def _sample(
             vocab,
             *keys,
             temperature,
-            None,  # every row with a temperature above 0 samples
             *sums_and_values,
             *indices,
             num_blocks,
@@ -166,7 +158,6 @@ def _sample(
         )
         reduce_blocks[(num_rows,)](
             temperature,
-            None,
             *sums_and_values,
             *indices,
             ids,

@@ -31,9 +31,8 @@ def _copy(source, slot, target, row):
 @triton.jit
 def gather_batch_kernel(
     index, length, newest, stored, drafts, draft_stride, block_table, temperature, top_k, top_p,
-    seed, prompt, draft_temperature, sampled,
-    length_out, tokens_out, positions_out, slots_out, num_drafts_out, table_out, temperature_out,
-    top_k_out, top_p_out, seed_out, prompt_out, draft_temperature_out, sampled_out,
+    seed, prompt, length_out, tokens_out, positions_out, slots_out, num_drafts_out, table_out,
+    temperature_out, top_k_out, top_p_out, seed_out, prompt_out,
     table_width, block_size, max_length,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, TILE: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
@@ -66,9 +65,6 @@ def gather_batch_kernel(
     _copy(top_p, slot, top_p_out, row)
     _copy(seed, slot, seed_out, row)
     _copy(prompt, slot, prompt_out, row)
-    if sampled is not None:
-        _copy(draft_temperature, slot, draft_temperature_out, row)
-        _copy(sampled, slot, sampled_out, row)
     for start in range(0, table_width, TILE):
         at = start + tl.arange(0, TILE)
         block = tl.load(table + at, mask=at < table_width, other=0)
@@ -179,8 +175,6 @@ def gather_batch(slots, index, *, max_length, block_size) -> StepLayout:
             slots.drafts.stride(0),
             slots.block_table,
             *sources,
-            None,  # drafts have their rows' temperatures
-            None,
             layout.length,
             layout.tokens,
             layout.positions,
@@ -188,8 +182,6 @@ def gather_batch(slots, index, *, max_length, block_size) -> StepLayout:
             layout.num_drafts,
             layout.block_table,
             *gathered,
-            None,
-            None,
             slots.block_table.shape[1],
             block_size,
             max_length,

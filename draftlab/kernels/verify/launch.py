@@ -95,7 +95,6 @@ def verify(
         temperatures,
         *of_logits,
         *of_rows,
-        temperatures,  # rows of a temperature above 0 sample their drafts
         *of_ids,
         *blocks,
         accepted,
@@ -117,7 +116,6 @@ def verify(
         )
     finalize[(num_rows,)](
         num_drafts,
-        temperatures,
         temperatures,
         emitted,
         probability,

@@ -164,8 +164,7 @@ def _overlap(
 def reject_and_resample(
     logits, row_stride, depth_stride, vocab, drafts, draft_stride, num_drafts,
     positions, seeds, prompts, temperatures, q_rows, q_logits, q_row_stride, q_depth_stride,
-    q_log_sum, q_temperatures, sampled, ids, index, num_ids, block_max, block_sum, block_argmax,
-    num_blocks,
+    q_log_sum, q_temperatures, ids, index, num_ids, block_max, block_sum, block_argmax, num_blocks,
     accepted_out, emitted_out, probability_out, race_values, race_tokens, num_races, overlaps,
     num_overlaps,
     WIDTH: tl.constexpr, DEPTHS: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr,
@@ -188,7 +187,7 @@ def reject_and_resample(
     q_sampled = temperature < 0
     q_temperature = temperature
     if HAS_Q:
-        q_sampled = (temperature > 0) & (tl.load(sampled + row) != 0)
+        q_sampled = temperature > 0
         q_temperature = tl.where(q_sampled, tl.load(q_temperatures + row), 1.0)
         q_row = row
         if q_rows is not None:
@@ -268,8 +267,8 @@ def reject_and_resample(
 
 @triton.jit
 def finalize(
-    num_drafts, temperatures, sampled, emitted, probability, race_values, race_tokens, num_races,
-    overlaps, num_overlaps, WIDTH: tl.constexpr, DEPTHS: tl.constexpr, RACES: tl.constexpr,
+    num_drafts, temperatures, emitted, probability, race_values, race_tokens, num_races, overlaps,
+    num_overlaps, WIDTH: tl.constexpr, DEPTHS: tl.constexpr, RACES: tl.constexpr,
     OVERLAPS: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Write a row's token, and Σ min(p, q) of each draft unless OVERLAPS is 0; grid (B,)."""
@@ -292,7 +291,7 @@ def finalize(
         if OVERLAPS > 0:
             depth, block = tl.arange(0, DEPTHS), tl.arange(0, OVERLAPS)
             count = tl.minimum(tl.load(num_drafts + row), WIDTH - 1)
-            is_draft = depth < tl.where(tl.load(sampled + row) != 0, count, 0)
+            is_draft = depth < count
             at = (row * (WIDTH - 1) + depth)[:, None] * num_overlaps + block[None, :]
             mask = is_draft[:, None] & (block < num_overlaps)[None, :]
             total = tl.sum(tl.load(overlaps + at, mask=mask, other=0.0), 1)
