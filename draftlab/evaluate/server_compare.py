@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, Row
 from draftlab.evaluate.server_bench import Acceptance, ServerBench, ServerPoint
-from draftlab.servers.server_load import LoadedServer
 from draftlab.servers.settings import BenchSettings
-from draftlab.text.chat_template import prompt_ids, render_text
+from draftlab.text.chat_template import served_otherwise
 
 FULL_BITS = 15.0
 """Fewer bits a weight are a quantised model."""
@@ -24,8 +24,6 @@ _QUANTISED = re.compile(
     r"(?i)(?<![a-z0-9])((i?q[2-8](_[a-z0-9]+)*)|awq|gptq|nvfp4|mxfp4|fp8|int[48]|w[48]a\d+|"
     r"bnb|[48]bit|[48]-bit)(?![a-z0-9])"
 )
-PROBE = "What is 2 + 2?"
-"""The message whose template is compared."""
 
 
 def drafted_row(report: Report, temperature: float, k: int | None, suite: str | None) -> Row:
@@ -112,9 +110,12 @@ def compare(bench: ServerBench) -> Iterator[str]:
     if served.k > row.k:
         trained = f" (trained for {row.k_trained})" * bool(row.k_trained)
         yield f"  - found: other K: the server drafts {served.k}, the report {row.k}{trained}"
-    template = "" if settings.raw else _template_fault(bench.server, bench.tokenizer)
-    if template:
-        yield f"  - found: {template}"
+    served_template = partial(bench.server.connection.template, bench.server.model)
+    if not settings.raw and served_otherwise(bench.tokenizer, served_template):
+        yield (
+            "  - found: template: the server's chat template differs from the target's files (this "
+            "measurement sends token ids; chats get the server's)"
+        )
     if quantised := _quantised(bench.server.card):
         yield f"  - found: quantised target: {quantised}; the report's is {row.dtype}"
     if answers is not None and point.load is not None:
@@ -181,23 +182,6 @@ def _same_answers(bench: ServerBench, point: ServerPoint, row: Row) -> bool | No
         return True
     is_rounding = row.dtype != "float32" or 0 < fewer <= point.requests
     return None if is_rounding else False
-
-
-def _template_fault(server: LoadedServer, tokenizer: Any) -> str:
-    """Return how the server's chat template differs from the target's; "": it does not."""
-    theirs, messages = server.own_template(PROBE), [{"role": "user", "content": PROBE}]
-    if isinstance(theirs, str):
-        bos = tokenizer.bos_token or ""
-        ours: Any = render_text(tokenizer, messages, generation_prompt=True).removeprefix(bos)
-        theirs = theirs.removeprefix(bos)
-    else:
-        ours = list(prompt_ids(tokenizer, messages))
-    if theirs is None or theirs == ours:
-        return ""
-    return (
-        "template: the server's chat template differs from the target's files (this measurement "
-        "sends token ids; chats get the server's)"
-    )
 
 
 def _quantised(card: dict[str, Any]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import json
 import os
+import socket
 import time
 import urllib.error
 import urllib.request
@@ -33,6 +34,13 @@ it."""
 
 MAX_TEXT = 200
 """Characters of an answer that a message quotes."""
+FREE_BYTES, CALL_S = 1 << 20, 10.0
+"""Most bytes of an answer without tokens, and seconds of a request that decodes nothing."""
+REACH_S = 30.0
+"""Seconds for which a host may be silent, as one that has vanished; a live one acknowledges probes
+while it decodes."""
+_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""When the kernel asks whether the other host is there (s), and the time for its answer (ms)."""
 Job, Result = TypeVar("Job"), TypeVar("Result")
 
 
@@ -78,9 +86,21 @@ class _Timed(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
         def connect(*args: Any, **kwargs: Any) -> HTTPConnection:
             connection: HTTPConnection = http_class(*args, **kwargs)
             connection.response_class = _Answer
+            connection._create_connection = _reach  # type: ignore[attr-defined]
             return connection
 
         return super().do_open(connect, *args, **kwargs)
+
+
+def _reach(address: tuple[str, int], timeout: float, source: Any = None) -> socket.socket:
+    """Connect as `socket.create_connection`; a host that vanishes is noticed within `REACH_S`."""
+    reached = socket.create_connection(address, min(timeout, REACH_S), source)
+    reached.settimeout(timeout)
+    reached.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _PROBES.items():
+        if option := getattr(socket, name, None):  # not on macOS
+            reached.setsockopt(socket.IPPROTO_TCP, option, value)
+    return reached
 
 
 def opener_for(url: str) -> urllib.request.OpenerDirector:
@@ -136,6 +156,32 @@ class Connection:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, headers)
         return self._opener.open(request, timeout=timeout_s)
+
+    def ask(self, path: str, body: Any = None) -> tuple[Any, str]:
+        """Return the JSON of a request that decodes nothing, and why there is none: None, a reason.
+
+        Its answer has at most `FREE_BYTES` and 10 seconds.
+        """
+        try:
+            with self.open(path, body, timeout_s=CALL_S) as answer:
+                return read_json(answer, FREE_BYTES), ""
+        except (OSError, HTTPException, ValueError) as error:
+            return None, self.reason(error)
+
+    def template(self, model: str, message: str) -> str | list[int] | None:
+        """Return a user's message in the server's chat template; None: it does not show it.
+
+        Returns:
+            The text (llama.cpp), or token ids (vLLM).
+        """
+        body = {"messages": [{"role": "user", "content": message}], "model": model}
+        body["add_generation_prompt"] = True
+        for path, key in (("/apply-template", "prompt"), ("/tokenize", "tokens")):
+            answer, _ = self.ask(path, body)
+            found = answer.get(key) if isinstance(answer, dict) else None
+            if found and isinstance(found, str | list):
+                return found
+        return None
 
     def reason(self, error: Exception) -> str:
         """Return a short reason for a failure of a request, without the key."""

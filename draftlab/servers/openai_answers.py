@@ -1,15 +1,15 @@
 """Answers to prompts from a running server with OpenAI's completions interface (vLLM, SGLang, …).
 
-Prompts are sent as token ids, so the server applies no chat template. vLLM returns the ids of the
-answer (`return_token_ids`). A server that returns text only has it tokenised here, special tokens
-included, and a line says so: such ids can differ from those that the target wrote.
+Prompts are sent as token ids, so the server applies no chat template. vLLM and SGLang return the
+ids of the answer (`return_token_ids`), llama.cpp has them in its log-probabilities (`n_probs`). A
+server that returns text only has it tokenised here, special tokens included, and a line says so:
+such ids can differ from those that the target wrote.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
 from functools import partial
 from threading import Event, Semaphore
 from typing import Any
@@ -19,21 +19,20 @@ from transformers import PreTrainedTokenizerBase
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request, request_seed
 from draftlab.progress import Monitor
-from draftlab.servers.connection import answer_fault, in_threads
+from draftlab.servers.connection import answer_fault
 from draftlab.servers.repeated_requests import (
     OTHER_SERVER,
     TOKEN_BYTES,
     NoRoom,
     RepeatedRequests,
     completion_body,
-    field_of,
+    with_field,
 )
 from draftlab.servers.settings import RegenerateSettings
 
 
 class ServerAnswers:
-    """A decoder for `draftlab.text.answers`: sends `regenerate.batch` requests at once, together
-    for all threads that call it.
+    """Decodes requests for `draftlab.text.answers`, `regenerate.batch` at once for all threads.
 
     Args:
         settings: `server` has the server's address.
@@ -61,8 +60,8 @@ class ServerAnswers:
         self._says_text, self._says_no_room = False, False
         server = settings.server
         self._requests = RepeatedRequests("answers", "regenerate.server", server, monitor)
-        self._connection, card = self._requests.connect(server.url or "")
-        self._failure = partial(self._requests.failure, self._connection)
+        self.connection, card = self._requests.connect(server.url or "")
+        self._failure = partial(self._requests.failure, self.connection)
         self.model: str = card["id"]
         self.max_length: int | None = card.get("max_model_len")  # of vLLM and SGLang
         length = self.max_length
@@ -73,29 +72,20 @@ class ServerAnswers:
                 OTHER_SERVER,
             )
         monitor.say(
-            f"answers: {self.model} at {self._connection.url} writes them, {self.concurrency} "
+            f"answers: {self.model} at {self.connection.url} writes them, {self.concurrency} "
             "requests at once; draftlab cannot see whether its weights are the target's"
         )
 
-    def __call__(self, requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
-        """Yield the answers in the order of the requests.
+    def generate(self, request: Request, max_length: int, stopped: Event) -> Generation:
+        """Return the answer to a request; `stopped` ends its repetitions.
 
         A prompt for which the server has no room has a generation that ends with "no_room". That is
         how a server that does not state its `max_length` shows it.
 
         Raises:
-            UserError: the server refused a request, or failed after all attempts.
+            UserError: the server refused the request, read another prompt, or failed after all
+                attempts.
         """
-
-        def generate(request: Request, stopped: Event) -> Generation:
-            with self._free:
-                return self._generate(request, max_length, stopped)
-
-        with in_threads(generate, requests, self.concurrency) as futures:
-            for future in futures:
-                yield future.result()
-
-    def _generate(self, request: Request, max_length: int, stopped: Event) -> Generation:
         sampling, started = request.sampling, time.perf_counter()
         most = min(request.max_new_tokens, max_length - len(request.prompt_ids))
         body = completion_body(
@@ -109,20 +99,23 @@ class ServerAnswers:
             "seed": request_seed(request),
             "stop_token_ids": sorted(request.stop_ids),
             "skip_special_tokens": False,
+            "n_probs": 1,
         }
         place = f"/v1/completions, prompt {request.id!r}"
         try:
-            choices = self._requests.post(
-                [self._connection],
-                "/v1/completions",
-                body,
-                field_of("choices"),
-                stopped,
-                place,
-            )
+            with self._free:
+                answer = self._requests.post(
+                    [self.connection],
+                    "/v1/completions",
+                    body,
+                    with_field("choices"),
+                    stopped,
+                    place,
+                )
         except NoRoom as error:
             self._say_no_room(request, str(error))
             return Generation(request.id, (), "no_room", Counters(0), (), (), 0.0, 0.0)
+        choices = answer["choices"]
         choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
         if not isinstance(choice, dict) or not (
             choice.get("token_ids") is not None or isinstance(choice.get("text"), str)
@@ -135,7 +128,8 @@ class ServerAnswers:
         finish = choice.get("finish_reason")
         if finish not in ("stop", "length"):
             raise self._failure(place, f"the answer ended by {finish!r}", "see the server's log")
-        tokens = choice.get("token_ids")
+        self._check_prompt(request, answer, choice, place)
+        tokens = _token_ids(choice)
         if tokens is None:
             most = 2 * most + 16  # another division of the text can have more tokens
             if len(choice["text"]) > TOKEN_BYTES * most:
@@ -148,6 +142,24 @@ class ServerAnswers:
             tokens = [*tokens, self._stop_token(choice, request)]
         seconds = time.perf_counter() - started
         return Generation(request.id, tuple(tokens), finish, Counters(0), (), (), seconds, seconds)
+
+    def _check_prompt(
+        self, request: Request, answer: dict[str, Any], choice: dict[str, Any], place: str
+    ) -> None:
+        """Check that the server read the prompt that was sent, as far as it says what it read."""
+        read, usage = choice.get("prompt_token_ids"), answer.get("usage")
+        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+        if read is not None:
+            if read == list(request.prompt_ids):
+                return
+        elif count in (None, len(request.prompt_ids)):
+            return
+        raise self._failure(
+            place,
+            f"expected an answer to the {len(request.prompt_ids):,} tokens of the prompt, found "
+            "that the server read others: it cuts prompts, or adds tokens",
+            "start the server without options that change prompts",
+        )
 
     def _tokens_of_text(self, choice: dict[str, Any]) -> list[int]:
         """Return the ids of an answer's text."""
@@ -188,3 +200,12 @@ class ServerAnswers:
                 f"answers: the server has no room for prompt {request.id!r}; such prompts are left "
                 f"out: {reason}"
             )
+
+
+def _token_ids(choice: dict[str, Any]) -> Any:
+    """Return the ids that an answer states, by vLLM's and SGLang's or llama.cpp's name; or None."""
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    if choice.get("token_ids") is None and isinstance(content, list):
+        return [token.get("id") if isinstance(token, dict) else token for token in content]
+    return choice.get("token_ids")

@@ -13,7 +13,13 @@ from typing import Any, TypeVar
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.servers.connection import Connection, error_text, read_json, served_card
+from draftlab.servers.connection import (
+    FREE_BYTES,
+    Connection,
+    error_text,
+    read_json,
+    served_card,
+)
 from draftlab.servers.settings import ServerSettings
 
 REPEATED = {408, 409, 429}
@@ -24,13 +30,15 @@ TOO_LONG = re.compile(
     re.IGNORECASE,
 )
 """Matches messages by which servers refuse a prompt that is too long, with HTTP status 400."""
-FREE_BYTES, TOKEN_BYTES = 1 << 20, 200
-"""Most bytes of an answer, and more for each token of the prompt and of what was asked for."""
+TOKEN_BYTES = 400
+"""Most bytes of an answer for each token of the prompt and of what was asked for."""
 OTHER_SERVER = "use a server with OpenAI's completions interface, and see its log"
 LINE_EVERY_S = 60.0
 """Seconds between two lines about requests that are repeated."""
 FIRST_WAIT_S = 1.0
 """Seconds before the second attempt; each further wait is twice as long, at most a minute."""
+_LAST_S = 60.0
+"""Seconds for which a server that gave no answer is asked last; one request then tries it again."""
 Result = TypeVar("Result")
 
 
@@ -67,13 +75,13 @@ class NoRoom(Exception):
     """The server has no room for a prompt and its answer."""
 
 
-def field_of(name: str) -> Callable[[Any, Connection], Any]:
-    """Return a function that reads a field of an answer; an answer without it is repeated."""
+def with_field(name: str) -> Callable[[Any, Connection], dict[str, Any]]:
+    """Return a function that returns an answer with a field; one without it is repeated."""
 
-    def read(answer: Any, _: Connection) -> Any:
+    def read(answer: Any, _: Connection) -> dict[str, Any]:
         if not isinstance(answer, dict) or name not in answer:
             raise ValueError(f"an answer without {name}")
-        return answer[name]
+        return answer
 
     return read
 
@@ -92,7 +100,7 @@ class RepeatedRequests:
     ) -> None:
         self.stage, self.section = stage, section
         self.settings, self.monitor = settings, monitor
-        self._next_line = 0.0
+        self._next_line, self._last_until = 0.0, dict[Connection, float]()
 
     def connect(self, url: str) -> tuple[Connection, dict[str, Any]]:
         """Return a connection, and what the server says of the named model, or of its only one.
@@ -104,7 +112,7 @@ class RepeatedRequests:
         if connection.key_note:
             self.monitor.say(f"{self.stage}: {connection.key_note}")
         path = "/v1/models"
-        models = self.post([connection], path, None, field_of("data"), Event())
+        models = self.post([connection], path, None, with_field("data"), Event())["data"]
         do = f"name one of them: {self.section}.model"
         card = served_card(models, self.settings.model, where=connection.url, do=do)
         if card is None:
@@ -127,8 +135,8 @@ class RepeatedRequests:
         are repeated, until `stopped` is set.
 
         Args:
-            connections: to equal servers; one after the other is asked, and a wait follows the
-                last.
+            connections: to equal servers; one after the other is asked, those last that gave no
+                answer, and a wait follows the last.
             body: the request, or what makes that of an attempt.
             read: gets the answer and who gave it; its OSError or ValueError is a reason to repeat
                 the request.
@@ -140,6 +148,10 @@ class RepeatedRequests:
         """
         wait, timeout_s = FIRST_WAIT_S, self.settings.timeout_s
         attempts = self.settings.attempts * len(connections)
+        now = time.monotonic()
+        connections = sorted(connections, key=lambda one: now < self._last_until.get(one, 0.0))
+        if connections[0] in self._last_until:
+            self._last_until[connections[0]] = now + _LAST_S
         for attempt in range(1, attempts + 1):
             connection = connections[(attempt - 1) % len(connections)]
             sent = body(connection) if callable(body) else body
@@ -148,7 +160,9 @@ class RepeatedRequests:
             try:
                 with connection.open(path, sent, timeout_s=timeout_s) as stream:
                     answer = read_json(stream, max_bytes)
-                return read(answer, connection)
+                found = read(answer, connection)
+                self._last_until.pop(connection, None)
+                return found
             except urllib.error.HTTPError as error:
                 if place_of := error.headers.get("Location"):
                     error.close()
@@ -166,6 +180,7 @@ class RepeatedRequests:
                     raise self.failure(connection, place or path, reason, do) from None
             except (OSError, HTTPException, ValueError) as error:  # refused, broken off, not JSON
                 reason = str(getattr(error, "reason", error) or type(error).__name__)
+            self._last_until[connection] = time.monotonic() + _LAST_S
             if attempt < attempts:
                 at = f" at {connection.url}" * (len(connections) > 1)
                 self._say_repeated(f"{reason} (attempt {attempt} of {attempts}{at})")

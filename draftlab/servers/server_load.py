@@ -22,16 +22,16 @@ from draftlab.errors import UserError
 from draftlab.servers.connection import (
     API_KEY,
     BASE_URL,
+    CALL_S,
+    FREE_BYTES,
     MAX_TEXT,
     Connection,
     in_threads,
     is_token_id,
-    read_json,
     served_card,
 )
 from draftlab.servers.repeated_requests import (
     FIRST_WAIT_S,
-    FREE_BYTES,
     REPEATED,
     TOO_LONG,
     completion_body,
@@ -43,8 +43,6 @@ _EVENT_BYTES = 1 << 14
 """Most bytes of a stream for each token that was asked for."""
 _SETTLE_S, _SETTLED_S = 10.0, 0.2
 """Seconds that counters may take to stop changing, and for which they are then equal."""
-_CALL_S = 10.0
-"""Seconds of a request that decodes nothing."""
 
 
 class _Fault(Exception):
@@ -123,7 +121,7 @@ class LoadedServer:
         self.program = PROGRAMS.get(str(owner), "the server")
 
     def _served_model(self) -> dict[str, Any]:
-        models, fault = self.call("/v1/models")
+        models, fault = self.connection.ask("/v1/models")
         cards = models.get("data") if isinstance(models, dict) else None
         do = "name one of them with --model"
         card = served_card(cards, self.settings.model or None, where=self.url, do=do)
@@ -135,18 +133,10 @@ class LoadedServer:
             raise UserError(f"expected the server's models, {found}", where=self.url, do=do)
         return card
 
-    def call(self, path: str, body: Any = None) -> tuple[Any, str]:
-        """Return the JSON of a small request, and why there is none: None and a reason."""
-        try:
-            with self.connection.open(path, body, timeout_s=_CALL_S) as answer:
-                return read_json(answer, FREE_BYTES), ""
-        except (OSError, HTTPException, ValueError) as error:
-            return None, self.connection.reason(error)
-
     def counters(self) -> ServerCounters | None:
         """Read the server's counters; None: it shows none (`no_counters` says why)."""
         try:
-            with self.connection.open("/metrics", timeout_s=_CALL_S) as answer:
+            with self.connection.open("/metrics", timeout_s=CALL_S) as answer:
                 page = answer.read(8 * FREE_BYTES + 1)
             if len(page) > 8 * FREE_BYTES:
                 raise ValueError(f"a page of more than {8 * FREE_BYTES:,} bytes")
@@ -155,21 +145,6 @@ class LoadedServer:
         except (OSError, HTTPException, ValueError) as error:
             counters, self.no_counters = None, f"/metrics: {self.connection.reason(error)}"
         return counters
-
-    def own_template(self, message: str) -> str | list[int] | None:
-        """Return a user's message in the server's chat template; None: it does not show it.
-
-        Returns:
-            The text (llama.cpp), or token ids (vLLM).
-        """
-        body: dict[str, Any] = {"messages": [{"role": "user", "content": message}]}
-        path, key, kind = "/apply-template", "prompt", str
-        if self.program != PROGRAMS["llamacpp"]:
-            path, key, kind = "/tokenize", "tokens", list
-            body |= {"model": self.model, "add_generation_prompt": True}
-        answer, _ = self.call(path, body)
-        found = answer.get(key) if isinstance(answer, dict) else None
-        return found if isinstance(found, kind) and found else None
 
     def settled_counters(self, least: int = 0) -> tuple[ServerCounters | None, bool]:
         """Read the counters once they have stopped changing; return them, and whether they have.

@@ -92,7 +92,7 @@ class RegenerateSettings(Settings):
     piece: Annotated[int, Field(ge=1)] = 256
     """Conversations written at a time; a restart repeats fewer than this many, and an interruption
     says how many. Each piece is decoded independently: for vLLM use several times `batch`. A server
-    has several pieces, as many as `batch` fills and two more, which a restart repeats."""
+    (openai) has no pieces: conversations are written in order as soon as they are answered."""
     backend: AnswerBackend = "paged"
     """What decodes. paged: draftlab's engine. vllm: an installed vLLM in its own process, on
     `target.gpus` GPUs (tensor parallel). openai: a running server, see `server`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -29,6 +30,7 @@ class Draft:
 
     Attributes:
         rounds: the turns that precede each answer.
+        first: the token ids of the first round's prompt.
         messages: the conversation so far.
         end: why no further turn is answered, if some are not.
     """
@@ -36,6 +38,7 @@ class Draft:
     prompt: Conversation
     temperature: float
     rounds: list[list[dict[str, Any]]]
+    first: array[int]
     messages: list[dict[str, Any]] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)
     end: str = ""
@@ -95,8 +98,12 @@ class AnswerGenerator:
             asked = [draft for draft in chunk if not draft.end and number < len(draft.rounds)]
             for draft in asked:
                 draft.messages += draft.rounds[number]
-            chats = (Chat.of(draft.prompt, draft.messages) for draft in asked)
-            prompts = encode_prompts(self.tokenizer, chats)
+            prompts: Iterable[Encoded | RenderError]
+            if number:
+                chats = (Chat.of(draft.prompt, draft.messages) for draft in asked)
+                prompts = encode_prompts(self.tokenizer, chats)
+            else:
+                prompts = (Encoded("", tuple(draft.first)) for draft in asked)
             for draft, prompt in zip(asked, prompts, strict=True):
                 if request := self._request(draft, number, prompt):
                     pending[request.id] = draft, request

@@ -1,16 +1,19 @@
 """Generate the target's own answers to the prompts (on-policy data), resumable bit by bit.
 
-Prompts are answered in chunks of fixed size (`regenerate.piece`) and order, and each chunk is
-decoded independently. The answers therefore do not depend on interruptions between chunks.
+Prompts are answered in chunks of fixed size (`regenerate.piece`; a server has one at a time) and
+order, and each chunk is decoded independently. The answers therefore do not depend on interruptions
+between chunks.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter
+from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import Condition, Event, Lock
 from typing import Any
@@ -35,6 +38,7 @@ from draftlab.text.chat_template import (
     control_tokens,
     encode_prompts,
     omitted_roles,
+    served_otherwise,
     stop_ids,
     template_sha256,
     tokenizer_sha256,
@@ -65,7 +69,7 @@ def regenerate(
     *,
     seed: int,
     monitor: Monitor,
-    decode: Decode | None = None,
+    decode: Decode | ServerAnswers | None = None,
     answer_chunks: AnswerChunks | None = None,
 ) -> None:
     """Generate the answers to the prompts and write them to `path` (JSONL), in prompt order.
@@ -107,6 +111,11 @@ def regenerate(
                 f"{max_length:,}, for a prompt and its answer"
             )
             server["max_length"] = max_length = decode.max_length
+        if served_otherwise(tokenizer, partial(decode.connection.template, decode.model)):
+            monitor.say(
+                "warning: answers: the server's chat template differs from the target's files, by "
+                "which it is asked here and the head is trained: its chats have other prompts"
+            )
     identity = {
         "target": target.fingerprint,
         "dtype": str(target.dtype).removeprefix("torch."),
@@ -127,17 +136,21 @@ def regenerate(
     num_turns = sum(len(draft.rounds) for draft in drafts)
     ids = [draft.prompt.id for draft in drafts]
     left_out = Reasons()
-    with answers.open_partial(ids, settings.piece) as (counts, file):
+    piece = 1 if isinstance(decode, ServerAnswers) else settings.piece
+    with answers.open_partial(ids, piece) as (counts, file):
         throughput = _Throughput(monitor, num_turns, counts.answers)
-        starts = range(counts.lines, len(drafts), settings.piece)
-        chunks = [drafts[start : start + settings.piece] for start in starts]
+        starts = range(counts.lines, len(drafts), piece)
+        chunks = [drafts[start : start + piece] for start in starts]
         del drafts
         if answer_chunks is not None:
             finished = _in_order(answer_chunks, chunks, throughput)
         else:
             generator = AnswerGenerator(tokenizer, settings, seed, stops, max_length)
-            finished = _answer_here(generator, chunks, decode, throughput)
-        with throughput.said_if_interrupted(counts, settings.piece), closing(finished):
+            if isinstance(decode, ServerAnswers):
+                finished = _answer_at_server(generator, chunks, decode, throughput)
+            else:
+                finished = _answer_here(generator, chunks, decode, throughput)
+        with throughput.said_if_interrupted(counts, piece), closing(finished):
             for chunk in finished:
                 conversations = [_finished(draft) for draft in chunk]
                 for draft in chunk:
@@ -187,43 +200,37 @@ def _answer_here(
     throughput: _Throughput,
 ) -> Iterator[list[Draft]]:
     """Yield the chunks after this process has answered them."""
-    if isinstance(decode, ServerAnswers):
-        yield from _answer_at_once(generator, chunks, decode, throughput)
-        return
     for chunk in chunks:
         generator.answer(chunk, decode, throughput.add_answer)
         yield chunk
 
 
-def _answer_at_once(
+def _answer_at_server(
     generator: AnswerGenerator,
     chunks: Sequence[list[Draft]],
-    decode: ServerAnswers,
+    server: ServerAnswers,
     throughput: _Throughput,
 ) -> Iterator[list[Draft]]:
-    """Yield the chunks in order, while a server answers the next ones.
+    """Yield conversations, each of which is a chunk, in order, as many as are answered by then.
 
-    So the slowest answer of a chunk does not leave the server idle. One thread at a time does
-    anything else than wait for the server.
+    Others go on behind one that takes long. One thread at a time does anything else than wait for
+    the server.
     """
-    ahead = decode.concurrency // generator.settings.piece + 2
+    ahead = 2 * server.concurrency
     room, working, yielded = Condition(), Lock(), 0
 
     def answer(job: tuple[int, list[Draft]], stopped: Event) -> list[Draft]:
         def unlocked(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
-            with closing(decode(requests, max_length)) as answers:
-                while not stopped.is_set():
-                    working.release()
-                    try:
-                        generation = next(answers, None)
-                    finally:
-                        working.acquire()
-                    if generation is None:
-                        return
-                    yield generation
+            working.release()
+            try:
+                (generation,) = (server.generate(one, max_length, stopped) for one in requests)
+            finally:
+                working.acquire()
+            if not stopped.is_set():
+                yield generation
 
         number, chunk = job
-        with room:  # by number: a semaphore could give all places to chunks after the one awaited
+        with room:  # by number: a semaphore could give all places to those after the one awaited
             room.wait_for(lambda: stopped.is_set() or number < yielded + ahead)
         with working:
             if not stopped.is_set():
@@ -232,11 +239,17 @@ def _answer_at_once(
 
     try:
         with in_threads(answer, list(enumerate(chunks)), ahead) as futures:
-            for future in futures:
-                yield future.result()
+            left = deque(futures)
+            while left:
+                answered = list[Draft]()
+                while left and (left[0].done() or not answered):
+                    chunk = left.popleft().result()
+                    answered += chunk
+                    chunk.clear()  # the futures keep it
                 with room:
-                    yielded += 1
+                    yielded += len(answered)
                     room.notify_all()
+                yield answered
     finally:
         with room:
             room.notify_all()
@@ -286,13 +299,14 @@ def _start_drafts(
     for i, sample, conversation, encoded in numbered:
         temperature = settings.temperatures[(i + sample) % len(settings.temperatures)]
         prompt = replace(conversation, id=answer_id(conversation.id, sample))
-        draft = Draft(prompt, temperature, split_rounds(prompt.messages))
         if isinstance(encoded, RenderError):
             dropped.add(encoded.what, prompt.id)
             continue
         if len(encoded.ids) >= max_length:
             dropped.add(no_room(max_length), prompt.id)
             continue
+        first = array("i", encoded.ids)  # there may be millions of prompts
+        draft = Draft(prompt, temperature, split_rounds(prompt.messages), first)
         drafts.append(draft)
         if not temperature:
             repeated += greedy == i
@@ -348,9 +362,10 @@ class _Throughput:
         except (KeyboardInterrupt, SystemExit):
             lost = count_text(self.done - counts.answers, "finished answer")
             self.monitor.say(
-                f"answers: {counts.answers:,} of {self.total:,} are kept; {lost} of the pieces of "
-                f"{piece:,} conversations that were being decoded will be made again, so that the "
-                "interruption changes no token (regenerate.piece)"
+                f"answers: {counts.answers:,} of {self.total:,} are kept; {lost} "
+                + f"of the pieces of {piece:,} conversations that were being decoded " * (piece > 1)
+                + "will be made again, so that the interruption changes no token"
+                + " (regenerate.piece)" * (piece > 1)
             )
             raise
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import tee
@@ -30,6 +30,7 @@ Arguments = Mapping[str, Any]
 """Values of the template's variables by name."""
 
 # Text that tokenizers split differently: digits, indentation, line ends, contractions, accents.
+QUESTION = "What is 2 + 2?"  # whose rendering is compared with a server's
 PROBE = "It's  1234567 OK:\n\n\tdef f(x):\r\n        return x  # naïve “日本語” 👩‍💻\n"
 
 
@@ -55,11 +56,14 @@ class Chat:
 
 @dataclass(frozen=True)
 class Encoded:
-    """A rendered text, its token ids, and the character range (start, end) of each token."""
+    """A rendered text, its token ids, and the character range (start, end) of each token.
+
+    A prompt has no ranges, which take as long as the ids.
+    """
 
     text: str
     ids: tuple[int, ...]
-    offsets: tuple[tuple[int, int], ...]
+    offsets: tuple[tuple[int, int], ...] = ()
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -194,7 +198,7 @@ def _for_template(message: Mapping[str, Any], parts: bool) -> dict[str, Any]:
     return found
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
+def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, offsets: bool = True) -> Encoded:
     """Tokenize a rendered text without adding special tokens: the template has written them.
 
     Raises:
@@ -206,13 +210,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
             where=tokenizer.name_or_path,
             do="convert it with transformers' AutoTokenizer and save_pretrained",
         )
-    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-    offsets = tuple((start, end) for start, end in out["offset_mapping"])
+    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
     rows = getattr(tokenizer, ROWS, None)
     if rows and (last := max(out["input_ids"], default=0)) >= rows:
         name = tokenizer.convert_ids_to_tokens(last)
         raise RenderError(f"their text has {name!r}, for which the target has no embedding")
-    return Encoded(text, tuple(out["input_ids"]), offsets)
+    return Encoded(text, tuple(out["input_ids"]), tuple(map(tuple, out.get("offset_mapping", ()))))
 
 
 def encode_prompts(
@@ -222,7 +225,7 @@ def encode_prompts(
     prompts = (replace(chat, generation_prompt=True) for chat in chats)
     for result in render(tokenizer, prompts):
         try:
-            yield encode(tokenizer, rendered(result))
+            yield encode(tokenizer, rendered(result), offsets=False)
         except RenderError as error:
             yield error
 
@@ -235,7 +238,25 @@ def prompt_ids(
 ) -> tuple[int, ...]:
     """Return the token ids of the conversation with the generation prompt."""
     text = render_text(tokenizer, messages, tools, arguments, generation_prompt=True)
-    return encode(tokenizer, text).ids
+    return encode(tokenizer, text, offsets=False).ids
+
+
+def served_otherwise(
+    tokenizer: PreTrainedTokenizerBase, served: Callable[[str], str | list[int] | None]
+) -> bool:
+    """Return whether a server has another chat template; False if it does not show it.
+
+    Args:
+        served: returns a user's message in its template, as text or as token ids.
+    """
+    theirs, messages = served(QUESTION), [{"role": "user", "content": QUESTION}]
+    if isinstance(theirs, str):
+        bos = tokenizer.bos_token or ""
+        ours: Any = render_text(tokenizer, messages, generation_prompt=True).removeprefix(bos)
+        theirs = theirs.removeprefix(bos)
+    else:
+        ours = list(prompt_ids(tokenizer, messages))
+    return theirs not in (None, ours)
 
 
 def omitted_roles(text: str, messages: Messages) -> list[str]:

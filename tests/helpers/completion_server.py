@@ -33,13 +33,15 @@ class CompletionServer(Server):
         failures: one for each of the next requests: an HTTP status, "drop" (the connection
             is closed without an answer), "break" (in the middle of an answer) or "reset" (in the
             middle of the text of a failure).
-        text_only: answers have no token ids.
+        text_only: answers have no token ids; "logprobs": they have those of llama.cpp.
+        further: prompt tokens that the server adds.
         changes: fields of every choice that replace those of the answer.
         card: further fields of the served models.
         room: most tokens of a prompt and its answer; None: as many as the engine has. Larger
             requests are refused with `refusal_status` and `refusal`.
         hold: event for which answers wait; None: none.
         models: ids of the served models.
+        template: text of /apply-template; None: the server does not show it.
         requests: bodies of the completions asked for.
         most_at_once: largest number of completions in work at a time.
     """
@@ -50,8 +52,10 @@ class CompletionServer(Server):
         self.engine = ReferenceEngine(load_target(settings), batch=1, max_length=512)
         self.tokenizer = load_tokenizer(settings)
         self.failures: list[int | str] = []
-        self.text_only, self.models = False, ["the-target"]
+        self.text_only: bool | str = False
+        self.models, self.template = ["the-target"], None
         self.changes: dict[str, Any] = {}
+        self.further = 0
         self.card: dict[str, Any] = {}
         self.room: int | None = None
         self.refusal: dict[str, Any] = {}
@@ -77,6 +81,8 @@ class CompletionServer(Server):
         stopped = generation.finish == "stop"
         text = self.tokenizer.decode(tokens[:-1] if stopped else tokens)
         choice = {"text": text, "finish_reason": generation.finish}
+        if self.text_only == "logprobs" and body["n_probs"]:
+            choice["logprobs"] = {"content": [{"id": token} for token in tokens]}
         return (choice if self.text_only else choice | {"token_ids": tokens}) | self.changes
 
 
@@ -90,6 +96,10 @@ class _Handler(Handler):
     def do_POST(self) -> None:
         body = json.loads(self.body())
         server = self.server
+        if self.path != "/v1/completions":
+            found = self.path == "/apply-template" and server.template
+            self.answer(200 if found else 404, {"prompt": found})
+            return
         with server.lock:
             server.in_work += 1
             server.most_at_once = max(server.most_at_once, server.in_work)
@@ -102,6 +112,7 @@ class _Handler(Handler):
                 status, answer = server.refusal_status, server.refusal
             else:
                 status, answer = 200, {"choices": [server.complete(body)]}
+                answer["usage"] = {"prompt_tokens": len(body["prompt"]) + server.further}
         else:
             status, answer = failure, {"error": f"failure {failure}"}
         with server.lock:  # before the answer, upon which the next request comes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.servers import openai_answers
 from draftlab.servers.settings import RegenerateSettings
+from draftlab.text import answers
+from draftlab.text.answer_rounds import AnswerGenerator, Draft
+from draftlab.text.conversations import Conversation
 from tests.helpers.completion_server import SAMPLED, CompletionServer, answer_tokens, prepare, serve
 from tests.helpers.small_run import draftlab
 
@@ -28,7 +32,7 @@ def decoder(server: CompletionServer) -> openai_answers.ServerAnswers:
 
 
 def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:
-    """Also when requests fail at first, and when the server returns text only."""
+    """Also when requests fail at first, and when the server has the ids elsewhere, or text only."""
     assert draftlab(workshop, "prepare", "small.yaml", "name=engine", *SAMPLED).exit_code == 0
     expected = answer_tokens(workshop, "engine")
     with serve(workshop / "toy") as server:
@@ -40,6 +44,9 @@ def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:
         assert len({body["seed"] for body in server.requests}) == 12
         assert 1 < server.most_at_once <= 3
         assert answer_tokens(workshop, "server") == expected
+        server.text_only = "logprobs"
+        assert "no token_ids" not in prepare(workshop, server, "name=logprobs")
+        assert answer_tokens(workshop, "logprobs") == expected
         server.text_only = True
         output = prepare(workshop, server, "name=text")
         assert "no token_ids" in output
@@ -50,15 +57,34 @@ def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:
 
 def test_conversations_are_answered_at_once_and_kept_one_by_one(workshop: Path) -> None:
     with serve(workshop / "toy") as server:
-        prepare(workshop, server, "name=whole", "regenerate.piece=12")
+        prepare(workshop, server, "name=whole")
         server.most_at_once, server.requests = 0, []
-        server.failures = [503, 400]  # the first waits, and the second ends the run
-        prepare(workshop, server, "name=single", "regenerate.piece=1", code=2)
+        complete = server.complete
+
+        def fail_the_last(body: dict[str, Any]) -> dict[str, Any]:
+            server.failures += [400] * (len(server.requests) == 11)  # of 12 ends the run
+            return complete(body)
+
+        server.complete = fail_the_last  # type: ignore[method-assign]
+        prepare(workshop, server, "name=single", code=2)
         assert 1 < server.most_at_once <= 3
-        server.failures = []
-        prepare(workshop, server, "name=single", "regenerate.piece=1")
+        asked = len(server.requests)
+        output = prepare(workshop, server, "name=single")
+        assert "resuming after" in output
+        assert len(server.requests) - asked < 6, "at most those under way, of one piece"
     expected = answer_tokens(workshop, "whole")
     assert answer_tokens(workshop, "single") == expected
+
+
+def test_a_server_that_reads_other_prompts_is_named(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        server.template = "### user"
+        assert "the server's chat template differs" in prepare(workshop, server, "name=other")
+        server.template, server.further = None, 1
+        output = prepare(workshop, server, code=2)
+        assert "the server read others: it cuts prompts, or adds tokens" in output
+        server.changes = {"prompt_token_ids": [5]}
+        assert "the server read others" in prepare(workshop, server, code=2)
 
 
 def test_a_failing_server_ends_the_run_and_another_goes_on(workshop: Path) -> None:
@@ -107,8 +133,7 @@ def test_the_stop_token_is_the_one_that_the_server_names(workshop: Path) -> None
 
         def answer(**fields: Any) -> tuple[int, ...]:
             server.changes = {"finish_reason": "stop", "token_ids": [7], **fields}
-            (generation,) = decoder(server)([request], 64)
-            return generation.token_ids
+            return decoder(server).generate(request, 64, threading.Event()).token_ids
 
         assert answer() == (7, eos)
         assert answer(token_ids=[7, 9]) == (7, 9)
@@ -123,7 +148,8 @@ def test_a_request_has_the_room_behind_its_prompt(workshop: Path) -> None:
     with serve(workshop / "toy") as server:
         server.changes = {"finish_reason": "length", "token_ids": [7]}
         requests = [Request(str(n), (5, 6), n, Sampling(), frozenset({9})) for n in (4, 40)]
-        list(decoder(server)(requests, 16))
+        for request in requests:
+            decoder(server).generate(request, 16, threading.Event())
         assert sorted(body["max_tokens"] for body in server.requests) == [4, 14]
 
 
@@ -131,19 +157,26 @@ def test_the_text_of_a_cut_answer_may_end_within_a_character(workshop: Path) -> 
     with serve(workshop / "toy") as server:
         server.text_only = True
         server.changes = {"finish_reason": "length", "text": "return x\ufffd"}
-        (generation,) = decoder(server)([Request("1", (5, 6), 4, Sampling(), frozenset({9}))], 64)
+        request = Request("1", (5, 6), 4, Sampling(), frozenset({9}))
+        generation = decoder(server).generate(request, 64, threading.Event())
         expected = server.tokenizer.encode("return x", add_special_tokens=False)
         assert list(generation.token_ids) == expected
 
 
 def test_leaving_the_answers_does_not_wait_for_the_server(workshop: Path) -> None:
     with serve(workshop / "toy") as server:
-        stops = frozenset({9})
-        requests = [Request(str(i), (5, 6), 4, Sampling(), stops) for i in range(6)]
-        answers = decoder(server)(requests, 64)
-        next(answers)
+        turn = [{"role": "user", "content": "x"}]
+        chunks = [
+            [Draft(Conversation(str(i), turn, "s"), 0.0, [turn], array("i", (5, 6)))]
+            for i in range(6)
+        ]
+        settings = RegenerateSettings(max_new_tokens=4)
+        generator = AnswerGenerator(server.tokenizer, settings, 0, frozenset({9}), 64)
+        throughput = answers._Throughput(Monitor(), 6, 0)
+        answered = answers._answer_at_server(generator, chunks, decoder(server), throughput)
+        next(answered)
         server.hold = threading.Event()
-        closing = threading.Thread(target=answers.close)
+        closing = threading.Thread(target=answered.close)
         closing.start()
         closing.join(30)
         left = not closing.is_alive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -101,8 +102,7 @@ def ask(server: StubServer, tokenizer: Any, monitor: RecordingMonitor | None = N
         }
     )
     decode = ServerAnswers(settings, tokenizer, monitor or RecordingMonitor(), VOCAB_SIZE)
-    (generation,) = decode([REQUEST], 64)
-    return generation
+    return decode.generate(REQUEST, 64, threading.Event())
 
 
 # Keys
@@ -244,7 +244,7 @@ def test_a_choice_that_is_none(
         ("/v1/completions", {"choices": None}, "expected one choice"),
         ("/v1/completions", [CHOICE], "an answer without choices"),
         ("/v1/completions", b"[" * 100_000, "nested too deep"),
-        ("/v1/completions", b"[" + b"[]," * 400_000, "more than 1,049,776 bytes"),
+        ("/v1/completions", b"[" + b"[]," * 400_000, "more than 1,050,976 bytes"),
         ("/v1/models", b" " * (1 << 20) + b"{}", "more than 1,048,576 bytes"),
         ("/v1/completions", b"<html>", "Expecting value"),
         ("/v1/models", {"data": [{"id": 7}]}, "expected a list of models"),
