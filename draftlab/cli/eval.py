@@ -39,7 +39,8 @@ OPTIONS = SettingsOptions(
             "calibrate",
         ],
         "Prompts and answers": [
-            *("suite", "raw", "template_arguments", "max_prompts", "max_new_tokens", "seed")
+            *("suite", "raw", "template_arguments", "max_prompts", "by_length"),
+            *("max_new_tokens", "seed"),
         ],
         "Times": [
             *("batch", "timing_prompts", "timing_tokens", "timing_batches"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
+from operator import itemgetter
 from typing import Any
 
 from draftlab.engine.engine import Engine
@@ -79,7 +80,8 @@ class Evaluator:
         self.workloads: list[Workload] = []
         self.vllm_failure: str | None = None
         for suite in [suites] if isinstance(suites, Suite) else suites:
-            drawn = suite.sample(settings.max_prompts, settings.seed)
+            chosen = suite.by_length() if settings.by_length else suite
+            drawn = chosen.sample(settings.max_prompts, settings.seed)
             if not drawn.prompts:
                 raise UserError(
                     "expected prompts to evaluate, found none",
@@ -329,12 +331,12 @@ def _categories(
 ) -> list[CategoryResult]:
     """Return the result of each category of the suite, in the suite's order."""
     categories = workload.suite.categories
-    by_category: dict[str, list[Generation]] = {}
+    by_category: dict[str, list[Generation]] = {name: [] for name in categories.values()}
     for one in results.generations[temperature, config] if categories else ():
         by_category.setdefault(categories.get(one.id, WITHOUT_CATEGORY), []).append(one)
     steps = results.steps.get((temperature, config))
     found = []
-    for name, generations in by_category.items():
+    for name, generations in filter(itemgetter(1), by_category.items()):
         fields: dict[str, Any] = acceptance_fields(generations, greedy=True, rows=1)
         own = Decoded.of(generations)
         if steps is not None and own.tokens.sum():

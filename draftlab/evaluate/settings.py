@@ -43,6 +43,8 @@ class EvalSettings(Settings):
     max_prompts: int | None = Field(default=64, ge=1)
     """Number of prompts, drawn by `seed` from all of the suite so that each category has its share;
     None: all."""
+    by_length: bool = False
+    """Report AL and speed-up by the length of the prompts, in place of the suite's categories."""
     compare: Annotated[tuple[str, ...], SingleOrList, _Distinct] = ()
     """Further heads in the same report: "reference", or head folders. A head that was trained for
     another target is skipped with a message."""

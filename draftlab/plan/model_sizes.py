@@ -16,6 +16,7 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
+from draftlab.kernels.ttt_attention import MOST_SCORES
 from draftlab.plan.preflight import MOST_GIVEN, Planned
 from draftlab.recipe.hardware import Gpu
 from draftlab.recipe.recipe import Recipe
@@ -241,8 +242,10 @@ class HeadSize:
         dtype = torch.float32 if on_cpu else torch.bfloat16
         steps = sum(shares) / settings.anchor_parts
         kept = steps * kept_bytes(config, dtype)
-        if on_cpu:  # where attention has no kernel, the weights of all keys are kept, in 32 bits
-            kept += steps * 4 * config.num_attention_heads * settings.row_tokens
+        if on_cpu:  # without a kernel short rows keep the weights of all keys, and long ones a part
+            scores = config.num_attention_heads * settings.row_tokens**2
+            scores = steps * scores if scores <= MOST_SCORES else 4 * MOST_SCORES
+            kept += 4 * scores / settings.row_tokens
         # In 32 bits: weights, gradients, two moments; frozen weights and the target's lm_head.
         weights = 16 * self.trained + 4 * (frozen + target_lm_head)
         self.memory = weights + positions * (kept + dtype.itemsize * config.feature_size)

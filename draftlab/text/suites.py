@@ -47,6 +47,8 @@ _HELP = (
 )
 MAX_SINGLE = 16
 """Most categories of a suite in which they have fewer than two prompts on average."""
+SHORT = 512
+"""Most tokens of the prompts that `Suite.by_length` does not distinguish."""
 Prompts = tuple[tuple[str, tuple[int, ...]], ...]
 """Prompts as (id, token ids)."""
 
@@ -71,6 +73,15 @@ class Suite:
     def sha256(self) -> str:
         """Return the hex SHA-256 of all ids and tokens."""
         return sha256_text(canonical_json(self.prompts))
+
+    def by_length(self) -> Suite:
+        """Return the suite with categories of its prompts' lengths in tokens, in powers of two."""
+        ranges = {}
+        for id_, ids in sorted(self.prompts, key=lambda prompt: len(prompt[1])):
+            most = 1 << (len(ids) - 1).bit_length()
+            names = f"up to {SHORT:,} tokens", f"{most // 2 + 1:,} to {most:,} tokens"
+            ranges[id_] = names[most > SHORT]
+        return replace(self, categories=ranges)
 
     def evenly_ordered(self, seed: int) -> Prompts:
         """Return the prompts in an order of which every beginning has its share of each category.

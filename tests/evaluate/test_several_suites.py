@@ -96,6 +96,26 @@ def test_categories_divide_the_counters_of_a_row(report: Report) -> None:
             assert one.speedup == pytest.approx(tokens / ratio)
 
 
+def test_lengths_of_prompts_are_categories(
+    target: Target, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The longest prompts come first in the suite, and last in the report."""
+    monkeypatch.setattr("draftlab.text.suites.SHORT", 8)
+    prompts = [
+        (id_, (ids * 17)[: 17 if n < 2 else 8]) for n, (id_, ids) in enumerate(suite().prompts)
+    ]
+    mixed = Suite("toy", "t", tuple(prompts), {prompts[0][0]: "old"})
+    changes = {"k": 3, "temperatures": 0, "timing_prompts": 0, "by_length": True}
+    options = EvalSettings.model_validate(SETTINGS | changes)
+    report = Evaluator(
+        target, [NamedHead("h", head)], mixed, STOPS, options, monitor=Monitor()
+    ).run()
+    row = report.rows[-1]
+    names = [("up to 8 tokens", len(prompts) - 2), ("17 to 32 tokens", 2)]
+    assert [(one.category, one.prompts) for one in row.categories] == names
+    assert "17 to 32 tokens" in render_html(sections(report))
+
+
 def test_the_report_shows_suites_and_categories(report: Report) -> None:
     console = Console(width=100, record=True)
     print_report(report, console)

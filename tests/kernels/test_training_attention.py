@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from draftlab.kernels import ttt_attention as ttt_attention_module
 from draftlab.kernels.parallel_attention import parallel_attention
 from draftlab.kernels.ttt_attention import StepKeyValues, document_starts, ttt_attention
 from draftlab.train.objectives import block
@@ -50,6 +51,36 @@ def test_reference(kind: type[AttentionCase], options: dict[str, Any]) -> None:
     assert not gradients[0][case.padding].any()
     assert all(gradient.isfinite().all() for gradient in gradients)
     assert not any(gradient[case.documents < 0].any() for gradient in gradients[1:3])
+
+
+@outside
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (StepCase, {}),
+        (StepCase, {"steps": 2, "shuffled": True}),
+        (StepCase, {"steps": 3, "window": 7}),
+        (ParallelCase, {"depths": 3}),
+    ],
+)
+def test_long_rows_are_taken_in_parts(
+    kind: type[AttentionCase], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parts of 3 rows, some of padding alone: the same output and gradients."""
+    case = kind([*LENGTHS, []], 40, heads=4, kv_heads=2, head_dim=8, **options)
+    whole = case.run(case.operator, torch.float64)
+    monkeypatch.setattr(ttt_attention_module, "MOST_SCORES", 3 * 4 * 40)
+    attend, rows = ttt_attention_module._attend, []
+    monkeypatch.setattr(
+        ttt_attention_module,
+        "_attend",
+        lambda q, *rest: rows.append(q.shape[1]) or attend(q, *rest),
+    )
+    parts = case.run(case.operator, torch.float64)
+    assert max(rows) == 3
+    assert sum(rows) == 2 * case.index.shape[1]  # each is computed again, not kept
+    for one, other in zip(parts, whole, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 @outside

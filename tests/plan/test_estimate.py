@@ -286,6 +286,7 @@ def test_a_plan_of_a_cpu_describes_a_cpu(tmp_path: Path) -> None:
         (("train.row_tokens=768", "train.batch_rows=3"), 359e6),
         (("train.ttt_steps=6",), 354e6),
         (("train.batch_rows=2",), 90e6),
+        (("train.batch_rows=1", "train.row_tokens=4096"), 1300e6),
     ],
 )
 def test_the_memory_of_training_on_a_cpu(overrides: tuple[str, ...], measured: float) -> None:

@@ -364,6 +364,23 @@ def test_the_seed_decides_the_sample_and_every_prompt_is_as_likely() -> None:
     assert max(drawn.values()) < 140
 
 
+def test_lengths_are_categories_in_ascending_order() -> None:
+    ids = {length: (0,) * length for length in (2049, 1, 2048, 512, 40_000, 513, 1024, 32_768)}
+    suite = Suite("toy", "t", tuple((str(n), x) for n, x in ids.items()), {"1": "old"})
+    found = suite.by_length()
+    assert (found.prompts, found.sha256) == (suite.prompts, suite.sha256)
+    assert list(found.categories.items()) == [
+        ("1", "up to 512 tokens"),
+        ("512", "up to 512 tokens"),
+        ("513", "513 to 1,024 tokens"),
+        ("1024", "513 to 1,024 tokens"),
+        ("2048", "1,025 to 2,048 tokens"),
+        ("2049", "2,049 to 4,096 tokens"),
+        ("32768", "16,385 to 32,768 tokens"),
+        ("40000", "32,769 to 65,536 tokens"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [

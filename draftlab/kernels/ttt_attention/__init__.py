@@ -15,9 +15,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from draftlab.kernels.dispatch import on_cuda_below_float64, triton_operator
 from draftlab.kernels.paged_attention.plan import check_heads
+
+MOST_SCORES = 2**26
+"""Scores of a batch row that the reference computes at once and keeps for the backward pass. Longer
+rows are taken in parts, which the backward pass computes again."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,31 @@ def attend_eagerly(
     Args:
         own: None for no such keys. Others: as in `ttt_attention`.
     """
+    part = max(1, MOST_SCORES // max(1, query.shape[2] * key.shape[1]))
+    if query.shape[1] <= part:
+        return _attend(query, key, value, index, starts, own)
+    attended = []
+    for rows in (slice(at, at + part) for at in range(0, query.shape[1], part)):
+        first, last = starts[:, rows], index[:, rows]
+        seen = first <= last
+        low = int(first.where(seen, key.shape[1] - 1).min())
+        keys = slice(low, int(last.where(seen, low).max()) + 1)
+        args = query[:, rows], key[:, keys], value[:, keys], last - low, first - low
+        theirs = None if own is None else (own[0][:, rows], own[1][:, rows])
+        options = {"use_reentrant": False, "preserve_rng_state": False}
+        attended.append(checkpoint(_attend, *args, theirs, **options))
+    return torch.cat(attended, 1)
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    index: Tensor,
+    starts: Tensor,
+    own: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Return `attend_eagerly` with all scores in memory at once."""
     slots = torch.arange(key.shape[1], device=key.device)
     visible = (starts[:, :, None] <= slots) & (slots <= index[:, :, None])
     padding = starts > index
