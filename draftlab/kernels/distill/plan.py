@@ -99,7 +99,11 @@ def plan_rows(row: Tensor) -> RowPlan:
     Plan on the CPU, where batches are prepared, and move the plan with them: for a GPU tensor the
     host waits.
     """
-    positions, teacher_index = row.unique(return_inverse=True)
-    order = teacher_index.argsort(stable=True)
-    teacher_index = teacher_index[order]
-    return RowPlan(order, teacher_index, positions, teacher_index.cpu())
+    teachers = row.cpu().numpy()
+    # A stable sort merges the ascending runs that a batch's steps are.
+    order = teachers.argsort(kind="stable")
+    teachers = teachers[order]
+    is_new = np.append(True, teachers[1:] != teachers[:-1])[: len(teachers)]
+    index = torch.from_numpy(is_new.cumsum() - 1)
+    order, positions = (torch.from_numpy(a).to(row.device) for a in (order, teachers[is_new]))
+    return RowPlan(order, index.to(row.device), positions, index)

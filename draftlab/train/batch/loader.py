@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
@@ -138,7 +139,9 @@ class BatchLoader:
 
     def _pack_here(self, step: OptimizerStep) -> list[Batch]:
         batches = self.packer[step]
-        return [batch.pin_memory() if self.on_gpu else batch.dequantised() for batch in batches]
+        if not self.on_gpu:
+            return [batch.dequantised() for batch in batches]
+        return [map_tensors(batch, Tensor.pin_memory) for batch in batches]
 
 
 def _micro_batches(packed: Generator[list[Batch], None, None]) -> Generator[MicroBatch, None, None]:

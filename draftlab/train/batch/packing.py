@@ -25,9 +25,6 @@ from draftlab.train.batch.loss_rows import (
 )
 from draftlab.train.settings import TrainSettings
 
-_ALIGNMENT = 64
-"""Bytes: a multiple of the size of every dtype."""
-
 _REFERENCE_LENGTH = 512
 """Tokens of a conversation whose noise is within ±largest."""
 
@@ -133,29 +130,6 @@ class Batch:
         for steps, plan in zip(self.passes, self.plans, strict=True):
             yield replace(self, passes=(steps,), plans=(plan,))
 
-    def pin_memory(self) -> Batch:
-        """Return a copy in pinned memory, from which a GPU reads asynchronously."""
-        return self.copy_to(torch.empty(self.num_bytes, dtype=torch.uint8, pin_memory=True))
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of a block of memory that holds all tensors."""
-        return sum(map(_aligned_bytes, _tensors(self)))
-
-    def copy_to(self, block: Tensor) -> Batch:
-        """Copy all tensors to one block of memory, uint8 [`num_bytes`], which moves as a whole."""
-        start = 0
-
-        def copy(tensor: Tensor) -> Tensor:
-            nonlocal start
-            view = block[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            start += _aligned_bytes(tensor)
-            np.copyto(_array(view), _array(tensor))
-            return view
-
-        batch = map_tensors(self, copy)
-        return replace(batch, plans=tuple(replace(p, host=p.teacher_index) for p in batch.plans))
-
     def to(self, device: torch.device) -> Batch:
         """Move the batch to a device, each block of memory by one copy, and dequantise features."""
         # By address: two views of one block may have different storage objects. The block is kept
@@ -202,17 +176,7 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def _tensors(batch: Batch) -> list[Tensor]:
-    tensors: list[Tensor] = []
-    map_tensors(batch, lambda t: tensors.append(t) or t)
-    return tensors
-
-
-def _aligned_bytes(tensor: Tensor) -> int:
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _array(tensor: Tensor) -> np.ndarray:
+def as_array(tensor: Tensor) -> np.ndarray:
     """Return a tensor's memory as an array; dtypes that numpy lacks become their bits.
 
     numpy copies on the calling thread. torch would start threads, which packing workers do not
@@ -232,6 +196,7 @@ def pack(
     num_passes: int = 1,
     one_row: bool = False,
     idle: bool = False,
+    allocate: Callable[..., Tensor] = torch.empty,
 ) -> Batch:
     """Pack the records of each row into a batch; rows are trimmed to the longest one.
 
@@ -242,6 +207,7 @@ def pack(
             takes less memory and gives the same sum of losses.
         one_row: whether all rows become one. One row has no padding to the longest row of a step.
         idle: see `Batch`.
+        allocate: makes the tensors of the largest fields, called like `torch.empty`.
 
     Returns:
         The batch on the CPU; with fp8 codes if the records have them (`Batch.to` dequantises).
@@ -257,19 +223,23 @@ def pack(
     lengths = torch.tensor([length for row in row_lengths for length in row])
 
     def concatenate(
-        rows: Sequence[Sequence[Tensor]], dtype: torch.dtype | None = None, padding: int = 0
+        rows: Sequence[Sequence[Tensor]],
+        dtype: torch.dtype | None = None,
+        padding: int = 0,
+        allocate: Callable[..., Tensor] = torch.empty,
     ) -> Tensor:
         """Return [B, S, …]: the tensors [T, …] of each row, concatenated and padded."""
         first = rows[0][0]
-        out = torch.empty(len(rows), width, *first.shape[1:], dtype=dtype or first.dtype)
-        for row, values, total in zip(_array(out), rows, totals, strict=True):
-            np.concatenate([_array(value) for value in values], out=row[:total])
+        out = allocate(len(rows), width, *first.shape[1:], dtype=dtype or first.dtype)
+        for row, values, total in zip(as_array(out), rows, totals, strict=True):
+            np.concatenate([as_array(value) for value in values], out=row[:total])
             row[total:] = padding
         return out
 
     def field(name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return [B, S, …] of a field of the records."""
-        return concatenate([[getattr(record, name) for record in row] for row in records], dtype)
+        rows = [[getattr(record, name) for record in row] for row in records]
+        return concatenate(rows, dtype, allocate=allocate)
 
     def by_row(values: Tensor, padding: int = 0) -> Tensor:
         """Return [B, S] of values [Σ T] of all records, concatenated."""
@@ -349,24 +319,28 @@ class Packer:
     one_row: bool
 
     def __getitem__(self, step: OptimizerStep) -> list[Batch]:
+        return [self.pack(step.number, rows, idle) for rows, idle in step.micro_batches]
+
+    def pack(
+        self, step: int, rows: Rows, idle: bool, allocate: Callable[..., Tensor] = torch.empty
+    ) -> Batch:
+        """Pack a micro-batch of an optimizer step; `allocate`: see the function `pack`."""
         settings, max_steps = self.settings, None
         if self.sampling is not None:
-            options = {"settings": settings, "seed": self.seed, "step": step.number}
+            options = {"settings": settings, "seed": self.seed, "step": step}
             max_steps = partial(self.sampling.sample, **options)
-        noise = StepNoise(settings.noise, self.seed, step.number)
-        return [
-            pack(
-                self._records(rows),
-                settings.row_tokens,
-                settings.ttt_steps,
-                max_steps=max_steps,
-                noise=noise if self.imitates_states and settings.noise else None,
-                num_passes=settings.anchor_parts,
-                one_row=self.one_row,
-                idle=idle,
-            )
-            for rows, idle in step.micro_batches
-        ]
+        noise = StepNoise(settings.noise, self.seed, step)
+        return pack(
+            self._records(rows),
+            settings.row_tokens,
+            settings.ttt_steps,
+            max_steps=max_steps,
+            noise=noise if self.imitates_states and settings.noise else None,
+            num_passes=settings.anchor_parts,
+            one_row=self.one_row,
+            idle=idle,
+            allocate=allocate,
+        )
 
     def _records(self, rows: Rows) -> list[list[Record]]:
         """Return the records of a micro-batch, read by one call."""

@@ -35,7 +35,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.formatting import exit_text
 from draftlab.signals import ENDING_SIGNALS
-from draftlab.train.batch.packing import Batch, OptimizerStep, Packer
+from draftlab.train.batch.packing import Batch, OptimizerStep, Packer, as_array
 
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",  # a context would take memory of the GPU
@@ -43,6 +43,8 @@ _ENVIRONMENT = {
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
 }
+_ALIGNMENT = 64
+"""Bytes: a multiple of the size of every dtype."""
 _SERVE = "from draftlab.train.batch.workers import serve; serve({}, {})"
 
 
@@ -53,29 +55,45 @@ class SharedMemory:
         self.descriptor = descriptor
         self._map = torch.empty(0, dtype=torch.uint8)
 
-    def block(self, size: int) -> Tensor:
-        """Return the first `size` bytes, uint8; the file grows if it is smaller."""
-        if size > len(self._map):
+    def block(self, start: int, stop: int) -> Tensor:
+        """Return bytes [start, stop), uint8; the file grows if it is smaller."""
+        if stop > len(self._map):
             file_size = os.fstat(self.descriptor).st_size
-            if file_size < size:
-                file_size = -(-max(size, 2 * file_size) // mmap.PAGESIZE) * mmap.PAGESIZE
+            if file_size < stop:
+                file_size = -(-max(stop, 2 * file_size) // mmap.PAGESIZE) * mmap.PAGESIZE
                 os.ftruncate(self.descriptor, file_size)
             self._map = torch.frombuffer(mmap.mmap(self.descriptor, file_size), dtype=torch.uint8)
-        return self._map[:size]
+        return self._map[start:stop]
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles the tensors of a block as their place in it."""
+    """Pickles tensors as their place in shared memory, from byte `start` on.
 
-    def __init__(self, file: io.BytesIO, block: Tensor) -> None:
-        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
-        self.block = block
+    Tensors that `allocate` returned lie there already; others are copied to it.
+    """
+
+    def __init__(self, memory: SharedMemory, start: int) -> None:
+        super().__init__(file := io.BytesIO(), protocol=pickle.HIGHEST_PROTOCOL)
+        self.file, self.memory, self.start, self.stop = file, memory, start, start
+        self._places: dict[int, tuple[Tensor, int]] = {}  # by id of a tensor, which stays alive
+
+    def allocate(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return a new tensor in the memory."""
+        place, size = self.stop, math.prod(shape) * dtype.itemsize
+        self.stop += -(-size // _ALIGNMENT) * _ALIGNMENT
+        # Of memory that has grown, what was mapped before stays the same.
+        tensor = self.memory.block(place, place + size).view(dtype).view(shape)
+        self._places[id(tensor)] = tensor, place - self.start
+        return tensor
 
     def persistent_id(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return None
-        start = value.data_ptr() - self.block.data_ptr() if value.numel() else 0
-        return value.dtype, tuple(value.shape), start
+        if id(value) not in self._places:
+            copy = self.allocate(*value.shape, dtype=value.dtype)
+            np.copyto(as_array(copy), as_array(value))
+            self._places[id(value)] = value, self._places[id(copy)][1]
+        return value.dtype, tuple(value.shape), self._places[id(value)][1]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -107,13 +125,13 @@ def serve(pipe: int, memory: int) -> None:
 
 
 def _pack_into(packer: Packer, step: OptimizerStep, memory: SharedMemory) -> list[Any]:
-    """Pack a step into shared memory; return the bytes and the pickle of each micro-batch."""
-    batches = packer[step]
-    sizes = [batch.num_bytes for batch in batches]
-    reply = []
-    for batch, block in zip(batches, memory.block(sum(sizes)).split(sizes), strict=True):
-        _Pickler(file := io.BytesIO(), block).dump(batch.copy_to(block))
-        reply.append((len(block), file.getvalue()))
+    """Pack a step into shared memory; return the end and the pickle of each micro-batch."""
+    reply, stop = [], 0
+    for rows, idle in step.micro_batches:
+        pickler = _Pickler(memory, stop)
+        pickler.dump(packer.pack(step.number, rows, idle, pickler.allocate))
+        stop = pickler.stop
+        reply.append((stop, pickler.file.getvalue()))
     return reply
 
 
@@ -160,14 +178,13 @@ class _Worker:
             raise self._ended() from None
         if isinstance(reply, Exception):
             raise reply
-        sizes = [size for size, _ in reply]
-        batches = []
-        for source, (size, pickled) in zip(
-            self.memory.block(sum(sizes)).split(sizes), reply, strict=True
-        ):
-            block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-            np.copyto(block.numpy(), source.numpy())  # on this thread, without the interpreter
+        batches, start = [], 0
+        for stop, pickled in reply:
+            block = torch.empty(stop - start, dtype=torch.uint8, pin_memory=pinned)
+            # On this thread, without the interpreter.
+            np.copyto(block.numpy(), self.memory.block(start, stop).numpy())
             batches.append(_Unpickler(io.BytesIO(pickled), block).load())
+            start = stop
         return batches
 
     def close(self) -> None:

@@ -34,6 +34,7 @@ from draftlab.train.settings import TrainSettings
 from tests.helpers.list_store import ListStore
 from tests.helpers.recordings import make_samples, record_store, small_target
 from tests.helpers.toy_training import (
+    all_tensors,
     assert_same_batches,
     orthogonal_parts,
     packer,
@@ -118,6 +119,11 @@ def test_workers_pack_the_same_batches_in_the_same_order(
         made = packer(**kind, data_workers=2, row_tokens=256)
         loaded = [micro.batch for micro in load(made, steps)]
         assert_same_batches(loaded, packed_here(made, steps))
+        assert_same_batches([batch.to(CPU.device) for batch in loaded], loaded)
+        for batch in loaded:  # it moves to a GPU by one copy
+            tensors = [*all_tensors(batch), *(plan.host for plan in batch.plans)]
+            assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
+            assert all(t.data_ptr() % 64 == 0 for t in tensors if t.numel())
 
 
 def test_a_worker_opens_the_store(target: Target, tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from draftlab.store.store import Record
-from draftlab.train.batch.loss_rows import DEPTH_SAMPLING, joint_reach, loss_reach
+from draftlab.train.batch.loss_rows import joint_reach, loss_reach
 from draftlab.train.batch.packing import Batch, pack
 from tests.helpers.synthetic import family_loss, head, parts, record, spans_of
-from tests.helpers.toy_training import all_tensors, assert_same_batches, packer, step
+from tests.helpers.toy_training import packer, step
 
 SPANS = st.lists(st.sampled_from([0, 1, 2, 2**31 - 1]), min_size=1, max_size=6)
 
@@ -69,17 +69,3 @@ def test_settings_and_step_decide_what_is_packed() -> None:
     keys = [int(eagle[step(number)][0].noise.key) for number in (3, 3, 4)]
     assert keys[0] == keys[1] != keys[2]
     assert [len(batch.passes) for batch in split[step()]] == [2, 2, 2]
-
-
-@given(st.lists(st.integers(1, 12), min_size=1, max_size=4), st.booleans())
-def test_a_batch_in_one_block_has_equal_bits_and_is_aligned(sizes: list[int], drops: bool) -> None:
-    batches = packer(sampling=DEPTH_SAMPLING if drops else None, row_tokens=512)
-    for size in sizes:
-        (plain,) = batches[step(size, [([[*range(size)]], False)])]
-        shared = plain.copy_to(torch.empty(plain.num_bytes, dtype=torch.uint8))
-        assert_same_batches([shared], [plain])
-        tensors = [*all_tensors(shared), *(plan.host for plan in shared.plans)]
-        assert len({t.untyped_storage().data_ptr() for t in tensors}) == 1
-        assert all(t.data_ptr() % 64 == 0 for t in tensors if t.numel())
-        moved = shared.to(torch.device("cpu"))
-        assert_same_batches([moved], [plain])
