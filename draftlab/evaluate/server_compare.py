@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, Row
 from draftlab.evaluate.server_bench import Acceptance, ServerBench, ServerPoint
+from draftlab.files import read_json
 from draftlab.servers.settings import BenchSettings
+from draftlab.target_model.fingerprint import fingerprint
 from draftlab.text.chat_template import served_otherwise
 
 FULL_BITS = 15.0
 """Fewer bits a weight are a quantised model."""
-WEAK_START = 0.85
-"""A smaller share of the report's acceptance at the first position is more than rounding does."""
+AS_MUCH = 0.9
+"""A growth of failures above this share of another is as much as that."""
+_PARTS = {
+    "layers": "aux layers, in the head's config",
+    "weights": "other weights of the head: its revision, a converted vocabulary",
+    "positions": "RoPE and context of the head, and the K that it was trained for",
+}
 ROUNDING = 0.01
 """The share by which rounding changes the AL of the same answers at T = 0."""
 _QUANTISED = re.compile(
@@ -116,54 +124,91 @@ def compare(bench: ServerBench) -> Iterator[str]:
             "  - found: template: the server's chat template differs from the target's files (this "
             "measurement sends token ids; chats get the server's)"
         )
-    if quantised := _quantised(bench.server.card):
+    card, other = bench.server.card, _other_target(bench.server.card, report)
+    if quantised := _quantised(card):
         yield f"  - found: quantised target: {quantised}; the report's is {row.dtype}"
+    if other:
+        yield f"  - found: another target: {other}"
+    if bench.server.cache_dtype not in ("", "auto", row.dtype):
+        yield f"  - found: a KV cache of {bench.server.cache_dtype}; the report's is {row.dtype}"
     if answers is not None and point.load is not None:
         each = f"{point.load.output_tokens / point.requests:.1f} tokens each, the report"
         each += f" {row.output_tokens / row.prompts:.1f}"
         same = "the same answers" if answers else "found: other answers than the report's"
         yield f"  - {same} ({each})"
     if differs or answers is False:
-        yield from (
-            f"  - check: {text}" for text in _to_check(point, served, al > expected, row, answers)
-        )
+        yield from _to_check(point, served, al > expected, row, answers, other)
 
 
 def _to_check(
-    point: ServerPoint, served: Acceptance, more: bool, row: Row, answers: bool | None
+    point: ServerPoint,
+    served: Acceptance,
+    more: bool,
+    row: Row,
+    answers: bool | None,
+    other: str | None,
 ) -> Iterator[str]:
     """Yield the causes that the answers and the acceptance by position suggest.
 
     Args:
         more: whether the server accepts more than the report.
         answers: whether they are the report's; None: unknown.
+        other: of `_other_target`.
     """
     if point.warnings:
-        yield "the warnings above"
+        yield "  - check: the warnings above"
     if point.concurrency != 1:
-        yield "--concurrency 1; a server may accept less of requests that run together"
+        yield "  - check: --concurrency 1; a server may accept less of requests that run together"
+    target = f"the target: other weights or an adapter, quantised, dtype (the report: {row.dtype})"
+    if other == "":
+        target = f"the server's options for dtype (the report: {row.dtype}), quantisation, KV cache"
     if answers is False:
-        yield f"the target: other weights or an adapter, quantised, dtype (the report: {row.dtype})"
-        yield "the tokens that end an answer, and the server's own limits and sampling defaults"
+        if not other:
+            yield f"  - check: {target}"
+        yield "  - check: the tokens that end an answer, and the server's limits"
         return
-    expected = row.accepted_at[0] / row.drafts
-    first = served.acceptance_at[0] if served.acceptance_at else None  # as of SGLang
     if more:
-        yield (
-            "the suite and its template arguments"
-            if answers is None
-            else "other weights of the head"
-        )
-    else:
-        weak = first is None or first < (1 - ROUNDING if answers else WEAK_START) * expected
-        if weak:
-            shown = f" (the first draft: {first:.2f}, report {expected:.2f})" if first else ""
-            yield f"aux layers{shown}, in the head's config"
-            yield "other weights of the head: its revision, a converted vocabulary"
-        if answers or not weak:
-            yield "RoPE and context of the head, and the K that it was trained for"
-    if answers is None:
-        yield f"the target: other weights, quantised, dtype (the report: {row.dtype}), KV cache"
+        cause = "suite and its template arguments" if answers is None else "head, of other weights"
+        yield f"  - check: the {cause}"
+    elif not other:
+        shares = [n / row.drafts for n in row.accepted_at] if row.drafter == "chain" else []
+        likely, why = _weak_part(served.acceptance_at, shares)
+        if why:
+            known = answers or other == ""
+            yield f"  - likely{', if the target is right' * (not known)}: {_PARTS[likely]}: {why}"
+        rest = [_PARTS[part] for part in _PARTS if not (why and part == likely)]
+        yield f"  - {'else' if why else 'check'}: {'; '.join(rest)}"
+    if answers is None and not other:
+        yield f"  - check: {target}"
+
+
+def _weak_part(served: Sequence[float], expected: Sequence[float]) -> tuple[str, str]:
+    """Return the part of a head that fails on a server, and what shows it; "": nothing does.
+
+    A chain reads the target's aux layers for the first draft of a step, and its own states for
+    later ones. So a fault in the layers weighs on the first, one in the head on each, and one in
+    its positions the more, the further a draft is from the last verified token.
+
+    Args:
+        served, expected: share of steps that accept each position, on the server and in the report.
+    """
+    k = min(len(served), len(expected))
+    if k < 2:
+        return "", ""
+    misses = [
+        [1 - after / max(before, 1e-9) for before, after in zip([1.0, *at], at[:k], strict=False)]
+        for at in (served, expected)
+    ]
+    growth = [ours / max(theirs, 1e-3) for ours, theirs in zip(*misses, strict=True)]
+    later = [(at[0] - at[k - 1]) / max(sum(at[: k - 1]), 1e-9) for at in (served, expected)]
+    of_later = later[0] / max(later[1], 1e-3)
+    likely = "weights"
+    if growth[0] > AS_MUCH * of_later:
+        likely = "layers"
+    elif growth[0] < 1.5 and growth[-1] > growth[1] / AS_MUCH:
+        likely = "positions"
+    shown = f"the first draft of a step fails {growth[0]:.2f} times as often as in the report"
+    return likely, f"{shown}, later ones {of_later:.2f} times"
 
 
 def _same_answers(bench: ServerBench, point: ServerPoint, row: Row) -> bool | None:
@@ -182,6 +227,26 @@ def _same_answers(bench: ServerBench, point: ServerPoint, row: Row) -> bool | No
         return True
     is_rounding = row.dtype != "float32" or 0 < fewer <= point.requests
     return None if is_rounding else False
+
+
+def _other_target(card: dict[str, Any], report: Report) -> str | None:
+    """Return how the served target differs from the report's; "": it does not; None: unknown.
+
+    A server names the folder that it has loaded, which is compared where it is on this machine.
+    """
+    root, parent = card.get("root"), card.get("parent")
+    if isinstance(parent, str) and parent:
+        return f"an adapter of {parent}"
+    folder = Path(root) if isinstance(root, str) else Path()
+    try:
+        if not folder.is_absolute() or not (folder / "config.json").is_file():
+            return None
+        if fingerprint(folder) == report.target.get("fingerprint"):
+            return ""
+        kind = "quantised, " * ("quantization_config" in read_json(folder / "config.json"))
+    except (OSError, ValueError, UserError):
+        return None
+    return f"{folder} has {kind}other weights, or another config, than the report's target"
 
 
 def _quantised(card: dict[str, Any]) -> str:

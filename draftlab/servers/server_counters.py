@@ -36,6 +36,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
 }
 _BY_POSITION = "spec_decode_num_accepted_tokens_per_pos_total"
 _STARTED = "process_start_time_seconds"
+_CACHE = re.compile(r'^vllm:cache_config_info\{(?:.*,)?cache_dtype="([\w.]{1,40})"', re.MULTILINE)
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)(?:[ \t]+-?\d+)?[ \t]*")
 _POSITION = re.compile(r'\bposition="(\d{1,6})"')
 _SIX_DIGITS = 1e6
@@ -56,12 +57,14 @@ class ServerCounters:
             `verify_steps`; and the gauge `running`. What the server does not state is missing.
         accepted_at: accepted drafts at each position.
         started: the server's time of start; None: it does not say.
+        cache_dtype: of the KV cache, as vLLM says; "": unknown.
     """
 
     program: str
     values: Mapping[str, int]
     accepted_at: tuple[int, ...] = ()
     started: float | None = None
+    cache_dtype: str = ""
 
     @property
     def rounded(self) -> bool:
@@ -136,4 +139,7 @@ def parse_counters(page: str) -> ServerCounters | None:
         if f"{program}:{name}" in found
     }
     positions = tuple(accepted.get(i, 0) for i in range(max(accepted, default=-1) + 1))
-    return ServerCounters(program, values, positions, found.get(_STARTED))
+    cache = _CACHE.search(page)
+    return ServerCounters(
+        program, values, positions, found.get(_STARTED), cache[1] if cache else ""
+    )

@@ -101,6 +101,7 @@ class LoadedServer:
     Attributes:
         card: what the server says of its model.
         program: the program's name; "the server": unknown.
+        cache_dtype: see `ServerCounters`.
         no_counters: why there are no counters; "": there are.
 
     Raises:
@@ -119,6 +120,7 @@ class LoadedServer:
         counters = self.counters()
         owner = counters.program if counters else self.card.get("owned_by")
         self.program = PROGRAMS.get(str(owner), "the server")
+        self.cache_dtype = counters.cache_dtype if counters else ""
 
     def _served_model(self) -> dict[str, Any]:
         models, fault = self.connection.ask("/v1/models")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from draftlab.errors import UserError
+from draftlab.evaluate import server_compare
 from draftlab.evaluate.server_bench import ServerBench, ServerPoint, load_figures
 from draftlab.evaluate.server_compare import compare
 from draftlab.progress import Monitor
@@ -17,11 +19,13 @@ from draftlab.servers import server_load
 from draftlab.servers.server_counters import CountersRestarted, parse_counters
 from draftlab.servers.server_load import Answer, LoadedServer
 from draftlab.servers.settings import BenchSettings
+from draftlab.target_model.fingerprint import fingerprint
 from draftlab.text.suites import Suite
 from tests.helpers.bench_server import ACCEPTED, BenchServer, bench_server
 from tests.helpers.sample_report import report as sample_report
 from tests.helpers.sample_report import row
 from tests.helpers.small_run import draftlab, refused
+from tests.helpers.toys import toy_target_folder
 
 TOKENS = 11
 """Tokens of an answer: 1 and four steps of 3, 1, 4 and 2."""
@@ -233,7 +237,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ("keep", "k", "expected"),
     [
         (0.65, 3, ["agree (the server's AL and the report's interval, not prompt by prompt)"]),
-        (0.99, 3, ["differ", "aux layers (the first draft: 0.75"]),
+        (0.99, 3, ["differ", "if the target is right: other weights of the head"]),
         (0.65, 2, ["agree", "K = 2; server 2.25", "found: other K"]),
         (0.85, 2, ["differ", "found: other K"]),
     ],
@@ -253,7 +257,9 @@ def test_causes(keep: float, k: int, expected: list[str]) -> None:
         bench.report = sample_report([one])
         text = "\n".join(compare(bench))
         bench.points[0].acceptance.acceptance_at = []  # as SGLang, which states AL alone
-        assert "first draft" not in "\n".join(compare(bench))
+        text_without = "\n".join(compare(bench))
+        assert "likely" not in text_without
+        assert ("aux layers" in text_without) == ("differ" in text)
     for part in expected:
         assert part in text
 
@@ -288,6 +294,50 @@ def test_answers_tell_the_target_from_the_head(
     for part in expected:
         assert part in text
     assert absent not in text
+
+
+EXPECTED = (0.815, 0.712, 0.615)  # of the reference head
+
+
+@pytest.mark.parametrize(
+    ("at", "part"),
+    [
+        ((0.771, 0.661, 0.559), "layers"),  # each one layer later
+        ((0.778, 0.681, 0.573), "layers"),  # each one layer earlier
+        ((0.649, 0.515, 0.366), "layers"),  # the first two exchanged
+        ((0.773, 0.627, 0.454), "positions"),  # another base of RoPE
+        ((0.792, 0.639, 0.534), "weights"),  # noise of a tenth
+        ((0.495, 0.232, 0.101), "weights"),  # noise of a third
+    ],
+)
+def test_the_weak_part_of_a_head_shows_in_the_positions(at: tuple[float, ...], part: str) -> None:
+    """These acceptances were measured with such heads."""
+    assert server_compare._weak_part(at, EXPECTED)[0] == part
+    assert server_compare._weak_part(at[:1], EXPECTED) == ("", "")
+
+
+def test_the_served_target_is_compared_by_its_files(tmp_path: Path) -> None:
+    target = toy_target_folder(tmp_path / "toy")
+    card = {"root": str(target), "parent": None}
+    report = sample_report()
+    report.target["fingerprint"] = fingerprint(target)
+    other = partial(server_compare._other_target, report=report)
+    assert other(card) == ""
+    assert other({"root": "org/name"}) is other({}) is other({"root": 7}) is None
+    assert "adapter of base" in other({"parent": "base"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
+    assert "quantised, other weights" in other(card)
+    with bench_server(cache_dtype="fp8_e5m2", card=card) as server:
+        bench = new_bench(server, raw=True)
+        bench.run()
+        one = row(keep=0.99, k=3, suite_sha256=SUITE.sha256, max_new_tokens=TOKENS)
+        bench.report = sample_report([one])
+        bench.report.target["fingerprint"] = report.target["fingerprint"]
+        text = "\n".join(compare(bench))
+    assert "found: a KV cache of fp8_e5m2" in text
+    assert f"found: another target: {target}" in text
+    assert "aux layers" not in text, "the target is found"
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class BenchServer(Server):
         own: whether answers state their own counters, as vLLM can.
         drafts: whether the server drafts.
         bodies, keys: of the completions asked for.
+        cache_dtype: of the KV cache.
         template: token ids or text of /tokenize and /apply-template.
         card: further fields of the model.
     """
@@ -36,7 +37,7 @@ class BenchServer(Server):
     def __init__(self, port: int = 0) -> None:
         super().__init__(_Handler, port)
         self.program, self.faults, self.others, self.restart_at = "vllm", [], 0, 0
-        self.own, self.drafts, self.step_s = False, True, 0.0
+        self.own, self.drafts, self.step_s, self.cache_dtype = False, True, 0.0, "auto"
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.template: Any = None
@@ -75,6 +76,7 @@ class BenchServer(Server):
                 'request_success_total{finished_reason="length"}': self.requests,
                 "generation_tokens_total": float(self.tokens),
                 "num_requests_running": 0.0,
+                f'cache_config_info{{block_size="128",cache_dtype="{self.cache_dtype}",x="1"}}': 1,
             }
             | (spec if self.drafts else {}),
             "sglang": {
