@@ -5,12 +5,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from draftlab.engine.draft_sampler import Proposal
+from draftlab.errors import UserError
 from draftlab.kernels.sampling.types import SamplingMetadata
 
 Verification = Literal["token", "block"]
@@ -86,6 +87,15 @@ class Drafter(ABC):
     pools: Pools = ()
     confidence: bool = False
     dtype: torch.dtype = torch.float32
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if hasattr(cls, "sampling"):
+            raise UserError(
+                "removed: Drafter.sampling; drafts have their rows' temperatures",
+                where=cls.__name__,
+                do="remove it, and draw drafts at `verified.keys.temperature` in `propose`",
+            )
 
     def start(  # noqa: B027 (a drafter may keep nothing)
         self,

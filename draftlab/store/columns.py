@@ -38,9 +38,12 @@ class Texts(Sequence[str]):
         """Return texts as a column."""
         if isinstance(texts, Texts):
             return texts
-        encoded = [text.encode() for text in texts]
-        lengths = np.fromiter(map(len, encoded), np.int64, len(encoded))
-        return cls(np.frombuffer(b"".join(encoded), np.uint8), lengths.cumsum())
+        lengths, parts = np.zeros(len(texts), np.int64), []
+        for start in range(0, len(texts), _CHUNK):  # one by one they would take seven times as much
+            encoded = [text.encode() for text in texts[start : start + _CHUNK]]
+            lengths[start : start + _CHUNK] = [len(one) for one in encoded]
+            parts.append(b"".join(encoded))
+        return cls(np.frombuffer(b"".join(parts), np.uint8), lengths.cumsum())
 
     @classmethod
     def join(cls, columns: Sequence[Texts]) -> Texts:

@@ -18,7 +18,7 @@ from functools import cached_property
 from pathlib import Path
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, read_json, sha256_file
+from draftlab.files import atomic_path, known_sha256, read_json
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.object_store import UrlClaim, UrlFolder
 from draftlab.store.record_index import RECORDS
@@ -83,7 +83,7 @@ class ShardFiles:
     def sha256(self, shard: Shard) -> str | None:
         """Return the SHA-256 of a shard's file as it is stored; None: there is none."""
         path = shard.path(self.folder)
-        return sha256_file(path) if path.is_file() else None
+        return known_sha256(path) if path.is_file() else None
 
     def publish(self, folder: Path) -> None:
         """Copy the manifest of a store's folder, and its columns, to where the shards are."""

@@ -8,6 +8,7 @@ import os
 import re
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ from draftlab.progress import Monitor
 from draftlab.servers.connection import Connection
 from draftlab.servers.server_counters import parse_counters
 from draftlab.servers.server_process import ServerProcess
+from draftlab.servers.vllm_process import log_tail
+
+START_S = 600.0
+"""Time after which a server that does not answer is given up; a toy target takes a second."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,13 @@ def serving(
     )
     program = llama.program("llama-server")
     command = [str(program), "-m", str(target), "-md", str(head), *options.split()]
+    began = time.monotonic()
+
+    def check_time(line: str) -> None:  # called again and again while the server loads
+        if time.monotonic() - began > START_S:
+            log = log_tail(server.log.read_text(errors="replace"))
+            raise UserError(f"{line}; its log ends:\n{log}", do="raise START_S if it only loads")
+
     with ServerProcess("llama-server", command, port) as server:
-        server.wait_until_ready(lambda line: None)
+        server.wait_until_ready(check_time)
         yield Server(Connection(server.url))

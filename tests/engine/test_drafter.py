@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftlab.engine.base_drafter import Drafter
 from draftlab.engine.block_drafter import FusedBlock
 from draftlab.engine.drafter import (
     ChainDrafter,
@@ -291,3 +292,8 @@ def test_confidence_has_the_temperature_that_a_calibration_names(
     expected, *others = (torch.tensor(m / (1 - m)).log().item() for m in largest)
     assert float(stated.confidence[0, 0]) == pytest.approx(expected, abs=1e-3)
     assert sum(abs(one - expected) > 0.05 for one in others) == 1  # the other temperature shows
+
+
+def test_a_drafter_with_the_removed_method_is_refused() -> None:
+    with pytest.raises(UserError, match=r"removed: Drafter\.sampling"):
+        type("Own", (Drafter,), {"sampling": lambda self, temperature: (temperature, True)})

@@ -84,7 +84,7 @@ def test_a_checkpoint_does_not_wait_for_the_hashing(
                 assert wait_for(checkpoint.exists), "the checkpoint waits for the hashing"
         return sha256_file(path)
 
-    monkeypatch.setattr(shard_files, "sha256_file", slow_hash)
+    monkeypatch.setattr(shard_files, "known_sha256", slow_hash)
     store._verified.clear()
     with pytest.raises(SystemExit):
         trained(run, store, target, SignallingMonitor(signal.SIGTERM, 2), **SETTINGS)

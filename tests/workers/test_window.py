@@ -26,7 +26,12 @@ from draftlab.train.batch.window_order import WindowOrder
 from draftlab.workers.pool import MAX_ATTEMPTS
 from draftlab.workers.window import devices as window_training
 from draftlab.workers.window import recorder as window_recorder
-from draftlab.workers.window.recorder import STATE, WindowFollower, WindowSession
+from draftlab.workers.window.recorder import (
+    STATE,
+    WindowFollower,
+    WindowSession,
+    wait_until_heard,
+)
 from draftlab.workers.window.shards import DamagedShardError
 from tests.helpers.small_run import draftlab, new_workshop, write_prompts
 from tests.helpers.thread_pool import LostError, ThreadPool
@@ -306,5 +311,11 @@ def test_other_ranks_wait_for_the_groups_and_get_the_error() -> None:
     follower = WindowFollower(shared)
     assert not follower.wait(0)
     shared.set(STATE, json.dumps([1, {"what": "the GPU burns", "where": "", "do": "quench it"}]))
+    rank_0 = threading.Thread(target=wait_until_heard, args=(shared,))
+    rank_0.start()
+    rank_0.join(0.5)
+    assert rank_0.is_alive(), "the error would end with it"
     with pytest.raises(UserError, match="the GPU burns"):
         follower.wait(1)
+    rank_0.join(5)
+    assert not rank_0.is_alive()

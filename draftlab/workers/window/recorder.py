@@ -36,6 +36,10 @@ VERIFIERS = 2
 """Threads that compare shards with their receipts."""
 GROUPS_AHEAD = 4
 """Groups that are made at the same time, the one that is read included."""
+FOLLOWERS = "window followers"
+"""Key of the number of other ranks that have not heard of an error."""
+HEARD_S = 10.0
+"""Most time for which rank 0 stays after an error, in seconds: its store ends with its process."""
 STATE = "window"
 """Key of what rank 0 tells: how many groups of shards are or were there, and the error or null."""
 SILENCE_S = 180.0
@@ -161,6 +165,8 @@ class WindowRecorder:
                 )
             self._error = error
             self._announce()
+            if self.shared is not None:
+                wait_until_heard(self.shared)
 
     def _new_shards(self, receipts: Receipts) -> WindowShards:
         sizes = {self.order.first + i: int(size) for i, size in enumerate(self.order.sizes)}
@@ -319,6 +325,13 @@ class WindowSession:
             self.ready = number + 1
 
 
+def wait_until_heard(shared: dist.Store) -> None:
+    """Wait until all other ranks have read the error, at most `HEARD_S`."""
+    end = time.monotonic() + HEARD_S
+    while shared.add(FOLLOWERS, 0) > 0 and time.monotonic() < end:
+        time.sleep(FOLLOWER_POLL_S)
+
+
 def shared_store(ranks: Ranks) -> dist.Store:
     """Return a store of keys that rank 0 serves, and all ranks read."""
     host, silence, server = os.environ["MASTER_ADDR"], timedelta(seconds=SILENCE_S), None
@@ -335,6 +348,7 @@ class WindowFollower:
 
     def __init__(self, shared: dist.Store) -> None:
         self._shared, self._ready, self._ended = shared, 0, False
+        shared.add(FOLLOWERS, 1)
 
     def __enter__(self) -> WindowFollower:
         return self
@@ -375,4 +389,5 @@ class WindowFollower:
                 do="look at its log; the same command goes on after the last checkpoint",
             ) from None
         if error:
+            self._shared.add(FOLLOWERS, -1)
             raise UserError(error["what"], where=error["where"], do=error["do"])
