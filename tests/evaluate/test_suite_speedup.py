@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation
 from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.decoding_config import NamedHead
@@ -33,6 +32,7 @@ from draftlab.report.sections import sections
 from draftlab.report.verdict import verdicts
 from draftlab.target_model.model import Target
 from draftlab.text.suites import Suite
+from tests.helpers import evaluation
 from tests.helpers import sample_report as sample
 
 PLAIN_MS, STEP_MS = 3.0, 4.0
@@ -42,14 +42,10 @@ def generation(
     steps: int, accepted: float, step_ms: float, *, k: int = 2, name: str = "p"
 ) -> Generation:
     """Return an answer of so many steps after its first token, with `accepted` drafts a step."""
-    counters, outcomes = Counters(k), []
-    for i in range(steps):
-        count = int((i + 1) * accepted) - int(i * accepted)
-        outcomes.append((k, count))
-        counters.add_step(k, count)
-    tokens = 1 + steps + sum(count for _, count in outcomes)
-    total = 0.5 + 1e-3 * step_ms * steps
-    return Generation(name, (1,) * tokens, "stop", counters, (), tuple(outcomes), 0.5, total)
+    counts = [int((i + 1) * accepted) - int(i * accepted) for i in range(steps)]
+    tokens = 1 + steps + sum(counts)
+    outcomes = tuple((k, count) for count in counts)
+    return evaluation.generation(tokens, 1e-3 * step_ms, outcomes, k=k, name=name)
 
 
 def plain(tokens: int, step_ms: float = PLAIN_MS) -> Generation:

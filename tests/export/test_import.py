@@ -370,14 +370,6 @@ def test_faulty_tensors_are_named(export_head: ExportHead, import_back: ImportHe
         import_back(folder)
 
 
-def test_a_git_lfs_pointer_is_named(export_head: ExportHead, import_back: ImportHead) -> None:
-    folder = export_head("vllm").folder
-    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
-    (folder / "model.safetensors").write_text(pointer)
-    with pytest.raises(UserError, match=r"found a git-lfs pointer(?s:.*)git lfs pull"):
-        import_back(folder)
-
-
 def test_unusable_sources_and_destinations_are_refused(
     export_head: ExportHead, import_back: ImportHead, tmp_path: Path
 ) -> None:

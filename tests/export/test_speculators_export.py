@@ -13,9 +13,6 @@ from safetensors import safe_open
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from draftlab.errors import UserError
-from draftlab.export.layout import layout_for
-from draftlab.export.settings import PROGRAMS, ExportSettings
-from draftlab.heads.family import get_family
 from tests.helpers.export_toys import (
     BOUNDARIES,
     DRAFT,
@@ -213,20 +210,3 @@ def test_the_number_of_tokens_is_the_trained_one_or_smaller_than_the_positions(
         with pytest.raises((UserError, ValueError), match=message):
             export(*paths, **options)
     assert tokens() == MAX_LENGTH - 1  # the earlier export stays
-
-
-def test_layouts_and_settings() -> None:
-    assert get_family("eagle3").layouts().keys() == set(PROGRAMS)
-    for name, message in (
-        ("speculator", "did you mean 'speculators'"),
-        ("onnx", "expected a layout out of llamacpp, sglang, speculators"),
-    ):
-        with pytest.raises(UserError, match=message):
-            layout_for(name, "eagle3")
-    assert ExportSettings() == ExportSettings(formats=("speculators",), dtype=None, k=None)
-    for settings, message in (
-        ({"formats": ("Speculators",)}, "did you mean 'speculators'"),
-        ({"k": 0}, "greater than or equal to 1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            ExportSettings(**settings)

@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.heads.folder import load_head, native_config, save_head
+from draftlab.heads.folder import load_head, save_head
 from draftlab.heads.head import initialise_head
 from draftlab.heads.peagle import PeagleHead
 from draftlab.heads.rope import attention_factor, rope_frequencies
@@ -231,15 +231,3 @@ def test_the_mask_tokens_embedding_is_a_row_of_the_stored_table(tmp_path: Path) 
     assert torch.equal(loaded.embed(tokens), head.embed(tokens))
     assert not torch.equal(head.embed(tokens)[0, MASK], head.embed_tokens.weight[MASK])
     assert torch.equal(loaded.mask_state(), head.mask_state())
-
-
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_config_json_has_the_mask_token_under_three_names(qk_norm: bool) -> None:
-    config = native_config(make_config(**PEAGLE, qk_norm=qk_norm), "bfloat16")
-    names = ("mask_token_id", "ptd_token_id", "pard_token")
-    assert [config[name] for name in names] == [MASK] * 3
-    assert config["num_hidden_layers"] == 2
-    architecture = "Eagle3Qwen3ForCausalLM" if qk_norm else "LlamaForCausalLMEagle3"
-    assert config["architectures"] == [architecture]
-    assert config["model_type"] == ("qwen3" if qk_norm else "llama")
-    assert not set(names) & native_config(make_config(), "bfloat16").keys()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from draftlab.engine.counters import Counters
+from draftlab.engine.sampling import Generation
 from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.evaluator import Evaluator
 from draftlab.evaluate.results import Report
@@ -35,3 +37,14 @@ def evaluate(
         monitor=monitor or Monitor(),
     )
     return evaluator.run()
+
+
+def generation(
+    tokens: int, step_s: float, steps: tuple[tuple[int, int], ...], *, k: int = 2, name: str = "p"
+) -> Generation:
+    """Return an answer whose steps (drafted, accepted) after its first token took `step_s` each."""
+    counters = Counters(k)
+    for drafted, accepted in steps:
+        counters.add_step(drafted, accepted)
+    total_s = 0.5 + step_s * len(steps)
+    return Generation(name, (1,) * tokens, "stop", counters, (), steps, 0.5, total_s)

@@ -46,6 +46,8 @@ eval:
   max_new_tokens: 12
   timing_prompts: 0
 """
+PRINTED = "printed.txt"
+"""What the finished run said on stderr, in its working directory."""
 
 
 class InterruptingMonitor(RecordingMonitor):
@@ -98,6 +100,7 @@ def finished() -> Path:
     new_workshop(folder)
     result = draftlab(folder, "run", "small.yaml")
     assert result.exit_code == 0, result.output
+    (folder / PRINTED).write_text(result.stderr)
     return folder
 
 
@@ -107,13 +110,13 @@ def copy_of_finished(folder: Path) -> Path:
     return folder
 
 
-def draftlab(folder: Path, *arguments: str) -> Result:
+def draftlab(folder: Path, *arguments: object) -> Result:
     """Run the command line in a working directory."""
     with contextlib.chdir(folder):
-        return CliRunner().invoke(app, list(arguments), prog_name="draftlab")
+        return CliRunner().invoke(app, list(map(str, arguments)), prog_name="draftlab")
 
 
-def refused(folder: Path, *arguments: str) -> str:
+def refused(folder: Path, *arguments: object) -> str:
     """Run a command that must fail with one user error; return stderr."""
     result = draftlab(folder, *arguments)
     assert result.exit_code == 2, result.output

@@ -59,10 +59,8 @@ def real_target(recipe: str, folder: Path) -> dict[str, Any]:
     ("name", "boundaries"),
     [
         pytest.param("gpt_oss_eagle3", (2, 12, 21), marks=pytest.mark.slow),
-        pytest.param("llama4_eagle3", (1, 23, 44), marks=pytest.mark.slow),
         pytest.param("llama3_peagle", (2, 16, 29), marks=pytest.mark.slow),
         pytest.param("qwen3_next_eagle3", (2, 24, 45), marks=pytest.mark.slow),
-        pytest.param("nemotron_h_eagle3", (2, 26, 49), marks=pytest.mark.slow),
     ],
 )
 def test_a_rehearsal_runs_every_stage(

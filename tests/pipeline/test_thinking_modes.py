@@ -98,18 +98,6 @@ def test_a_suite_in_one_mode_is_named_after_it(folder: Path) -> None:
     assert "was not trained with the template arguments enable_thought=true" in output
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        ("thinking", "--template-arguments: expected an object such as"),
-        ('{"messages": 1}', "found messages, which draftlab sets"),
-        ('{"enable_thinking": null}', "expected true or false"),
-    ],
-)
-def test_an_option_that_is_no_object_is_refused(folder: Path, value: str, message: str) -> None:
-    assert message in " ".join(refused(folder, "eval", "--template-arguments", value).split())
-
-
 def test_changed_arguments_start_over_what_they_change(folder: Path) -> None:
     run = folder / "runs/small"
     before = {name: snapshot(run / name) for name in ("store", "head", "eval")}
@@ -123,21 +111,3 @@ def test_changed_arguments_start_over_what_they_change(folder: Path) -> None:
     assert (run / "answers.jsonl").stat().st_mtime_ns == answers
     after = {name: snapshot(run / name) for name in before}
     assert [name for name in before if before[name] != after[name]] == ["eval"]
-
-
-def test_recordings_of_one_prompt_file_in_two_modes_are_merged(folder: Path) -> None:
-    for name, mode in (("thinks", THINK), ("plain", PLAIN)):
-        arguments = f"target.template_arguments={json.dumps(mode)}"
-        words = (f"name={name}", arguments, "record.boundaries=[1,2,3]", "target=qwen")
-        assert draftlab(folder, "record", "small.yaml", *words).exit_code == 0
-    stores = ("runs/thinks/store", "runs/plain/store")
-    result = draftlab(folder, "store", "merge", *stores, "--out", "merged")
-    assert result.exit_code == 0, result.output
-    merged, parts = Store.open(folder / "merged"), [Store.open(folder / s) for s in stores]
-    assert merged.manifest.template_arguments == [THINK, PLAIN]
-    assert merged.ids == [*parts[0].ids, *(f"{id_}~1" for id_ in parts[1].ids)]
-    merged.verify()
-    draftlab(folder, "record", "small.yaml", "name=toy", "record.boundaries=[1,2,3]")
-    assert "target_fingerprint: expected" in refused(
-        folder, "store", "merge", *stores, "runs/toy/store", "--out", "other"
-    )

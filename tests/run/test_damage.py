@@ -91,7 +91,7 @@ def test_a_changed_shard_under_a_finished_run_is_named(
     flip_byte(shard)  # back again: the hash is compared once, and then the time is known
     assert pipeline().run.status(STAGES["store"]).state == "done"
     hashed: list[str] = []
-    monkeypatch.setattr(shard_files, "sha256_file", lambda path: hashed.append(path.name))
+    monkeypatch.setattr(shard_files, "known_sha256", lambda path: hashed.append(path.name))
     assert pipeline().run.status(STAGES["store"]).state == "done"
     assert hashed == []
 
@@ -99,32 +99,30 @@ def test_a_changed_shard_under_a_finished_run_is_named(
 GARBAGE = [b"", b"\x00\xff", b"{", b"[]", b"null", b"{}", b'{"inputs": 3, "key": 3}']
 
 
-@pytest.mark.parametrize("data", GARBAGE)
 @pytest.mark.parametrize("stage", ["answers", "store", "head", "eval", "export"])
-def test_what_is_said_of_a_stage_record_that_is_garbage_helps(
-    folder: Path, stage: str, data: bytes
-) -> None:
+def test_what_is_said_of_a_stage_record_that_is_garbage_helps(folder: Path, stage: str) -> None:
     before = contents(Path("runs/small/head"))
     record = Path(f"runs/small/stages/{stage}.json")
-    record.write_bytes(data)
-    with pytest.raises(UserError) as caught:
-        pipeline().make("eval", "export")
-    assert caught.value.where == str(record)
-    assert "remove the file: the stage then runs again" in caught.value.do
+    for data in GARBAGE:
+        record.write_bytes(data)
+        with pytest.raises(UserError) as caught:
+            pipeline().make("eval", "export")
+        assert caught.value.where == str(record)
+        assert "remove the file: the stage then runs again" in caught.value.do
     record.unlink()
     pipeline().make("eval", "export")
     assert contents(Path("runs/small/head")) == before
 
 
-@pytest.mark.parametrize("data", GARBAGE)
-def test_what_is_said_of_a_checkpoint_that_is_garbage_helps(folder: Path, data: bytes) -> None:
+def test_what_is_said_of_a_checkpoint_that_is_garbage_helps(folder: Path) -> None:
     before = contents(Path("runs/small/head"))
     shutil.rmtree("runs/small/head")
     *_, last = sorted(Path("runs/small/train/checkpoints").glob("step-*"))
-    (last / "state.json").write_bytes(data)
-    error = error_of("head")
-    assert error.where == str(last / "state.json")
-    assert f"remove {last}" in error.do
+    for data in GARBAGE:
+        (last / "state.json").write_bytes(data)
+        error = error_of("head")
+        assert error.where == str(last / "state.json")
+        assert f"remove {last}" in error.do
     shutil.rmtree(last)
     pipeline().make("head")
     assert contents(Path("runs/small/head")) == before
@@ -156,10 +154,13 @@ def test_a_resumed_training_hashes_changed_shards_only(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[str] = []
-    original = shard_files.sha256_file
-    monkeypatch.setattr(
-        shard_files, "sha256_file", lambda path: hashed.append(path.name) or original(path)
-    )
+    original = files.sha256_file
+
+    def count(path: Path) -> str:
+        hashed.extend([path.name] * path.name.startswith("shard-"))
+        return original(path)
+
+    monkeypatch.setattr(files, "sha256_file", count)
     for _ in range(2):  # the files of a copied run are other ones, and are hashed
         hashed.clear()
         shutil.rmtree("runs/small/head")
@@ -167,9 +168,10 @@ def test_a_resumed_training_hashes_changed_shards_only(
     assert hashed == []
     shard = Path("runs/small/store/shard-00001.safetensors")
     shard.write_bytes(shard.read_bytes())  # another time of the last change
+    time.sleep(0.11)  # files that were changed a moment ago are hashed each time
     shutil.rmtree("runs/small/head")
     pipeline().make("head")
-    assert set(hashed) == {shard.name}
+    assert hashed == [shard.name]
 
 
 def test_a_finished_run_is_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from draftlab.servers.repeated_requests import TOO_LONG as TOO_LONG_PATTERN
 from tests.helpers.completion_server import CompletionServer, answer_tokens, prepare, serve
 from tests.helpers.messages import read_conversations
 from tests.helpers.small_run import write_prompts
@@ -53,16 +54,18 @@ def lengths_of_requests(server: CompletionServer) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", TOO_LONG)
-def test_prompts_that_the_server_refuses_as_too_long_are_left_out(
-    workshop: Path, kind: str
-) -> None:
+def test_messages_of_prompts_that_are_too_long_are_known(kind: str) -> None:
+    assert TOO_LONG_PATTERN.search(json.dumps(TOO_LONG[kind]))
+
+
+def test_prompts_that_the_server_refuses_as_too_long_are_left_out(workshop: Path) -> None:
     """A server may not state how long a prompt and its answer may be."""
     write_prompts(workshop / "prompts.jsonl", ["def f():" + " pass" * n for n in range(6)])
     with serve(workshop / "toy") as server:
         prepare(workshop, server, "name=all")
         room = lengths_of_requests(server)[3]
         expected = read_conversations(workshop / "runs/all/answers.jsonl")[:4]
-        server.requests, server.room, server.refusal = [], room, TOO_LONG[kind]
+        server.requests, server.room, server.refusal = [], room, TOO_LONG["SGLang"]
         output = prepare(workshop, server, "name=some")
         assert len(server.requests) == 6
         assert "answers: dropped 2 prompts (first: p4): no room for the prompt" in output

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ from draftlab.store.settings import RecordSettings
 from draftlab.store.store import Store
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
+from tests.helpers.http_server import Handler, Server, running
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.recordings import file_hashes, identity_of, make_samples, record_store
 from tests.helpers.small_run import draftlab
@@ -32,7 +30,7 @@ from tests.helpers.vllm_stand_in import StandIn
 BOUNDARIES = [0, 2, 3, 4]
 
 
-class StateServer(ThreadingHTTPServer):
+class StateServer(Server):
     """A stand-in for a vLLM with its hidden-state connector.
 
     Attributes:
@@ -42,8 +40,7 @@ class StateServer(ThreadingHTTPServer):
     """
 
     def __init__(self, target: Target, folder: Path, changes: dict[str, Any]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.url = f"http://127.0.0.1:{self.server_port}"
+        super().__init__(_Handler)
         self.target, self.folder, self.changes = target, folder, changes
         self.failures: list[int | str] = []
         self.num_requests = 0
@@ -68,46 +65,30 @@ class StateServer(ThreadingHTTPServer):
         return {"choices": [choice], "kv_transfer_params": transfer} | changes.get("answer", {})
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(Handler):
     server: StateServer
 
-    def log_message(self, *_: object) -> None:
-        pass
-
     def do_GET(self) -> None:
-        self._send(200, {"data": [{"id": "target"}]})
+        self.answer(200, {"data": [{"id": "target"}]})
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        server = self.server
+        body, server = json.loads(self.body()), self.server
         server.num_requests += 1
         failure = server.failures.pop(0) if server.failures and server.num_requests > 3 else None
         if failure == "drop":
             server.complete(body)  # its file is nobody's
             self.close_connection = True
         elif failure is not None:
-            self._send(int(failure), {"error": f"failure {failure}"})
+            self.answer(int(failure), {"error": f"failure {failure}"})
         elif room := server.changes.get("no room"):
-            self._send(400, {"error": room})
+            self.answer(400, {"error": room})
         else:
-            self._send(200, server.complete(body))
-
-    def _send(self, status: int, body: dict[str, Any]) -> None:
-        data = json.dumps(body).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
+            self.answer(200, server.complete(body))
 
 
-@contextmanager
-def serve(target: Target, folder: Path, **changes: Any) -> Iterator[StateServer]:
+def serve(target: Target, folder: Path, **changes: Any) -> AbstractContextManager[StateServer]:
     folder.mkdir(exist_ok=True)
-    server = StateServer(target, folder, changes)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield server
-    server.shutdown()
-    server.server_close()
+    return running(StateServer(target, folder, changes))
 
 
 @pytest.fixture(autouse=True)

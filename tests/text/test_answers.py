@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from draftlab.engine import kv_pool
 from draftlab.engine.sampling import Request, Sampling
@@ -188,32 +187,6 @@ def test_given_answers_need_no_target(tmp_path: Path):
     assert [c.id for c in conversations] == ["p1", "p4", "p7"]
     assert "dropped 7 " in monitor.lines[0]
     assert read_conversations(path) == conversations
-
-
-def test_the_engines_greedy_answer_equals_the_models_and_resumes(tmp_path: Path):
-    folder = toy_target_folder(tmp_path / "target", layers=2, hidden=32, max_length=64)
-    target = load_target(TargetSettings(path=str(folder)))
-    arguments = {
-        "target": target,
-        "decode": None,
-        "prompts": prompts(4),
-        "settings": RegenerateSettings(piece=2, batch=2, max_new_tokens=8),
-    }
-    complete, resumed = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    answer = generate(complete, **arguments)[0].answers[0]
-    assert answer.prompt_ids == prompt_ids(toy_tokenizer(), prompts(1)[0].messages)
-    out = target.model.generate(
-        torch.tensor([answer.prompt_ids]), max_new_tokens=8, do_sample=False
-    )
-    assert tuple(out[0, len(answer.prompt_ids) :].tolist()) == answer.token_ids
-
-    identity = json.loads(complete.with_suffix(".json").read_text())["made_with"]
-    header = {"format": "draftlab answers 1", "made_with": identity}
-    lines = complete.read_text().splitlines(keepends=True)
-    text = json.dumps(header, sort_keys=True, separators=(",", ":")) + "\n"
-    (tmp_path / "b.partial.jsonl").write_text(text + lines[0] + lines[1] + lines[2][:50])
-    generate(resumed, **arguments)
-    assert resumed.read_bytes() == complete.read_bytes()
 
 
 def test_chunks_answered_elsewhere_are_written_in_order(tmp_path: Path):
