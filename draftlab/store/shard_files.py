@@ -7,6 +7,7 @@ gets copies of manifest, index and table, so that it is a store by itself.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import shutil
 import tempfile
@@ -17,9 +18,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from functools import cached_property
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, known_sha256, read_json
-from draftlab.store.manifest import MANIFEST, Manifest
+from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.object_store import UrlClaim, UrlFolder
 from draftlab.store.record_index import RECORDS
 from draftlab.store.shard import NO_TIME, SHARDS, Listing, Shard, list_shards, shard_number
@@ -220,6 +224,67 @@ class RemoteShardFiles(ShardFiles):
 
     def cancel(self) -> None:
         self.remote.cancelled.set()
+
+
+def map_shard(
+    files: ShardFiles, shard: Shard, identity: StoreIdentity, do: str
+) -> dict[str, Tensor]:
+    """Return the mapped tensors of a shard that holds the manifest's records.
+
+    Shapes, dtypes and offsets are compared, and token ids and answer spans are read: an id outside
+    the vocabulary would read beyond a table's end on a GPU.
+
+    Args:
+        do: what a user does about a damaged shard.
+
+    Raises:
+        UserError: the file is corrupt or of another store, or there is no memory to map it.
+    """
+    path = files.where(shard.file)
+    try:
+        with files.local_file(shard) as local:
+            file = safe_open(local, "pt")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, MemoryError, RuntimeError) as error:
+        if "Cannot allocate memory" in str(error):
+            raise UserError(
+                f"the system has no memory to map a shard: {error}",
+                where=path,
+                do="raise the limits of address space (ulimit -v) and of mapped files (sysctl "
+                "vm.max_map_count), or run fewer processes; the store is whole",
+            ) from None
+        raise UserError(f"the shard is truncated or corrupt: {error}", where=path, do=do) from None
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    planned = identity.tensors(shard.records, shard.tokens)
+    expected = {name: shape for name, (_, shape) in planned.items()}
+    offsets = [0, *itertools.accumulate(shard.lengths)]
+    if shapes != expected or tensors["offsets"].tolist() != offsets:
+        raise UserError(
+            "the shard does not hold the manifest's records: it belongs to another store or is "
+            f"corrupt (expected {expected}, found {shapes})",
+            where=path,
+            do=do,
+        )
+    if fault := _fault(tensors, identity):
+        raise UserError(f"the shard is corrupt: {fault}", where=path, do=do)
+    return tensors
+
+
+def _fault(tensors: dict[str, Tensor], identity: StoreIdentity) -> str | None:
+    """Return the first dtype or value that a shard of this format cannot have; None without any."""
+    for name, (dtype, _) in identity.tensors(0, 0).items():
+        if tensors[name].dtype != dtype:
+            return f"{name}: expected {dtype}, found {tensors[name].dtype}"
+    last_id = identity.vocab_size - 1
+    # The argmax is -1 where no head learns from the distribution.
+    bounds = {"tokens": (0, last_id), "argmax": (-1, last_id), "spans": (0, len(tensors["spans"]))}
+    for name, (lowest, highest) in bounds.items():
+        if not len(tensors[name]):
+            continue
+        smallest, largest = (int(value) for value in tensors[name].aminmax())
+        if smallest < lowest or largest > highest:
+            return f"{name}: expected {lowest} to {highest}, found {smallest} to {largest}"
+    return None
 
 
 def open_shard_files(folder: Path, url: str | None) -> ShardFiles:

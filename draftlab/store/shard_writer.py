@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import queue
 import threading
 import time
@@ -15,6 +17,7 @@ from uuid import uuid4
 
 import numpy as np
 import torch
+from safetensors.torch import save
 from torch import Tensor
 
 from draftlab.errors import UserError
@@ -25,11 +28,12 @@ from draftlab.store.recording_plan import batches_of
 from draftlab.store.resume import Receipts
 from draftlab.store.sample_table import NO_TEACHER, Sample
 from draftlab.store.settings import NotFinitePolicy
-from draftlab.store.shard_file import write_shard
 
 SHARDS_AT_ONCE = 3  # filled or written at the same time; each is held in memory
 QUEUED_BATCHES = 2  # computed and not yet copied into their shard
 _POLL_S = 0.1
+_BLOCK = 1 << 24
+"""Bytes that are hashed and written at a time."""
 
 
 class ShardRecorder:
@@ -242,3 +246,37 @@ class ShardBuffer:
             boundaries = len(self.identity.boundaries)
             fields["fp8_errors"] = relative_errors(self.error, self.square, boundaries)
         return fields
+
+
+def write_shard(tensors: dict[str, Tensor], path: Path) -> tuple[int, str]:
+    """Write the bytes of `safetensors.torch.save_file` to a new file, and copy no tensor; return
+    its size and its hex SHA-256, computed while it is written.
+    """
+    header, names = _header(tensors)
+    digest = hashlib.sha256(header)
+    with open(path, "xb") as file:
+        file.write(header)
+        for name in names:
+            data = memoryview(tensors[name].contiguous().flatten().view(torch.uint8).numpy())
+            for start in range(0, len(data), _BLOCK):
+                block = data[start : start + _BLOCK]
+                digest.update(block)
+                file.write(block)
+        return file.tell(), digest.hexdigest()
+
+
+def _header(tensors: dict[str, Tensor]) -> tuple[bytes, list[str]]:
+    """Return the header of a file of these tensors, and their names in the file's order.
+
+    The format's library orders tensors by dtype and name, and names the dtypes.
+    """
+    example = save({name: torch.zeros(1, dtype=t.dtype) for name, t in tensors.items()})
+    entries = json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])
+    start = 0
+    for name, entry in entries.items():
+        end = start + tensors[name].nbytes
+        entry |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, list(entries)

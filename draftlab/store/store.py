@@ -25,8 +25,7 @@ from draftlab.store.fp8 import dequantise
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.sample_table import Sample, SampleTable, Selection
 from draftlab.store.shard import NO_FILE, Listing
-from draftlab.store.shard_file import map_shard
-from draftlab.store.shard_files import ShardFiles, locate_store, open_shard_files
+from draftlab.store.shard_files import ShardFiles, locate_store, map_shard, open_shard_files
 
 if TYPE_CHECKING:
     from draftlab.train.batch.window_order import WindowFeed

@@ -24,7 +24,7 @@ from draftlab.files import sha256_file
 from draftlab.store.recording_plan import batches_of
 from draftlab.store.sample_table import Sample, prediction_mask, teacher_mask
 from draftlab.store.shard import list_shards, shard_file
-from draftlab.store.shard_file import map_shard
+from draftlab.store.shard_files import map_shard
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.train.batch.loss_rows import loss_reach
 from tests.helpers.table_target import (

@@ -4,7 +4,7 @@ Step k of an unroll runs the rows that still have a loss. A row attends to the s
 document up to its own slot, and to the keys that it computed itself in steps 1..k. The latter stay
 where their steps computed them; `StepKeyValues` holds the rows' indices there.
 
-The kernels are in `ttt_attention/triton.py` and `ttt_attention/backward_triton.py`. Tests:
+The kernels are in `ttt_attention/triton.py`. Tests:
 tests/kernels/test_training_attention.py.
 """
 

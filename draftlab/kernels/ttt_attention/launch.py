@@ -13,14 +13,15 @@ from torch.autograd.function import once_differentiable
 from draftlab.kernels.launching import FP_FUSION, cdiv, next_power_of_2
 from draftlab.kernels.parallel_attention import ParallelRows
 from draftlab.kernels.ttt_attention import check_inputs
-from draftlab.kernels.ttt_attention.backward_triton import (
+from draftlab.kernels.ttt_attention.triton import (
+    LOG2_E,
     d_keys_kernel,
     d_query_kernel,
     d_slot_keys_kernel,
     d_step_keys_kernel,
     delta_kernel,
+    forward_kernel,
 )
-from draftlab.kernels.ttt_attention.triton import LOG2_E, forward_kernel
 
 STEPS_AT_ONCE = 8  # a kernel is compiled for up to 8 steps, up to 16, 24, …
 SCAN = 1024  # rows scanned together

@@ -12,7 +12,7 @@ from draftlab.files import parse_json, sha256_file
 from draftlab.progress import Monitor
 from draftlab.store.resume import Receipts
 from draftlab.store.shard import WrittenShard, shard_number
-from draftlab.store.shard_file import map_shard
+from draftlab.store.shard_files import map_shard
 
 JOURNAL = "recorded.jsonl"
 """In the store's folder: the SHA-256 that each shard had when it was first recorded."""
