@@ -1,0 +1,37 @@
+"""Long prompts are as long as they say, and hide what they ask for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from draftlab.errors import UserError
+from draftlab.progress import Monitor
+from draftlab.target_model.loading import load_tokenizer
+from draftlab.target_model.settings import TargetSettings
+from draftlab.text.prompts import prompt_file
+from draftlab.text.suites import load_suite
+from tests.helpers.drivers import load
+
+long_prompts = load("data_prep/long_prompts").long_prompts
+SOURCE = prompt_file("embedded:heldout")
+
+
+def test_prompts_fill_their_lengths_and_have_their_facts_once(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(TargetSettings(path="embedded"))
+    lines = long_prompts(SOURCE, tokenizer, [512, 2048], 3, 0)
+    assert lines == long_prompts(SOURCE, tokenizer, [512, 2048], 3, 0)
+    file = tmp_path / "long.jsonl"
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    suite = load_suite(str(file), tokenizer, Monitor())
+    assert len(suite.prompts) == len(lines) == 12
+    for (id_, ids), line in zip(suite.prompts, lines, strict=True):
+        kind, length, _ = id_.split("-")
+        assert 0.75 * int(length) < len(ids) <= int(length)
+        *turns, question = line["messages"][0]["content"].split("\n\nUser: ")
+        assert "\n\n".join(turns).count("The code of the archive is") == (kind == "retrieval")
+        assert question not in turns
+    with pytest.raises(UserError, match="expected turns for prompts of 10,000,000 tokens"):
+        long_prompts(SOURCE, tokenizer, [10_000_000], 1, 0)
