@@ -18,10 +18,11 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import load_head, save_head
 from draftlab.heads.head import initialise_head
+from draftlab.heads.layers import Rope
 from draftlab.heads.peagle import PeagleHead
 from draftlab.heads.rope import attention_factor, rope_frequencies
 from tests.helpers.dense_attention import dense_pass
-from tests.helpers.head_toys import EAGLE, LLAMA3, PEAGLE, make_config, make_head
+from tests.helpers.head_toys import EAGLE, LLAMA3, PEAGLE, YARN, make_config, make_head
 from tests.helpers.plain_chain import PlainChain
 
 
@@ -85,6 +86,18 @@ def test_rope_frequencies_are_those_of_transformers(
     torch.testing.assert_close(
         frequencies, transformers_frequencies(head_dim, parameters), rtol=1e-5, atol=0
     )
+
+
+@pytest.mark.parametrize(
+    "rope", [LLAMA3, YARN, {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}]
+)
+def test_angles_beyond_the_original_length_are_those_of_transformers(rope: dict) -> None:
+    """A small error of a frequency is a large one of an angle there."""
+    positions = torch.tensor([[0, 511, 512, 8191, 8192, 32_767, 131_071]])
+    config = LlamaConfig(head_dim=64, max_position_embeddings=131072, rope_parameters=dict(rope))
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    for own, theirs in zip(Rope(64, rope).angles(positions), expected, strict=True):
+        torch.testing.assert_close(own[:, :, 0], theirs[..., :32], atol=1e-6, rtol=0)
 
 
 def test_llama3_frequencies_have_all_three_bands() -> None:
