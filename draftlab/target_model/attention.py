@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from draftlab.target_model.paged_cache import PagedCache
 
 ATTENTION = "draftlab"
+MOST_SCORES = 2**28
+"""Scores that are in memory at once where capped scores or sinks are computed without a kernel."""
 
 
 def text_attention(config: Any) -> dict[str, str]:
@@ -225,16 +227,21 @@ def _attend_rows(
         ).tril(kv_length - q_length)
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
-    scores = scores.float().masked_fill(~attention_mask, float("-inf"))
-    if s_aux is not None:  # a sink enters the softmax and adds no value
-        sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-    else:
-        weights = scores.softmax(-1)
-    return (weights.to(value.dtype) @ value).transpose(1, 2).contiguous()
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    at_once = max(1, MOST_SCORES // (query.shape[0] * query.shape[1] * key.shape[2]))
+    attended = []
+    for part, mask in zip(query.split(at_once, -2), attention_mask.split(at_once, -2), strict=True):
+        scores = part @ key.mT * scaling
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores.float().masked_fill(~mask, float("-inf"))
+        if s_aux is not None:  # a sink enters the softmax and adds no value
+            sinks = s_aux.float().view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+            weights = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
+        else:
+            weights = scores.softmax(-1)
+        attended.append(weights.to(value.dtype) @ value)
+    return torch.cat(attended, 2).transpose(1, 2).contiguous()
 
 
 AttentionInterface.register(ATTENTION, _attention)

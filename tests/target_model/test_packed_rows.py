@@ -56,6 +56,23 @@ def test_packed_states_are_those_alone(kind: str, tmp_path: Path) -> None:
     assert_packing_is_exact(target, [*texts(), torch.tensor([7])])
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_scores_without_a_kernel_are_computed_in_parts(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rows = zoo_target(tmp_path, kind), texts()
+    whole = run_packed(target, rows)
+    sizes: list[int] = []
+    masked_fill = Tensor.masked_fill
+    monkeypatch.setattr(attention, "MOST_SCORES", 3000)
+    monkeypatch.setattr(
+        Tensor, "masked_fill", lambda x, *rest: sizes.append(x.numel()) or masked_fill(x, *rest)
+    )
+    for actual, expected in zip(run_packed(target, rows), whole, strict=True):
+        assert_close(actual, expected)
+    assert max(sizes) <= 3000
+
+
 def varlen(
     query: Tensor,
     key: Tensor,
