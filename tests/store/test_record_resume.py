@@ -165,7 +165,8 @@ for kill_at in range(1, 200):
     assert os.WTERMSIG(status) == signal.SIGKILL, status
     killed += 1
     states.add(tuple(sorted(p.name.split(".safetensors.")[0] for p in folder.iterdir())))
-    recorder_status(folder, 4)  # killed again while it resumes
+    if kill_at % 4 == 0:
+        recorder_status(folder, 4)  # killed again while it resumes
     assert recorder_status(folder, 0) == 0
     hashes = file_hashes(folder)
     assert hashes == expected, (kill_at, set(expected.items()) ^ set(hashes.items()))
