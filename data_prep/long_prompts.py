@@ -42,7 +42,8 @@ def long_prompts(
 
     messages = [m for one in iterate_conversations(source) for m in one.messages if m["content"]]
     turns = [f"{m['role'].capitalize()}: {m['content']}" for m in messages if m["role"] != "system"]
-    sizes, empty = np.array([tokens(turn) for turn in turns]), tokens("")
+    # The joints of turns take two tokens at most.
+    sizes = [len(ids) + 2 for ids in tokenizer(turns, add_special_tokens=False)["input_ids"]]
     questions = [n for n, turn in enumerate(turns) if turn.startswith("User: ")]
     generator, lines = np.random.default_rng(seed), []
     for length in lengths:
@@ -54,11 +55,10 @@ def long_prompts(
             if kind == "retrieval":
                 fact = f"The code of the archive is {code}."
                 question = "User: What is the code of the archive? Answer with its digits."
-            # A turn's size has the template's tokens; the joints of turns take two at most.
             room, chosen = length - tokens(f"{fact}\n\n{question}"), []
             for n in generator.permutation(np.setdiff1d(np.arange(len(turns)), [last])).tolist():
-                if sizes[n] - empty + 2 <= room:
-                    room -= sizes[n] - empty + 2
+                if sizes[n] <= room:
+                    room -= sizes[n]
                     chosen.append(turns[n])
                 if room < length // 16:
                     break
