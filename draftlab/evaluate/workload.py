@@ -164,8 +164,12 @@ class Workload:
         def progress(done: int, total: int) -> None:
             self.monitor.progress(stage, done * batch, total * batch)
 
+        started = time.perf_counter()
         with one_thread(self.target.device):
-            return time_in_turn(engines, batches, progress)
+            runs = time_in_turn(engines, batches, progress)
+        before = time.perf_counter() - started - sum(run.wall_s for run in runs.values())
+        self.monitor.say(f"{stage}: {before:.0f} s of compiling and warm-up are not in the times")
+        return runs
 
     def add_timings(
         self,

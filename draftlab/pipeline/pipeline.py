@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from draftlab.heads.folder import WEIGHTS
 from draftlab.kernels.devices import reuse_freed_memory
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.training import train_and_save
-from draftlab.plan.estimate import estimate_table, estimate_warnings
+from draftlab.plan.estimate import estimate_table, estimate_warnings, predicted_seconds
 from draftlab.plan.preflight import (
     Planned,
     check_before_run,
@@ -207,6 +208,8 @@ class Pipeline:
         run = self.run
         statuses = run.plan(*last)  # reads whole files, to compare their hashes
         self.check(statuses, plan=False)
+        predicted = self._predict(statuses)
+        start = time.perf_counter()
         pool = self._new_pool()
         with lock(run.folder), pool or nullcontext():
             statuses = run.plan(*last)
@@ -229,6 +232,21 @@ class Pipeline:
                     pool.close()  # the next stages need the memory
                 self.monitor.say(f"stage {number} of {len(statuses)}: {stage.name}")
                 self._run_stage(stage, pool)
+        if sum(status.runs for status in statuses) > 1:
+            took = timedelta(seconds=round(time.perf_counter() - start))
+            self.monitor.say(f"all stages: done in {took}{predicted}")
+
+    def _predict(self, statuses: Sequence[Status]) -> str:
+        """Say how long the stages will take, if an earlier run tells it, and return it."""
+        stages = [status.stage.name for status in statuses if status.runs]
+        if len(stages) < 2 or self.cluster is not None or (self.gpus or num_launched()) > 1:
+            return ""
+        found = predicted_seconds(self.recipe, self.runs, stages, environment(_device())["device"])
+        if found is None:
+            return ""
+        seconds = timedelta(seconds=round(found[0]))
+        self.monitor.say(f"all stages: about {seconds}, by the times of {self.runs / found[1]}")
+        return f", predicted {seconds}"
 
     def _run_stage(self, stage: Stage, pool: WorkerPool | None) -> None:
         functions = {
@@ -320,11 +338,10 @@ class Pipeline:
 
 def write_provenance(recipe: Recipe, run: Run) -> None:
     """Write what a run was made with into its folder."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     write_json(
         run.folder / "provenance.json",
         {
-            "environment": environment(device),
+            "environment": environment(_device()),
             "draftlab_commit": git_commit(),
             "target": recipe.target.path,
             "target_revision": recipe.target.revision,
@@ -334,3 +351,7 @@ def write_provenance(recipe: Recipe, run: Run) -> None:
             "inputs": run.files,
         },
     )
+
+
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -10,22 +10,26 @@ import math
 import os
 import shutil
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 
+from draftlab.errors import UserError
 from draftlab.evaluate.decoding_config import more_ks
 from draftlab.evaluate.settings import MAX_K
+from draftlab.files import read_json
 from draftlab.formatting import rounded_text, size_text
 from draftlab.plan.model_sizes import PROMPT_TOKENS, Conversations, HeadSize, TargetSize
 from draftlab.plan.preflight import check_head
 from draftlab.recipe.hardware import GPUS
 from draftlab.recipe.head_spec import planned_identity, target_config
-from draftlab.recipe.recipe import Recipe
+from draftlab.recipe.recipe import LATEST, RECIPE, Recipe, load_recipe
 from draftlab.run.held_out_prompts import default_suite
+from draftlab.run.stages import read_record
 from draftlab.store.shard_cache import DEFAULT_SIZE, SIZE
 from draftlab.store.urls import local_folder
 from draftlab.target_model.locate import (
@@ -337,6 +341,39 @@ def estimate_warnings(
     """Yield the warnings of `estimate_table`, each as one line."""
     sizes = RecipeSizes(recipe)
     yield from _warnings(sizes, _rows(sizes, stages, num_working), runs.resolve())
+
+
+def predicted_seconds(
+    recipe: Recipe, runs: Path, stages: Sequence[str], device: str
+) -> tuple[float, str] | None:
+    """Return how long stages will take on one device, and the run that tells it; None: none does.
+
+    It is the latest run of this target on such a device. The times of its stages are scaled by
+    what the data sheet of a GPU, any one, says of both recipes.
+    """
+
+    def least(recipe: Recipe) -> dict[str, float | None]:
+        gpu = recipe.hardware.model_copy(update={"gpu": "H100"})
+        sizes = RecipeSizes(recipe.model_copy(update={"hardware": gpu}))
+        return {row.name: row.seconds for row in sizes.stages()}
+
+    records = runs.glob(f"*/stages/{stages[-1]}.json")
+    for record in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True):
+        folder, total = record.parents[1], 0.0
+        if folder.name == LATEST:
+            continue
+        with suppress(UserError, KeyError, TypeError):
+            earlier = load_recipe(folder / RECIPE)
+            made_on = read_json(folder / "provenance.json", kind="provenance")["environment"]
+            if (made_on["device"], earlier.target.path) != (device, recipe.target.path):
+                continue
+            now, then = least(recipe), least(earlier)
+            for name in stages:
+                ratio = (now[name] / then[name]) if now.get(name) else 1.0
+                total += ratio * read_record(folder / "stages" / f"{name}.json")["seconds"]
+            if 0 < total < 1e9:
+                return total, folder.name
+    return None
 
 
 def _rows(sizes: RecipeSizes, stages: Collection[str], num_working: int) -> dict[str, Estimate]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from contextlib import closing
 from pathlib import Path
@@ -178,7 +179,10 @@ class Trainer:
             self.validate()
             if self.best.stops_training(self.step):
                 return
-        steps = self.loader.steps(self.training, first=self.step)
+        steps, began = self.loader.steps(self.training, first=self.step), time.perf_counter()
+        compiles = self.device.type == "cuda"
+        if compiles:
+            self.monitor.say("the first step compiles its kernels, unless an earlier run has")
         with closing(self.loader.micro_batches(steps)) as micro_batches, self.loader.stopping():
             for micro in micro_batches:
                 self.timer.mark(self.loader.phase(self.step))
@@ -190,6 +194,11 @@ class Trainer:
                 self.window.add_gradient_norm(self.backend.step(learning_rate(self.step, settings)))
                 self.timer.mark("optimizer")
                 self.step += 1
+                if compiles:
+                    torch.cuda.synchronize(self.device)
+                    took = time.perf_counter() - began
+                    self.monitor.say(f"the first step took {took:.0f} s, with what it compiled")
+                    compiles = False
                 last = self.step == settings.steps
                 if self.step % settings.log_every == 0 or last:
                     self._log()
