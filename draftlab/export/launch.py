@@ -19,6 +19,7 @@ from draftlab.export.serving_tables import STS
 from draftlab.files import cache_folder
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
+from draftlab.heads.folder import CONFIG
 from draftlab.servers.server_counters import PROGRAMS
 from draftlab.servers.vllm_client.loading import generation_override
 from draftlab.target_model.locate import is_hub_id, local_target, resolve_target
@@ -305,7 +306,8 @@ def launch_arguments(
     Raises:
         UserError: it is no export for the program, or `target` or `k` does not fit.
     """
-    file, again = folder / LAUNCH, f"`draftlab export --to {program}` writes one"
+    head = f" --head {folder} --target TARGET" if (folder / CONFIG).is_file() else ""
+    file, again = folder / LAUNCH, f"`draftlab export{head} --to {program}` writes one"
     text = file.read_text("utf-8", "replace") if file.is_file() else ""
     options = _options(text, program)
     if options is None:

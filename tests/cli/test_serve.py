@@ -163,6 +163,7 @@ def test_what_is_refused(exports: Path, tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("DRAFTLAB_VLLM_PYTHON", "DRAFTLAB_SGLANG_PYTHON", "LLAMA_CPP"):
         monkeypatch.delenv(name, raising=False)
     vllm, empty = str(exports / "vllm"), tmp_path / "empty"
+    head = str(exports.parent / "head")
     empty.mkdir()
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -181,6 +182,7 @@ def test_what_is_refused(exports: Path, tmp_path: Path, monkeypatch: pytest.Monk
         ((str(exports / "llamacpp"), "--with", "llamacpp", *gguf), "llama-server, found none"),
         ((vllm, "--with", "sglang"), "expected an export for SGLang, found one for vLLM"),
         ((str(empty), "--with", "vllm"), "expected an export for vLLM, found none"),
+        ((head, "--with", "vllm"), f"draftlab export --head {head} --target TARGET --to vllm"),
         (
             (str(exports / "llamacpp"), "--with", "llamacpp"),
             "target's GGUF file, found target.gguf",
