@@ -102,7 +102,8 @@ class EagerHead:
         queries = layout.layer_queries(len(layers))
         for layer, pool, (counts, positions) in zip(layers, pools, queries, strict=True):
             if layer is layers[0]:
-                x, residual = self.head.layer_inputs(self.head.embed(tokens), hidden)
+                embedding = self.head.embed_at(tokens, layout.positions)
+                x, residual = self.head.layer_inputs(embedding, hidden)
             else:
                 x, residual = layer.input_layernorm(hidden), hidden
             angles = layout.angles

@@ -12,11 +12,11 @@ from pathlib import Path
 from draftlab.errors import UserError
 from draftlab.export.gguf import FILE
 from draftlab.export.serving_tables import CALIBRATION, STS
-from draftlab.export.weight_files import INDEX, WEIGHTS, weight_files
+from draftlab.export.weight_files import DELTA, INDEX, WEIGHTS, weight_files
 
 _MARK = "launch.md"
 """A file that every export has."""
-_EXPORT_FILES = {"config.json", "README.md", _MARK, CALIBRATION, STS, WEIGHTS, INDEX, FILE}
+_EXPORT_FILES = {"config.json", "README.md", _MARK, CALIBRATION, STS, WEIGHTS, DELTA, INDEX, FILE}
 
 
 def check_destination(

@@ -58,7 +58,7 @@ _TAKEN = {
 }
 _TARGET = {"vllm": "", "sglang": MODEL, "llamacpp": "-m"}
 """The option whose value is the target; vLLM's has none."""
-_SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "parallel_drafting")
+_SPECULATIVE_KEYS = ("model", "method", "num_speculative_tokens", "parallel_drafting")
 _VALUE = re.compile(r"[\w.][\w.-]*|\{.*\}")
 
 
@@ -114,6 +114,28 @@ def vllm_text(export: Export, path: Path, *, alone: bool = False) -> str:
             "which this head was trained: hence the last option"
         )
     return f"# Serving this head with vLLM\n\n{text}\nDrafts: {drafts}.\n{vllm_load_text(export)}"
+
+
+def vllm_delta_text(export: Export, path: Path) -> str:
+    """Return launch.md for vLLM of changed tensors, which it reads in a whole folder."""
+    hub, whole = is_hub_id(export.target_name), shlex.quote(f"{path}-whole")
+    target = '"$PWD"/target' if hub else shlex.quote(export.target_name)
+    fetch = [f"hf download {shlex.quote(export.target_name)} --local-dir target"] if hub else []
+    config = {"method": export.family.vllm_method, "num_speculative_tokens": export.k}
+    trust = " --trust-remote-code" * ("auto_map" in export.target)
+    commands = code_block(
+        *fetch,
+        f"mkdir {whole}",
+        f"ln -s {target}/* {whole}",
+        f"cp --remove-destination {shlex.quote(str(path))}/*.json "
+        f"{shlex.quote(str(path))}/*.safetensors {whole}",
+        f"{_COMMANDS['vllm']}{whole} {SPECULATIVE} {shlex.quote(json.dumps(config))}{trust}",
+    )
+    return (
+        "# Serving this layer with vLLM\n\nThis folder has the changed tensors, and an index of "
+        "the whole checkpoint, in which all others are in their old files. vLLM wants one folder, "
+        f"here of links:\n\n{commands}\nDrafts: {export.k} tokens a step, greedy, one a pass.\n"
+    )
 
 
 def vllm_load_text(export: Export) -> str:
@@ -319,7 +341,8 @@ def launch_arguments(
     model = _model(program, target or options[_TARGET[program]], file)
     if program == "vllm":
         config = _speculative_config(options[SPECULATIVE], file, again)
-        config |= {"model": str(folder)} | ({} if k is None else {"num_speculative_tokens": k})
+        config |= {"model": str(folder)} if "model" in config else {}
+        config |= {} if k is None else {"num_speculative_tokens": k}
         config |= {"num_speculative_tokens_per_batch_size": schedule} if schedule else {}
         options = {SPECULATIVE: json.dumps(config, ensure_ascii=False)}
         return model, [model, *_flat(options | taken)]

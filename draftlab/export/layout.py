@@ -121,6 +121,8 @@ class Layout:
         ships_embeddings: whether the target's embeddings are written where the head has none.
         reads_norm_before_residual: whether the program reads the flag; else it cannot serve a head
             that has it.
+        is_delta: whether the tensors are changed ones of the target's checkpoint, which the folder
+            has in a file of their own, with the index of the whole checkpoint.
         reads_confidence: whether the program reads files about a head's confidence.
     """
 
@@ -132,6 +134,7 @@ class Layout:
     ships_embeddings: bool = False
     reads_norm_before_residual: bool = True
     reads_confidence: bool = False
+    is_delta: bool = False
 
     def check(self, export: Export) -> None:
         """Check that the program can serve the head.

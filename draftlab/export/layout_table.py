@@ -8,7 +8,7 @@
   every version of every program reads; `layers.0.*` is newer. Embeddings are left out if they are
   the target's, since programs share those then. With heads of EAGLE's first generation vLLM and
   SGLang use the target's embeddings and lm_head, and no norm. One folder of a block head serves all
-  programs.
+  programs. Of MTP layers it is the changed part of the target's checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +19,13 @@ from typing import Any
 
 from torch import Tensor
 
-from draftlab.export.launch import block_sglang_text, llamacpp_text, sglang_text, vllm_text
+from draftlab.export.launch import (
+    block_sglang_text,
+    llamacpp_text,
+    sglang_text,
+    vllm_delta_text,
+    vllm_text,
+)
 from draftlab.export.layout import USE_VLLM, Export, Layout, plain_config
 from draftlab.export.refusals import (
     LLAMACPP_BLOCK,
@@ -39,6 +45,7 @@ from draftlab.export.speculators_config import (
     eagle3_speculators_config,
 )
 from draftlab.heads.family import Family
+from draftlab.heads.mtp import checkpoint_tensors
 
 
 def _midlayer(tensors: dict[str, Tensor], export: Export) -> dict[str, Tensor]:
@@ -169,6 +176,27 @@ def eagle_llama4_layouts(_: Family) -> dict[str, Layout | str]:
         "sglang": "SGLang has no EAGLE drafter of Llama 4's layers: vLLM serves this head "
         "(--to vllm)",
         "llamacpp": "llama.cpp has no such EAGLE: vLLM serves this head (--to vllm)",
+    }
+
+
+def mtp_layouts(_: Family) -> dict[str, Layout | str]:
+    """Return the layouts of MTP layers.
+
+    The old layer stays in the checkpoint's own files. vLLM reads the files in the order of their
+    names, so that the new one is read last (`DELTA`).
+    """
+    return {
+        "speculators": f"vLLM reads no MTP layers in this format: {USE_VLLM}",
+        "vllm": Layout(
+            "the changed tensors in the checkpoint's own layout (vLLM's method mtp)",
+            vllm_delta_text,
+            config=lambda export: export.target,
+            tensors=lambda tensors, export: checkpoint_tensors(export.head, tensors),
+            is_delta=True,
+        ),
+        "sglang": f"in which order SGLang reads the old layer and the new is not known: {USE_VLLM}",
+        "llamacpp": "llama.cpp reads an MTP layer from its target's GGUF file: convert the folder "
+        "that launch.md makes of the export to vLLM (--to vllm)",
     }
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -19,8 +21,12 @@ from draftlab.files import (
     save_tensors,
     write_json,
 )
+from draftlab.target_model.parts import tensor_files
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DELTA = "trained.safetensors"
+"""The file of an export that has only the changed tensors of its target's checkpoint. It sorts
+behind a checkpoint's files, which servers read in this order, so that its tensors are read last."""
 MAX_SHARD = "5GB"
 """Largest safetensors file, as transformers writes them."""
 SAFETENSORS_METADATA = {"format": "pt"}
@@ -45,11 +51,14 @@ def write_weights(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a checkpoint: those in its index, or the only one.
+    """Return the safetensors files of a checkpoint: those in its index, or the only one. Of an
+    export of changed tensors this is `DELTA`.
 
     Raises:
         UserError: an index with paths outside the folder, no safetensors, or several without index.
     """
+    if (folder / DELTA).is_file():
+        return [folder / DELTA]
     if (folder / INDEX).is_file():
         return _files_of_index(folder)
     files = sorted(folder.glob("*.safetensors"))
@@ -77,6 +86,33 @@ def weight_files(folder: Path) -> list[Path]:
     raise UserError(
         "expected safetensors, found none", where=folder, do="give a folder with model.safetensors"
     )
+
+
+def write_delta(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Write `DELTA`, a checkpoint's changed tensors; raise a `UserError` if the disk is full."""
+    with atomic_path(folder / DELTA) as file:
+        save_tensors(tensors, file, metadata=SAFETENSORS_METADATA)
+
+
+def delta_index(folder: Path, changed: Iterable[str]) -> dict[str, Any]:
+    """Return the index of a whole checkpoint in which the `changed` tensors are in `DELTA`.
+
+    Args:
+        folder: the checkpoint, whose other tensors stay in its files.
+
+    Raises:
+        UserError: the checkpoint cannot be read, or has a file that sorts behind `DELTA`.
+    """
+    files = tensor_files(folder)
+    if late := sorted(file for file in {*files.values()} if file > DELTA):
+        raise UserError(
+            f"expected files that sort before {DELTA}, found {late[0]}: vLLM reads a checkpoint's "
+            "files in this order, and would take the old values from the last one",
+            where=folder,
+            do=f"rename {late[0]}, in the checkpoint's index too",
+        )
+    files = files | dict.fromkeys(changed, DELTA)
+    return {"metadata": {}, "weight_map": dict(sorted(files.items()))}
 
 
 def _files_of_index(folder: Path) -> list[Path]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,14 @@ from draftlab.export.refusals import serving_warnings
 from draftlab.export.serving_tables import ServingTables, read_serving_tables
 from draftlab.export.settings import ExportSettings, check_program
 from draftlab.export.weight_files import (
+    INDEX,
     WRITE_AGAIN,
     common_dtype,
     compare_tensors,
+    delta_index,
     floating_dtype,
     read_file,
+    write_delta,
     write_weights,
 )
 from draftlab.files import known_sha256, read_json, write_json, write_text
@@ -72,8 +75,8 @@ class PlannedExport:
         destination = self.out.expanduser().resolve()
         tensors = self._tensors(trust_remote_code)
         with atomic_folder(destination) as folder:
-            write_weights(tensors, folder)
-            for name, content in self._json_files().items():
+            (write_delta if layout.is_delta else write_weights)(tensors, folder)
+            for name, content in self._json_files(tensors).items():
                 write_json(folder / name, content)
             launch = layout.launch(export, destination)
             launch += cached_target_text(export.target_name, export.head.target.name)
@@ -94,15 +97,19 @@ class PlannedExport:
         Raises:
             UserError: the first difference, or a file that cannot be read.
         """
-        for name, expected in self._json_files().items():
+        tensors = self._tensors(trust_remote_code)
+        for name, expected in self._json_files(tensors).items():
             found = read_json(out / name, kind=f"export's {name}")
             if difference := _first_difference(expected, found):
                 what = f"the export's {name} differs: {difference}"
                 raise UserError(what, where=out / name, do=WRITE_AGAIN)
-        compare_tensors(self._tensors(trust_remote_code), out)
+        compare_tensors(tensors, out)
 
-    def _json_files(self) -> dict[str, dict[str, Any]]:
-        return {CONFIG: self.layout.config(self.export)} | self.layout.json_files(self.export)
+    def _json_files(self, tensors: Iterable[str]) -> dict[str, dict[str, Any]]:
+        files = {CONFIG: self.layout.config(self.export)} | self.layout.json_files(self.export)
+        if self.layout.is_delta:
+            files[INDEX] = delta_index(self.target_folder, tensors)
+        return files
 
     def _tensors(self, trust_remote_code: bool) -> dict[str, Tensor]:
         """Return the head's tensors, checked, cast, and in the layout's names."""

@@ -9,6 +9,7 @@ from draftlab.families.dspark import Dspark
 from draftlab.families.eagle import Eagle
 from draftlab.families.eagle3 import Eagle3
 from draftlab.families.eagle_llama4 import EagleLlama4
+from draftlab.families.mtp import Mtp
 from draftlab.families.peagle import Peagle
 from draftlab.heads.family import Family, register
 
@@ -20,9 +21,10 @@ __all__ = [
     "Eagle3",
     "EagleLlama4",
     "Family",
+    "Mtp",
     "Peagle",
     "register",
 ]
 
-for _family in (Eagle3(), Peagle(), Dspark(), Dflash(), Dflash2(), Eagle(), EagleLlama4()):
+for _family in (Eagle3(), Peagle(), Dspark(), Dflash(), Dflash2(), Eagle(), EagleLlama4(), Mtp()):
     register(_family)

@@ -12,28 +12,30 @@ from pydantic import model_validator
 from torch import Tensor, nn
 
 from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
 from draftlab.heads.head import LM_HEAD, TARGET_NORM, DecoderLayer, DraftHead
 from draftlab.heads.layers import RMSNorm
 
 
 class EagleConfig(HeadConfig):
-    """draftlab.json of an EAGLE head, which reads and imitates the target's last state."""
+    """draftlab.json of a head that reads and imitates the target's last state."""
 
     @model_validator(mode="after")
     def _check_eagle(self) -> EagleConfig:
+        title = get_family(self.family).title
         if self.boundaries != (self.target_num_layers,):
             raise ValueError(
-                f"an EAGLE head reads the last state, boundaries [{self.target_num_layers}], found "
+                f"{title} heads read the last state, boundaries [{self.target_num_layers}], found "
                 f"{list(self.boundaries)}"
             )
         if self.hidden_size != self.target_hidden_size:
             raise ValueError(
-                f"an EAGLE head is as wide as its target ({self.target_hidden_size}), whose states "
-                f"it imitates; found hidden_size {self.hidden_size}"
+                f"{title} heads are as wide as their target ({self.target_hidden_size}), whose "
+                f"states they imitate; found hidden_size {self.hidden_size}"
             )
         if self.draft_vocab_size != self.vocab_size:
             raise ValueError(
-                f"an EAGLE head drafts with its target's lm_head, all {self.vocab_size} tokens, "
+                f"{title} heads draft with their target's lm_head, all {self.vocab_size} tokens, "
                 f"found draft_vocab_size {self.draft_vocab_size}"
             )
         return self

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable
 from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:  # the rooms above this one
     from draftlab.export.layout import Layout
     from draftlab.heads.config import HeadConfig
     from draftlab.heads.head import DraftHead
+    from draftlab.progress import Monitor
     from draftlab.train.objectives.objective import Objective
     from draftlab.train.settings import HeadSettings
 
@@ -69,6 +71,7 @@ class Family(ABC):
         anchor_by_default: whether other programs' folders that do not say it are in the anchor
             layout of blocks.
         default_rope: whether servers know only the plain RoPE for its heads, without scaling.
+        has_target_rope: whether heads have their target's RoPE as it is.
         rotates_pairs: whether RoPE rotates neighbouring pairs, as in Llama 4, and not halves.
     """
 
@@ -100,6 +103,7 @@ class Family(ABC):
     has_own_loss: ClassVar[bool] = False
     anchor_by_default: ClassVar[bool] = False
     default_rope: ClassVar[bool] = False
+    has_target_rope: ClassVar[bool] = False
     rotates_pairs: ClassVar[bool] = False
 
     def config_class(self) -> type[HeadConfig]:
@@ -140,6 +144,14 @@ class Family(ABC):
         """
         fields = {name: getattr(settings, name) for name in self.options - {"mask_token"}}
         return {name: value for name, value in fields.items() if value is not None}
+
+    def head_of_target(
+        self, config: HeadConfig, folder: Path, monitor: Monitor
+    ) -> DraftHead | None:
+        """Return the head in the target's own checkpoint, for training to start from; None: it has
+        none. Training says so if the family expects one.
+        """
+        return None
 
     def foreign_fields(self, config: ForeignConfig, layout: str) -> dict[str, Any]:
         """Return the config fields of an imported head that only this family has.

@@ -124,6 +124,10 @@ class DraftHead(nn.Module):
         """Return embeddings [..., H] of token ids [...]."""
         return self.embed_tokens(tokens)
 
+    def embed_at(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the embeddings [..., H] that a chain reads at RoPE positions [...]."""
+        return self.embed(tokens)
+
     def embedding_table(self) -> Tensor:
         """Return the embeddings [V, H] that `embed` looks up, without a gradient."""
         return self.embed_tokens.weight.detach()

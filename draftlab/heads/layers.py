@@ -72,10 +72,15 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, angles: Angles) -> Tensor:
-    """Rotate x [..., heads, head_dim] by the `angles` of its positions, in float32 or wider."""
+    """Rotate x [..., heads, head_dim] by the `angles` of its positions, in float32 or wider.
+
+    With fewer angles than pairs of channels only the first channels turn.
+    """
     cos, sin = angles
-    first, second = at_least_float32(x).chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    width = 2 * cos.shape[-1]
+    first, second = at_least_float32(x[..., :width]).chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)
 
 
 class Attention(nn.Module):

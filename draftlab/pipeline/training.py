@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_config, load_head, save_head
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.devices import free_memory, use_device
@@ -85,7 +87,7 @@ def train_head(
     data = {"records": len(store), "tokens": int(np.sum(store.lengths))}
     ranks = ranks or Ranks.join(recipe.train.device)
     with use_device(ranks.device):
-        initial = _initial_head(recipe, parts)
+        initial = _initial_head(recipe, config, parts, monitor)
         trainer = Trainer(
             store,
             parts,
@@ -121,9 +123,12 @@ def train_head(
     return head
 
 
-def _initial_head(recipe: Recipe, parts: TargetParts) -> DraftHead | None:
+def _initial_head(
+    recipe: Recipe, config: HeadConfig, parts: TargetParts, monitor: Monitor
+) -> DraftHead | None:
     if recipe.head.init is None:
-        return None
+        folder = resolve_target(recipe.target)
+        return get_family(config.family).head_of_target(config, folder, monitor)
     return load_head(
         find_head(recipe.head.init),
         target_tensors={name: tensor.float() for name, tensor in parts.shared_tensors.items()},

@@ -274,6 +274,8 @@ def head_rope(config: Any, family: Family, monitor: Monitor) -> dict[str, Any]:
             f"{_DEFAULT_THETA:g}"
         )
         return {"rope_type": "default", "rope_theta": _DEFAULT_THETA}
+    if family.has_target_rope:
+        return rope
     if (share := rope.get("partial_rotary_factor", 1.0)) != 1:
         monitor.say(f"rope: the target rotates {share:.0%} of the channels, and the head all")
     kind = rope.get("rope_type", "default")

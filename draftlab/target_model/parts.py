@@ -226,21 +226,25 @@ def shard_files(folder: Path) -> list[Path]:
     return files
 
 
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Return the names of a checkpoint's tensors, each with the name of its file."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return read_fields(index, {"weight_map": dict}, kind="safetensors index")["weight_map"]
+    files: dict[str, str] = {}
+    for file in shard_files(folder):
+        with _open(file) as tensors:
+            files |= dict.fromkeys(tensors.keys(), file.name)
+    return files
+
+
 def read_tensor(folder: Path, name: str) -> Tensor:
     """Read a tensor by name; the checkpoint may prefix or shorten the name, as text models do.
 
     Raises:
         UserError: the tensor is missing or ambiguous, or its file is missing or broken.
     """
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        fields = read_fields(index, {"weight_map": dict}, kind="safetensors index")
-        files: dict[str, str] = fields["weight_map"]
-    else:
-        files = {}
-        for file in shard_files(folder):
-            with _open(file) as tensors:
-                files |= dict.fromkeys(tensors.keys(), file.name)
+    files = tensor_files(folder)
     matches = [key for key in files if key == name]
     matches = matches or [k for k in files if without_wrappers(k) == without_wrappers(name)]
     if len(matches) != 1:
@@ -253,7 +257,7 @@ def read_tensor(folder: Path, name: str) -> Tensor:
     if file != Path(file).name:  # whatever an index says, nothing outside the folder is opened
         raise UserError(
             f"expected names of files beside the index, found {file!r}",
-            where=index,
+            where=folder,
             do="fetch the checkpoint again from a source that you trust",
         )
     with _open(folder / file) as tensors:

@@ -343,7 +343,7 @@ INCOMPLETE = {name: value for name, value in LLAMA4_ATTENTION.items() if name !=
         (PEAGLE | {"num_layers": 5}, "num_layers"),
         (PEAGLE | {"num_layers": 0}, "num_layers"),
         (EAGLE | {"boundaries": (4,)}, r"last state, boundaries \[5\], found \[4\]"),
-        (EAGLE | {"target_hidden_size": 20}, r"as wide as its target \(20\).* found .* 24"),
+        (EAGLE | {"target_hidden_size": 20}, r"as wide as their target \(20\).* found .* 24"),
         (EAGLE | {"draft_vocab_size": 21}, "all 50 tokens, found draft_vocab_size 21"),
         (EAGLE | {"norm_output": True, "qk_norm": True}, "EAGLE heads have no norm_output"),
         (EAGLE | {"mask_token_id": 7}, "EAGLE heads have no mask_token_id, found 7"),

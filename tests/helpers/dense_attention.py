@@ -26,7 +26,7 @@ def dense_pass(head: DraftHead, tokens: Tensor, hidden: Tensor) -> Tensor:
     angles, column = head.rope.angles(positions), positions[:, None]
     for layer in head.layers:
         if layer is head.layer:
-            x, residual = head.layer_inputs(head.embed(tokens), hidden)
+            x, residual = head.layer_inputs(head.embed_at(tokens, positions), hidden)
         else:
             x, residual = layer.input_layernorm(hidden), hidden
         rows = layer.self_attn.query(x, angles), *layer.self_attn.key_value(x, angles)

@@ -115,6 +115,15 @@ def test_a_recipe_of_a_head_with_a_selector(tmp_path: Path) -> None:
     assert [library[key] for key in keys] == [native[key] for key in keys] == [2, 16, 8, 16, 8]
 
 
+def test_a_recipe_of_an_mtp_layer(tmp_path: Path) -> None:
+    name, settings = "qwen3_5_mtp", ("eval.timing_prompts=0",)
+    sizes = {"mtp_num_hidden_layers": 1}
+    _, config, rows, output = run_recipe(tmp_path, name, "qwen3_5_text", *settings, **sizes)
+    assert (config.family, config.boundaries, config.k_trained) == ("mtp", (4,), 4)
+    assert "starts from random values" in output  # transformers does not save the layer
+    assert {(row.drafter, row.k) for row in rows} == {("chain", 1), ("chain", 3)}
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "family"),
     [

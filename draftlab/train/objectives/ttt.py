@@ -45,7 +45,7 @@ def unroll(head: DraftHead, batch: Batch) -> Iterator[StepOutput]:
         angles = head.rope.angles(positions)
         for number, layer in enumerate(head.layers):
             if number == 0:
-                x, residual = head.layer_inputs(head.embed_tokens(tokens), hidden)
+                x, residual = head.layer_inputs(head.embed_at(tokens, positions), hidden)
             else:
                 x, residual = layer.input_layernorm(hidden), hidden
             key_value = layer.self_attn.key_value(x, angles)

@@ -1,0 +1,253 @@
+"""MTP layers: forward, start from the checkpoint, training, decoding, the written delta."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from draftlab.engine.drafter import new_drafter
+from draftlab.engine.engine import Engine
+from draftlab.errors import UserError
+from draftlab.export.launch import launch_arguments
+from draftlab.export.settings import ExportSettings
+from draftlab.export.weight_files import DELTA, INDEX, delta_index
+from draftlab.export.write import write_export
+from draftlab.heads.folder import save_head
+from draftlab.heads.mtp import MtpHead
+from draftlab.plan.preflight import check_head
+from draftlab.target_model.model import Target
+from draftlab.train.batch.packing import pack
+from draftlab.train.objectives.ttt import unroll
+from tests.helpers.decoding import trained_head
+from tests.helpers.dense_attention import dense_chain
+from tests.helpers.engines import JOINT_VOCAB, joint_p_value
+from tests.helpers.greedy_answers import answers, greedy_records, requests
+from tests.helpers.mtp_toys import (
+    KINDS,
+    PlainMtp,
+    mtp_folder,
+    mtp_recipe,
+    mtp_tensors,
+    native_head,
+)  # fmt: skip
+from tests.helpers.small_run import RECIPE, draftlab, write_prompts
+from tests.helpers.zoo import load_on_cpu, zoo_config
+
+TRUST = {"trust_remote_code": True}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
+    kind, place = request.param, tmp_path_factory.mktemp(request.param)
+    # With these widths of the random weights greedy answers can be learned.
+    width = 0.1 if kind == "mimo" else 0.3
+    folder = mtp_folder(place / "target", kind, initializer_range=width)
+    return load_on_cpu(folder, **TRUST)
+
+
+def random_text(length: int, width: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, 200, (length,), generator=generator)
+    return tokens, torch.randn(length, width, generator=generator).double()
+
+
+def plain_chain(
+    plain: PlainMtp, tokens: Tensor, last: Tensor, start: int, num_steps: int = 4
+) -> list[Tensor]:
+    """Return the outputs of verified pairs up to `start`, then of the layer's own outputs."""
+    states, outputs = plain.first_states(last[: start + 1]), []
+    while len(outputs) < num_steps:
+        outputs.append(plain.outputs(tokens[1 : len(states) + 1], states)[-1])
+        states = torch.cat([states, outputs[-1][None]])
+    return outputs
+
+
+@pytest.mark.parametrize("start", [0, 4])
+def test_passes_are_those_of_vllms_source(target: Target, start: int) -> None:
+    head, plain = native_head(target).double(), PlainMtp(target.folder)
+    tokens, last = random_text(10, target.hidden_size)
+    for found, expected in zip(
+        dense_chain(head, tokens, last, start), plain_chain(plain, tokens, last, start), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(head.logits(found), plain.logits(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_training_runs_the_passes_of_a_server(target: Target) -> None:
+    head, plain = native_head(target), PlainMtp(target.folder)
+    records = greedy_records(target, answers(target, 2, seed=5))
+    batch, compared = pack([[record] for record in records], 112, 3), 0
+    for k, (step, rows) in enumerate(zip(unroll(head, batch), batch.steps, strict=True)):
+        where = rows.index.flatten()[rows.valid_rows].tolist()
+        numbers = (rows.valid_rows // rows.index.shape[1]).tolist()
+        for found, t, number in list(zip(step.output, where, numbers, strict=True))[::6]:
+            record = records[number]
+            expected = plain_chain(plain, torch.as_tensor(record.tokens), record.last, t, k + 1)[k]
+            torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
+            compared += 1
+    assert compared > 10
+
+
+def test_drafts_are_those_of_the_plain_passes_and_change_no_token(target: Target) -> None:
+    head, plain, k = native_head(target).eval().requires_grad_(False), PlainMtp(target.folder), 3
+    drafter, drafts = new_drafter(head, k, draft_probs=False), []
+    propose = drafter.propose
+
+    def recorded(verified: Any) -> Any:
+        proposal = propose(verified)
+        drafts.append(proposal.tokens[0].tolist())
+        return proposal
+
+    drafter.propose = recorded
+    for request in requests(2, seed=7, max_new_tokens=8):
+        drafts.clear()
+        (plainly,) = Engine(target, batch=1, max_length=64).generate([request])
+        (found,) = Engine(target, drafter, batch=1, max_length=64).generate([request])
+        assert found.token_ids == plainly.token_ids
+        tokens = torch.tensor([*request.prompt_ids, *found.token_ids])
+        last, at = target.states(tokens[None]).last[0], len(request.prompt_ids) - 1
+        for draft, (_, accepted) in zip(drafts, found.steps, strict=False):
+            read = tokens[: at + 2]
+            for token in draft:
+                output = plain_chain(plain, read, last, at, len(read) - at - 1)[-1]
+                assert int(plain.logits(output).argmax()) == token
+                read = torch.cat([read, torch.tensor([token])])
+            at += accepted + 1
+
+
+@pytest.mark.parametrize("draft_probs", [True, False])
+def test_sampled_decoding_keeps_the_distribution(tmp_path: Path, draft_probs: bool) -> None:
+    folder = mtp_folder(tmp_path / "target", "mimo", tokenizer=False, vocab_size=JOINT_VOCAB)
+    target = load_on_cpu(folder, **TRUST)
+    head = native_head(target, 2).eval().requires_grad_(False)
+    assert joint_p_value(target, new_drafter(head, 2, draft_probs=draft_probs)) > 1e-3
+
+
+def exported(target: Target, head: MtpHead, place: Path, dtype: torch.dtype) -> Path:
+    save_head(place / "head", head, dtype)
+    return write_export(
+        place / "head",
+        target.folder,
+        place / "export",
+        "vllm",
+        target_name=str(target.folder),
+        settings=ExportSettings(k=3),
+    )
+
+
+def whole_folder(export: Path) -> Path:
+    """Run the commands of launch.md that join the export with its target."""
+    for line in (export / "launch.md").read_text().split("```")[1].strip().splitlines()[:-1]:
+        subprocess.run(line, shell=True, check=True)
+    return export.with_name(f"{export.name}-whole")
+
+
+def test_an_untrained_export_is_the_checkpoint_bit_for_bit(target: Target, tmp_path: Path) -> None:
+    kind = json.loads((target.folder / "config.json").read_text())["model_type"]
+    out = exported(target, native_head(target), tmp_path, torch.bfloat16)
+    written, own = load_file(out / DELTA), mtp_tensors(kind)
+    assert written.keys() == own.keys()
+    for name, tensor in own.items():
+        assert torch.equal(written[name].view(torch.int16), tensor.view(torch.int16)), name
+    before = {p.name: p.read_bytes() for p in target.folder.iterdir()}
+    files = json.loads((out / INDEX).read_text())["weight_map"]
+    everything = load_file(target.folder / "model.safetensors")
+    assert files == {n: DELTA if n in own else "model.safetensors" for n in everything}
+    whole = whole_folder(out)
+    assert {p.name: p.read_bytes() for p in target.folder.iterdir()} == before
+    model, arguments = launch_arguments(out, "vllm", k=2)
+    assert model == str(whole)
+    assert json.loads(arguments[2]) == {"method": "mtp", "num_speculative_tokens": 2}
+    changed = {"config.json", INDEX, DELTA}
+    assert {p.name for p in whole.iterdir()} == before.keys() | changed
+    assert all((whole / name).is_symlink() for name in before.keys() - changed)
+    # Transformers loads the joined folder as before; training goes on from it.
+    joined = load_on_cpu(whole, **TRUST)
+    tokens = torch.arange(3, 15)[None]
+    assert torch.equal(joined.states(tokens).last, target.states(tokens).last)
+    again, first = native_head(joined), native_head(target)
+    assert all(torch.equal(t, first.tensors()[n]) for n, t in again.tensors().items())
+
+
+@pytest.mark.slow
+def test_fine_tuning_raises_acceptance_and_is_written_back(target: Target, tmp_path: Path) -> None:
+    asked = requests(8, seed=100, shortest=3)  # of those that it is trained on
+
+    def acceptance(head: MtpHead) -> float:
+        drafter = new_drafter(head.eval().requires_grad_(False), 3, draft_probs=False)
+        counters = [
+            g.counters for g in Engine(target, drafter, batch=8, max_length=64).generate(asked)
+        ]
+        return 1 + sum(c.accepted for c in counters) / sum(c.drafts for c in counters)
+
+    before = acceptance(native_head(target))
+    tuned = trained_head(target, native_head(target), 30)
+    assert acceptance(tuned) > before + 0.05
+    whole = whole_folder(exported(target, tuned, tmp_path, torch.float32))
+    again = native_head(load_on_cpu(whole, **TRUST))
+    assert all(torch.equal(t, tuned.tensors()[n]) for n, t in again.tensors().items())
+
+
+def test_a_file_that_vllm_would_read_later_is_refused(tmp_path: Path) -> None:
+    save_file(mtp_tensors("mimo"), tmp_path / "weights.safetensors")
+    with pytest.raises(UserError, match=r"sort before trained\.safetensors, found weights"):
+        delta_index(tmp_path, ["x"])
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("qwen3_next", {}, r"qwen3_next with experts \(MoE\)"),
+    ("glm4_moe", {"num_nextn_predict_layers": 1}, r"glm4_moe with experts \(MoE\)"),
+    ("deepseek_v3", {}, r"deepseek_v3 with attention over latent keys \(MLA\) and experts"),
+    ("llama", {}, "llama with layers of another kind"),
+    ("qwen3_5_text", {}, "mtp_num_hidden_layers 0"),
+    ("qwen3_5_text", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2"),
+    ("qwen3_5_text", {"mtp_num_hidden_layers": 1, "hidden_act": "gelu"}, "hidden_act gelu"),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "message"), REFUSED)
+def test_other_layers_are_refused_by_the_plan(
+    kind: str, fields: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = zoo_config(kind, **fields)
+    with pytest.raises(UserError, match=message):
+        check_head(mtp_recipe(tmp_path), config)
+
+
+def test_quantised_and_missing_tensors_are_named(tmp_path: Path) -> None:
+    folder = mtp_folder(tmp_path / "target", "qwen3_5_text")
+    target, file = load_on_cpu(folder), folder / "model.safetensors"
+    tensors = load_file(file)
+    save_file(tensors | {"mtp.fc.weight": tensors["mtp.fc.weight"].to(torch.float8_e4m3fn)}, file)
+    with pytest.raises(UserError, match=r"mtp.fc.weight: expected \[32, 64\] floating"):
+        native_head(target)
+    save_file({n: t for n, t in tensors.items() if n != "mtp.fc.weight"}, file)
+    with pytest.raises(UserError, match=r"expected one tensor named mtp\.fc\.weight"):
+        native_head(target)
+
+
+def test_a_run_that_changes_nothing_ends_with_the_checkpoints_bits(tmp_path: Path) -> None:
+    mtp_folder(tmp_path / "toy", "qwen3_5_text")
+    write_prompts(tmp_path / "prompts.jsonl", [f"def f{i}(use): the user {i}" for i in range(12)])
+    text = RECIPE.replace("draft_vocab: {size: 128}\n", "head: {family: mtp}\n")
+    text = text.replace("steps: 6", "steps: 1\n  learning_rate: 1.0e-12")
+    (tmp_path / "small.yaml").write_text(text + "export: {formats: [vllm]}\n")
+    result = draftlab(tmp_path, "run", "small.yaml")
+    assert result.exit_code == 0, result.output
+    output = " ".join(result.output.split())
+    assert "MTP layer: 15 tensors of the target's checkpoint" in output
+    assert "tokens of 100.0% of 3 prompts equal" in output
+    export = tmp_path / "runs/small/export/vllm"
+    assert '{"method": "mtp", "num_speculative_tokens": 2}' in (export / "launch.md").read_text()
+    written, own = load_file(export / DELTA), mtp_tensors("qwen3_5_text")
+    assert written.keys() == own.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in own.items())
+    refused = draftlab(tmp_path, "train", "small.yaml", "head.head_dim=16")
+    assert "MTP layers have their checkpoint's shape: leave head_dim out" in refused.output
