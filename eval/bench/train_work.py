@@ -18,7 +18,7 @@ from draftlab.heads.folder import new_head
 from draftlab.heads.layers import RMSNorm
 from draftlab.store.store import Record
 from draftlab.target_model.parts import TargetParts
-from draftlab.train.batch.packing import Batch, OptimizerStep, Packer, uses_one_row
+from draftlab.train.batch.packing import Batch, OptimizerStep, Packer, map_tensors, uses_one_row
 from draftlab.train.metrics import PhaseTimer
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
@@ -170,7 +170,7 @@ class Work:
         records, settings = RecordsInMemory(self.records), train_settings(self.shape)
         step = OptimizerStep(0, [([[number] for number in range(len(self.records))], False)])
         (batch,) = Packer(records, settings, 0, sampling, imitates, one_row)[step]
-        return batch.pin_memory() if device.type == "cuda" else batch
+        return map_tensors(batch, Tensor.pin_memory) if device.type == "cuda" else batch
 
 
 def new_work(shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Work:
