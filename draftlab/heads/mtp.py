@@ -238,7 +238,7 @@ def checkpoint_tensors(config: MtpConfig, tensors: Mapping[str, Tensor]) -> dict
 
 
 def layer_of_checkpoint(config: MtpConfig, read: Callable[[str], Tensor]) -> MtpHead:
-    """Return the layer of a checkpoint as a float32 head, without the target's own tensors.
+    """Return the layer of a checkpoint as a float32 head; the target's own tensors are zeros.
 
     Args:
         read: returns the checkpoint's tensor of a name.
@@ -249,7 +249,8 @@ def layer_of_checkpoint(config: MtpConfig, read: Callable[[str], Tensor]) -> Mtp
     head, found = MtpHead(config), {}
     head.set_draft_vocabulary(torch.arange(config.vocab_size))
     own = {name: parameter.data for name, parameter in head.named_parameters()}
-    own = {name: tensor for name, tensor in own.items() if name not in head.shared_tensors()}
+    for name in head.shared_tensors():  # zeros, so that a resumed training starts from equal values
+        own.pop(name).zero_()
     for name in own.keys() - {GATE}:
         stored = _checkpoint_name(config, name)
         found[name], (rows, *width) = read(stored), own[name].shape

@@ -19,11 +19,14 @@ from draftlab.export.launch import launch_arguments
 from draftlab.export.settings import ExportSettings
 from draftlab.export.weight_files import DELTA, INDEX, delta_index
 from draftlab.export.write import write_export
+from draftlab.heads.family import get_family
 from draftlab.heads.folder import save_head
 from draftlab.heads.mtp import MtpHead
 from draftlab.plan.preflight import check_head
+from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import pack
+from draftlab.train.initial_weights import fingerprint
 from draftlab.train.objectives.ttt import unroll
 from tests.helpers.decoding import trained_head
 from tests.helpers.dense_attention import dense_chain
@@ -174,6 +177,13 @@ def test_an_untrained_export_is_the_checkpoint_bit_for_bit(target: Target, tmp_p
     assert torch.equal(joined.states(tokens).last, target.states(tokens).last)
     again, first = native_head(joined), native_head(target)
     assert all(torch.equal(t, first.tensors()[n]) for n, t in again.tensors().items())
+
+
+def test_training_starts_from_equal_values_again(target: Target) -> None:
+    """A resumed training compares their fingerprint with its checkpoint's."""
+    config, family = native_head(target).config, get_family("mtp")
+    heads = [family.head_of_target(config, target.folder, Monitor()) for _ in range(2)]
+    assert fingerprint(heads[0]) == fingerprint(heads[1])
 
 
 @pytest.mark.slow
