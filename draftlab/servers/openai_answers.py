@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from concurrent.futures import CancelledError
 from functools import partial
 from threading import Event, Semaphore
 from typing import Any
@@ -77,7 +78,7 @@ class ServerAnswers:
         )
 
     def generate(self, request: Request, max_length: int, stopped: Event) -> Generation:
-        """Return the answer to a request; `stopped` ends its repetitions.
+        """Return the answer to a request; nothing is sent, or sent again, once `stopped` is set.
 
         A prompt for which the server has no room has a generation that ends with "no_room". That is
         how a server that does not state its `max_length` shows it.
@@ -85,6 +86,7 @@ class ServerAnswers:
         Raises:
             UserError: the server refused the request, read another prompt, or failed after all
                 attempts.
+            CancelledError: `stopped` was set.
         """
         sampling, started = request.sampling, time.perf_counter()
         most = min(request.max_new_tokens, max_length - len(request.prompt_ids))
@@ -104,6 +106,8 @@ class ServerAnswers:
         place = f"/v1/completions, prompt {request.id!r}"
         try:
             with self._free:
+                if stopped.is_set():
+                    raise CancelledError
                 answer = self._requests.post(
                     [self.connection],
                     "/v1/completions",

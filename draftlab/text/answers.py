@@ -243,6 +243,8 @@ def _answer_at_server(
             while left:
                 answered = list[Draft]()
                 while left and (left[0].done() or not answered):
+                    if answered and left[0].exception():
+                        break  # those before it are kept
                     chunk = left.popleft().result()
                     answered += chunk
                     chunk.clear()  # the futures keep it

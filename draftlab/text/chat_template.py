@@ -244,19 +244,20 @@ def prompt_ids(
 def served_otherwise(
     tokenizer: PreTrainedTokenizerBase, served: Callable[[str], str | list[int] | None]
 ) -> bool:
-    """Return whether a server has another chat template; False if it does not show it.
+    """Return whether a server has another chat template; False if that does not show.
 
     Args:
         served: returns a user's message in its template, as text or as token ids.
     """
     theirs, messages = served(QUESTION), [{"role": "user", "content": QUESTION}]
-    if isinstance(theirs, str):
-        bos = tokenizer.bos_token or ""
-        ours: Any = render_text(tokenizer, messages, generation_prompt=True).removeprefix(bos)
-        theirs = theirs.removeprefix(bos)
-    else:
-        ours = list(prompt_ids(tokenizer, messages))
-    return theirs not in (None, ours)
+    try:
+        if isinstance(theirs, str):
+            bos = tokenizer.bos_token or ""
+            ours = render_text(tokenizer, messages, generation_prompt=True)
+            return theirs.removeprefix(bos) != ours.removeprefix(bos)
+        return theirs is not None and theirs != list(prompt_ids(tokenizer, messages))
+    except RenderError:  # some templates require a system message
+        return False
 
 
 def omitted_roles(text: str, messages: Messages) -> list[str]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import threading
 import time
 from array import array
+from collections.abc import Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from draftlab.engine.sampling import Request, Sampling
+from draftlab.engine.counters import Counters
+from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.servers import openai_answers
@@ -163,17 +166,53 @@ def test_the_text_of_a_cut_answer_may_end_within_a_character(workshop: Path) -> 
         assert list(generation.token_ids) == expected
 
 
+def answered_by(decoder: Any, server: CompletionServer) -> Iterator[list[Draft]]:
+    """Yield six conversations as a decoder answers them."""
+    turn = [{"role": "user", "content": "x"}]
+    chunks = [
+        [Draft(Conversation(str(i), turn, "s"), 0.0, [turn], array("i", (5, 6)))] for i in range(6)
+    ]
+    settings = RegenerateSettings(max_new_tokens=4)
+    generator = AnswerGenerator(server.tokenizer, settings, 0, frozenset({9}), 64)
+    return answers._answer_at_server(
+        generator, chunks, decoder, answers._Throughput(Monitor(), 6, 0)
+    )
+
+
+def test_answers_before_a_failure_are_kept(workshop: Path) -> None:
+    """Also those that wait for a slower one when another behind them fails."""
+
+    class Failing:
+        concurrency, failed = 2, threading.Event()
+
+        def generate(self, request: Request, *_: Any) -> Generation:
+            if request.id == "2":
+                self.failed.set()
+                raise UserError("no answer")
+            if request.id == "0":
+                self.failed.wait(10)
+                time.sleep(0.2)
+            return Generation(request.id, (7,), "length", Counters(0), (), (), 0.0, 0.0)
+
+    with serve(workshop / "toy") as server:
+        answered = answered_by(Failing(), server)
+        assert [draft.prompt.id for draft in next(answered)] == ["0", "1"]
+        with pytest.raises(UserError, match="no answer"):
+            next(answered)
+
+
+def test_nothing_is_asked_after_the_end(workshop: Path) -> None:
+    with serve(workshop / "toy") as server:
+        request, stopped = Request("1", (5, 6), 4, Sampling(), frozenset({9})), threading.Event()
+        stopped.set()
+        with pytest.raises(CancelledError):
+            decoder(server).generate(request, 64, stopped)
+        assert not server.requests
+
+
 def test_leaving_the_answers_does_not_wait_for_the_server(workshop: Path) -> None:
     with serve(workshop / "toy") as server:
-        turn = [{"role": "user", "content": "x"}]
-        chunks = [
-            [Draft(Conversation(str(i), turn, "s"), 0.0, [turn], array("i", (5, 6)))]
-            for i in range(6)
-        ]
-        settings = RegenerateSettings(max_new_tokens=4)
-        generator = AnswerGenerator(server.tokenizer, settings, 0, frozenset({9}), 64)
-        throughput = answers._Throughput(Monitor(), 6, 0)
-        answered = answers._answer_at_server(generator, chunks, decoder(server), throughput)
+        answered = answered_by(decoder(server), server)
         next(answered)
         server.hold = threading.Event()
         closing = threading.Thread(target=answered.close)

@@ -10,7 +10,13 @@ import pytest
 
 from draftlab.errors import UserError
 from draftlab.recipe.recipe import parse_recipe
-from draftlab.text.chat_template import prompt_ids, stop_ids, template_sha256, tokenizer_sha256
+from draftlab.text.chat_template import (
+    prompt_ids,
+    served_otherwise,
+    stop_ids,
+    template_sha256,
+    tokenizer_sha256,
+)
 from draftlab.text.tokenizer_check import check_tokenizer
 from tests.helpers.messages import user
 from tests.helpers.template_families import QWEN3
@@ -24,6 +30,13 @@ def test_hashes_change_with_what_they_identify():
     other = toy_tokenizer()
     other.add_tokens(["<more>"])
     assert tokenizer_sha256(llama) != tokenizer_sha256(other)
+
+
+def test_a_template_that_refuses_the_question_is_not_compared() -> None:
+    refusing = toy_tokenizer("{{ raise_exception('a system message comes first') }}")
+    for theirs in (None, [5], "text"):
+        assert not served_otherwise(refusing, lambda _, theirs=theirs: theirs)
+    assert served_otherwise(toy_tokenizer(), lambda _: "text")
 
 
 def test_a_target_without_a_template_is_an_error():
