@@ -238,15 +238,24 @@ class Pipeline:
 
     def _predict(self, statuses: Sequence[Status]) -> str:
         """Say how long the stages will take, if an earlier run tells it, and return it."""
-        stages = [status.stage.name for status in statuses if status.runs]
-        if len(stages) < 2 or self.cluster is not None or (self.gpus or num_launched()) > 1:
+        stages, devices = [one.stage.name for one in statuses if one.runs], self._devices
+        begun = any(status.state == "unfinished" for status in statuses)
+        if len(stages) < 2 or begun or devices is None:
             return ""
-        found = predicted_seconds(self.recipe, self.runs, stages, environment(_device())["device"])
+        found = predicted_seconds(self.recipe, self.runs, stages, devices)
         if found is None:
             return ""
         seconds = timedelta(seconds=round(found[0]))
         self.monitor.say(f"all stages: about {seconds}, by the times of {self.runs / found[1]}")
         return f", predicted {seconds}"
+
+    @property
+    def _devices(self) -> str | None:
+        """The devices of this process, such as "1 × NVIDIA L4"; None: others work, too."""
+        if self.cluster is not None or (self.gpus or num_launched()) > 1 or num_recorders():
+            return None
+        found = environment(_device())
+        return f"{torch.cuda.device_count() or found['threads']} × {found['device']}"
 
     def _run_stage(self, stage: Stage, pool: WorkerPool | None) -> None:
         functions = {
@@ -258,7 +267,7 @@ class Pipeline:
         }
         write_provenance(self.recipe, self.run)
         start = time.perf_counter()
-        with reuse_freed_memory(), self.run.recorded_stage(stage) as artefact:
+        with reuse_freed_memory(), self.run.recorded_stage(stage, self._devices) as artefact:
             functions[stage.name](artefact)
         self.monitor.say(f"{stage.name}: done in {time.perf_counter() - start:.0f} s")
 

@@ -21,7 +21,6 @@ import torch
 from draftlab.errors import UserError
 from draftlab.evaluate.decoding_config import more_ks
 from draftlab.evaluate.settings import MAX_K
-from draftlab.files import read_json
 from draftlab.formatting import rounded_text, size_text
 from draftlab.plan.model_sizes import PROMPT_TOKENS, Conversations, HeadSize, TargetSize
 from draftlab.plan.preflight import check_head
@@ -29,7 +28,7 @@ from draftlab.recipe.hardware import GPUS
 from draftlab.recipe.head_spec import planned_identity, target_config
 from draftlab.recipe.recipe import LATEST, RECIPE, Recipe, load_recipe
 from draftlab.run.held_out_prompts import default_suite
-from draftlab.run.stages import read_record
+from draftlab.run.stages import STAGES, read_record
 from draftlab.store.shard_cache import DEFAULT_SIZE, SIZE
 from draftlab.store.urls import local_folder
 from draftlab.target_model.locate import (
@@ -344,12 +343,13 @@ def estimate_warnings(
 
 
 def predicted_seconds(
-    recipe: Recipe, runs: Path, stages: Sequence[str], device: str
+    recipe: Recipe, runs: Path, stages: Sequence[str], devices: str
 ) -> tuple[float, str] | None:
-    """Return how long stages will take on one device, and the run that tells it; None: none does.
+    """Return how long stages will take in one process, and the run that tells it; None: none does.
 
-    It is the latest run of this target on such a device. The times of its stages are scaled by
-    what the data sheet of a GPU, any one, says of both recipes.
+    It is the latest run of this target, loaded as this recipe says, with the same backends and such
+    devices. The times of its stages are scaled by what the data sheet of a GPU, any one, says of
+    both recipes; a stage of which it says nothing must have the same settings.
     """
 
     def least(recipe: Recipe) -> dict[str, float | None]:
@@ -357,22 +357,30 @@ def predicted_seconds(
         sizes = RecipeSizes(recipe.model_copy(update={"hardware": gpu}))
         return {row.name: row.seconds for row in sizes.stages()}
 
+    def way(recipe: Recipe) -> tuple[object, ...]:
+        backends = recipe.regenerate.backend, recipe.record.backend
+        return recipe.target, *backends, recipe.record.rolls, recipe.train.device
+
     records = runs.glob(f"*/stages/{stages[-1]}.json")
     for record in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True):
         folder, total = record.parents[1], 0.0
         if folder.name == LATEST:
             continue
         with suppress(UserError, KeyError, TypeError):
+            made = {name: read_record(folder / "stages" / f"{name}.json") for name in stages}
             earlier = load_recipe(folder / RECIPE)
-            made_on = read_json(folder / "provenance.json", kind="provenance")["environment"]
-            if (made_on["device"], earlier.target.path) != (device, recipe.target.path):
+            alike = all(one["devices"] == devices for one in made.values())
+            if not alike or way(earlier) != way(recipe):
                 continue
             now, then = least(recipe), least(earlier)
             for name in stages:
-                ratio = (now[name] / then[name]) if now.get(name) else 1.0
-                total += ratio * read_record(folder / "stages" / f"{name}.json")["seconds"]
-            if 0 < total < 1e9:
-                return total, folder.name
+                known, sections = now.get(name) and then.get(name), STAGES[name].settings
+                if not known and any(getattr(recipe, s) != getattr(earlier, s) for s in sections):
+                    break
+                total += (now[name] / then[name] if known else 1.0) * made[name]["seconds"]
+            else:
+                if 0 < total < 1e9:
+                    return total, folder.name
     return None
 
 

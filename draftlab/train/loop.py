@@ -197,7 +197,9 @@ class Trainer:
                 if compiles:
                     torch.cuda.synchronize(self.device)
                     took = time.perf_counter() - began
-                    self.monitor.say(f"the first step took {took:.0f} s, with what it compiled")
+                    self.monitor.say(
+                        f"the first step took {took:.0f} s, data and compiling included"
+                    )
                     compiles = False
                 last = self.step == settings.steps
                 if self.step % settings.log_every == 0 or last:

@@ -318,16 +318,22 @@ def test_an_earlier_run_tells_how_long_stages_take(tmp_path: Path) -> None:
     settings, stages = parse_recipe({"name": "r", "train": {"steps": 100}}), ["head", "export"]
     assert predicted_seconds(settings, tmp_path, stages, "cpu") is None
     for name in stages:
-        with recorded(tmp_path / "old", STAGES[name], {}):
+        with recorded(tmp_path / "old", STAGES[name], {}, devices="1 × GPU"):
             pass
         record = tmp_path / "old/stages" / f"{name}.json"
         assert 0 <= json.loads(record.read_text())["seconds"] < 10
-        write_json(record, {"inputs": {}, "complete": True, "seconds": 10})
+        write_json(record, json.loads(record.read_text()) | {"seconds": 10})
     write_text(tmp_path / "old/recipe.yaml", to_yaml(settings))
-    write_json(tmp_path / "old/provenance.json", {"environment": {"device": "cpu"}})
     longer = parse_recipe({"name": "r", "train": {"steps": 300}})
-    assert predicted_seconds(longer, tmp_path, stages, "cpu") == (pytest.approx(40), "old")
-    assert predicted_seconds(longer, tmp_path, stages, "a GPU") is None
-    with recorded(tmp_path / "old", STAGES["head"], {}):  # a part of its time
+    assert predicted_seconds(longer, tmp_path, stages, "1 × GPU") == (pytest.approx(40), "old")
+    assert predicted_seconds(longer, tmp_path, stages, "2 × GPU") is None
+    for other in (
+        {"target": {"device": "cpu"}},
+        {"record": {"window": 10**9}},
+        {"export": {"formats": ["vllm"]}},  # no data sheet says how long that takes
+    ):
+        changed = parse_recipe({"name": "r", **other})
+        assert predicted_seconds(changed, tmp_path, stages, "1 × GPU") is None, other
+    with recorded(tmp_path / "old", STAGES["head"], {}, devices="1 × GPU"):  # a part of its time
         pass
-    assert predicted_seconds(longer, tmp_path, stages, "cpu") is None
+    assert predicted_seconds(longer, tmp_path, stages, "1 × GPU") is None
