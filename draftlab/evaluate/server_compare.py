@@ -13,6 +13,7 @@ from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, Row
 from draftlab.evaluate.server_bench import Acceptance, ServerBench, ServerPoint
 from draftlab.files import read_json
+from draftlab.servers.connection import is_here
 from draftlab.servers.settings import BenchSettings
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.text.chat_template import served_otherwise
@@ -26,8 +27,9 @@ _PARTS = {
     "weights": "other weights of the head: its revision, a converted vocabulary",
     "positions": "RoPE and context of the head, and the K that it was trained for",
 }
-ROUNDING = 0.01
-"""The share by which rounding changes the AL of the same answers at T = 0."""
+ROUNDING, ROUNDING_16 = 0.01, 0.03
+"""The share by which rounding changes the AL of the same answers at T = 0, and the most of AL that
+a server in 16 bits may lose of a report's in float32."""
 _QUANTISED = re.compile(
     r"(?i)(?<![a-z0-9])((i?q[2-8](_[a-z0-9]+)*)|awq|gptq|nvfp4|mxfp4|fp8|int[48]|w[48]a\d+|"
     r"bnb|[48]bit|[48]-bit)(?![a-z0-9])"
@@ -124,7 +126,8 @@ def compare(bench: ServerBench) -> Iterator[str]:
             "  - found: template: the server's chat template differs from the target's files (this "
             "measurement sends token ids; chats get the server's)"
         )
-    card, other = bench.server.card, _other_target(bench.server.card, report)
+    card = bench.server.card
+    other = _other_target(card, report, is_here(bench.server.url))
     if quantised := _quantised(card):
         yield f"  - found: quantised target: {quantised}; the report's is {row.dtype}"
     if other:
@@ -137,13 +140,13 @@ def compare(bench: ServerBench) -> Iterator[str]:
         same = "the same answers" if answers else "found: other answers than the report's"
         yield f"  - {same} ({each})"
     if differs or answers is False:
-        yield from _to_check(point, served, al > expected, row, answers, other)
+        yield from _to_check(point, served, 1 - al / expected, row, answers, other)
 
 
 def _to_check(
     point: ServerPoint,
     served: Acceptance,
-    more: bool,
+    loss: float,
     row: Row,
     answers: bool | None,
     other: str | None,
@@ -151,7 +154,7 @@ def _to_check(
     """Yield the causes that the answers and the acceptance by position suggest.
 
     Args:
-        more: whether the server accepts more than the report.
+        loss: the share of the report's AL that the server lacks; negative: it has more.
         answers: whether they are the report's; None: unknown.
         other: of `_other_target`.
     """
@@ -167,12 +170,15 @@ def _to_check(
             yield f"  - check: {target}"
         yield "  - check: the tokens that end an answer, and the server's limits"
         return
-    if more:
+    if loss < 0:
         cause = "suite and its template arguments" if answers is None else "head, of other weights"
         yield f"  - check: the {cause}"
     elif not other:
         shares = [n / row.drafts for n in row.accepted_at] if row.drafter == "chain" else []
         likely, why = _weak_part(served.acceptance_at, shares)
+        if row.dtype == "float32" and loss < ROUNDING_16:
+            yield "  - check: dtype first: the report's is float32, and 16 bits can lose this much"
+            why = ""
         if why:
             known = answers or other == ""
             yield f"  - likely{', if the target is right' * (not known)}: {_PARTS[likely]}: {why}"
@@ -215,7 +221,7 @@ def _same_answers(bench: ServerBench, point: ServerPoint, row: Row) -> bool | No
     """Return whether the server's answers have as many tokens as the report's; None: unknown.
 
     At T = 0 they depend on the target alone, and in 16 bits on rounding, too. A server may count no
-    token that ends an answer.
+    token that ends an answer. Answers that are all cut have as many of any target.
     """
     settings = bench.settings
     limits = settings.temperature, settings.max_new_tokens, bench.suite.sha256
@@ -224,22 +230,22 @@ def _same_answers(bench: ServerBench, point: ServerPoint, row: Row) -> bool | No
         return None
     fewer = row.output_tokens * point.requests / row.prompts - point.load.output_tokens
     if fewer == 0:
-        return True
+        return True if row.output_tokens < row.prompts * row.max_new_tokens else None
     is_rounding = row.dtype != "float32" or 0 < fewer <= point.requests
     return None if is_rounding else False
 
 
-def _other_target(card: dict[str, Any], report: Report) -> str | None:
+def _other_target(card: dict[str, Any], report: Report, is_here: bool) -> str | None:
     """Return how the served target differs from the report's; "": it does not; None: unknown.
 
-    A server names the folder that it has loaded, which is compared where it is on this machine.
+    A server on this machine names the folder that it has loaded, which is compared.
     """
     root, parent = card.get("root"), card.get("parent")
     if isinstance(parent, str) and parent:
         return f"an adapter of {parent}"
     folder = Path(root) if isinstance(root, str) else Path()
     try:
-        if not folder.is_absolute() or not (folder / "config.json").is_file():
+        if not is_here or not folder.is_absolute() or not (folder / "config.json").is_file():
             return None
         if fingerprint(folder) == report.target.get("fingerprint"):
             return ""

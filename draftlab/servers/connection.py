@@ -105,10 +105,14 @@ def _reach(address: tuple[str, int], timeout: float, source: Any = None) -> sock
 
 def opener_for(url: str) -> urllib.request.OpenerDirector:
     """Return what opens the requests to a server; the user's proxies serve for other machines."""
-    origin = _origin(url)
-    is_here = origin is not None and _is_loopback(origin[1])
-    proxies = urllib.request.ProxyHandler({} if is_here else None)
+    proxies = urllib.request.ProxyHandler({} if is_here(url) else None)
     return urllib.request.build_opener(proxies, _NoRedirects, _Timed)
+
+
+def is_here(url: str) -> bool:
+    """Return whether a URL is of this machine."""
+    origin = _origin(url)
+    return origin is not None and _is_loopback(origin[1])
 
 
 def key_for(url: str) -> str | None:

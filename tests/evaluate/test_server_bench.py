@@ -41,7 +41,7 @@ def _without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def new_bench(server: BenchServer, monitor: Monitor | None = None, **settings: Any) -> ServerBench:
-    chosen = BenchSettings(max_new_tokens=TOKENS, **settings)
+    chosen = BenchSettings(**{"max_new_tokens": TOKENS} | settings)
     loaded = LoadedServer(server.url, chosen, 100, lambda line: None)
     return ServerBench(loaded, None, SUITE, chosen, monitor or Monitor())
 
@@ -268,7 +268,8 @@ def test_causes(keep: float, k: int, expected: list[str]) -> None:
     ("tokens", "dtype", "keep", "expected", "absent"),
     [
         (8 * TOKENS, "float32", 0.99, ["the same answers (", "aux layers"], "check: the target"),
-        (8 * TOKENS, "float32", 0.67, ["differ (of the same answers", "aux"], "check: the target"),
+        (8 * TOKENS, "float32", 0.67, ["differ (of the same", "check: dtype first"], "likely"),
+        (8 * TOKENS, "bfloat16", 0.67, ["differ (of the same", "likely: aux"], "check: the target"),
         (8 * TOKENS + 9, "float32", 0.99, ["found: other answers", "check: the target"], "aux"),
         (8 * TOKENS - 1, "float32", 0.65, ["agree", "found: other answers than"], "aux layers"),
         (8 * TOKENS + 9, "bfloat16", 0.99, ["aux layers", "check: the target"], "answers ("),
@@ -279,21 +280,34 @@ def test_answers_tell_the_target_from_the_head(
     tokens: int, dtype: str, keep: float, expected: list[str], absent: str
 ) -> None:
     """In 16 bits they depend on rounding, and a server may not count the last token of each."""
-    changes = {"suite_sha256": SUITE.sha256, "max_new_tokens": TOKENS, "dtype": dtype}
+    limit = TOKENS + 2
+    changes = {"suite_sha256": SUITE.sha256, "max_new_tokens": limit, "dtype": dtype}
     one = row(keep=keep, k=3, **changes)
     fields = {"prompts": 8, "output_tokens": tokens}
     if keep < 0.7:  # the server's AL, or a larger one in an interval that has it
         at = [48, 32, 16] if keep == 0.65 else [50, 33, 16]
         fields |= {"drafts": 64, "draft_tokens": 192, "accepted": sum(at), "accepted_at": at}
         fields |= {"acceptance_length": 1 + sum(at) / 64, "acceptance_length_ci": (2.4, 2.6)}
-    with bench_server() as server:
-        bench = new_bench(server, raw=True)
+    with bench_server(longest=TOKENS) as server:
+        bench = new_bench(server, raw=True, max_new_tokens=limit)
         bench.run()
         bench.report = sample_report([one.model_copy(update=fields)])
         text = "\n".join(compare(bench))
     for part in expected:
         assert part in text
     assert absent not in text
+
+
+def test_answers_that_are_all_cut_tell_nothing_of_the_target() -> None:
+    one = row(keep=0.99, k=3, suite_sha256=SUITE.sha256, max_new_tokens=TOKENS)
+    one = one.model_copy(update={"prompts": 8, "output_tokens": 8 * TOKENS})
+    with bench_server() as server:
+        bench = new_bench(server, raw=True)
+        bench.run()
+        bench.report = sample_report([one])
+        text = "\n".join(compare(bench))
+    assert "the same answers" not in text
+    assert "check: the target" in text
 
 
 EXPECTED = (0.815, 0.712, 0.615)  # of the reference head
@@ -321,8 +335,9 @@ def test_the_served_target_is_compared_by_its_files(tmp_path: Path) -> None:
     card = {"root": str(target), "parent": None}
     report = sample_report()
     report.target["fingerprint"] = fingerprint(target)
-    other = partial(server_compare._other_target, report=report)
+    other = partial(server_compare._other_target, report=report, is_here=True)
     assert other(card) == ""
+    assert other(card, is_here=False) is None, "that machine may have other files there"
     assert other({"root": "org/name"}) is other({}) is other({"root": 7}) is None
     assert "adapter of base" in other({"parent": "base"})
     config = json.loads((target / "config.json").read_text())

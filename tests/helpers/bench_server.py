@@ -28,6 +28,7 @@ class BenchServer(Server):
         restart_at: number of requests after which the counters are 0 again.
         own: whether answers state their own counters, as vLLM can.
         drafts: whether the server drafts.
+        longest: most tokens of its answers.
         bodies, keys: of the completions asked for.
         cache_dtype: of the KV cache.
         template: token ids or text of /tokenize and /apply-template.
@@ -38,6 +39,7 @@ class BenchServer(Server):
         super().__init__(_Handler, port)
         self.program, self.faults, self.others, self.restart_at = "vllm", [], 0, 0
         self.own, self.drafts, self.step_s, self.cache_dtype = False, True, 0.0, "auto"
+        self.longest = 1 << 30
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.template: Any = None
@@ -122,7 +124,7 @@ class _Handler(Handler):
             return
 
     def _stream(self, body: dict[str, Any], fault: str | None) -> None:
-        server, limit = self.server, body["max_tokens"]
+        server, limit = self.server, min(body["max_tokens"], self.server.longest)
         tokens, accepted = 1, []
         self._event(text="a", token_ids=[1])
         while tokens < limit:
