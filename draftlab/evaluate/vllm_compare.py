@@ -7,11 +7,15 @@ vLLM's speed-ups than to draftlab's.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from draftlab.errors import UserError
 from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import TimedRun
 from draftlab.evaluate.workload import EngineResults, Workload
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.vllm_config import native_config
 from draftlab.servers.vllm_engine import VllmEngine, required_positions
 from draftlab.servers.vllm_process import find_python
 
@@ -29,6 +33,17 @@ def check_settings(settings: EvalSettings) -> None:
             do="leave it out (vLLM verifies token by token), or measure without vLLM",
         )
     find_python()
+
+
+def check_heads(configs: Iterable[HeadConfig]) -> None:
+    """Check that vLLM can load the folders of heads; raise a `UserError` otherwise."""
+    for config in configs:
+        if not native_config(config, "float32"):
+            raise UserError(
+                f"expected heads whose folders vLLM loads, found one of {config.family}",
+                where="engine = vllm",
+                do="measure without vLLM; `draftlab bench` measures a server with the export",
+            )
 
 
 def measure_vllm(workload: Workload) -> EngineResults:

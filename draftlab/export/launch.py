@@ -6,6 +6,7 @@ names a program, code, or a file outside the folder but the target.
 
 from __future__ import annotations
 
+import filecmp
 import json
 import re
 import shlex
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from draftlab.errors import UserError
 from draftlab.export.gguf import FILE, OUT_TYPES
 from draftlab.export.serving_tables import STS
+from draftlab.export.weight_files import DELTA
 from draftlab.files import cache_folder
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
@@ -58,7 +60,7 @@ _TAKEN = {
 }
 _TARGET = {"vllm": "", "sglang": MODEL, "llamacpp": "-m"}
 """The option whose value is the target; vLLM's has none."""
-_SPECULATIVE_KEYS = ("model", "method", "num_speculative_tokens", "parallel_drafting")
+_SPECULATIVE_KEYS = ("method", "num_speculative_tokens", "parallel_drafting")
 _VALUE = re.compile(r"[\w.][\w.-]*|\{.*\}")
 
 
@@ -338,10 +340,14 @@ def launch_arguments(
         what = f"expected an export for {PROGRAMS[program]}, found {found}"
         raise UserError(what, where=folder, do=again)
     taken = {name: options[name] for name in _TAKEN[program] if _VALUE.fullmatch(options[name])}
-    model = _model(program, target or options[_TARGET[program]], file)
+    target, is_delta = target or options[_TARGET[program]], (folder / DELTA).is_file()
+    if is_delta and not _is_joined(folder, Path(target).expanduser()):
+        what = f"expected a folder that joins this layer with its target, found {target or 'none'}"
+        raise UserError(what, where="--target", do=f"run the commands of {file} before the last")
+    model = _model(program, target, file)
     if program == "vllm":
         config = _speculative_config(options[SPECULATIVE], file, again)
-        config |= {"model": str(folder)} if "model" in config else {}
+        config |= {} if is_delta else {"model": str(folder)}
         config |= {} if k is None else {"num_speculative_tokens": k}
         config |= {"num_speculative_tokens_per_batch_size": schedule} if schedule else {}
         options = {SPECULATIVE: json.dumps(config, ensure_ascii=False)}
@@ -371,6 +377,12 @@ def _options(text: str, program: str) -> defaultdict[str, str] | None:
     except ValueError:
         return None
     return defaultdict(str, zip(["", *words], words, strict=False)) if words else None
+
+
+def _is_joined(export: Path, target: Path) -> bool:
+    """Return whether a target has the changed tensors of an export, and not those of another."""
+    joined = target / DELTA
+    return joined.is_file() and filecmp.cmp(export / DELTA, joined, shallow=False)
 
 
 def _model(program: str, target: str, file: Path) -> str:

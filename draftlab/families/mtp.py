@@ -112,6 +112,7 @@ def _unlike(target: Any, has_bias: bool) -> str | None:
         "use_sliding_window": False,
         "qkv_bias": has_bias,
         "qk_norm": False,
+        "mtp_use_dedicated_embeddings": False,
     }
     if not has_bias:
         expected["attention_bias"] = False

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.quantizers.auto import AutoHfQuantizer
 
 from draftlab.errors import UserError
-from draftlab.evaluate.vllm_compare import check_settings
+from draftlab.evaluate.vllm_compare import check_heads, check_settings
 from draftlab.export.layout import Export, layout_for
 from draftlab.export.refusals import serving_warnings
 from draftlab.files import known_sha256
@@ -346,7 +346,9 @@ def _check_head(planned: Planned) -> Iterable[str]:
     """Check that the head can be trained, and served by the programs of its exports."""
     tokenizer = planned.tokenizer
     digest = "" if tokenizer is None else tokenizer_sha256(tokenizer)
-    export = check_head(planned.recipe, planned.config, digest)[1]
+    head, export = check_head(planned.recipe, planned.config, digest)
+    if planned.runs("eval") and planned.recipe.eval.engine == "vllm":
+        check_heads([head.config])
     if planned.runs("export"):
         for program in planned.recipe.export.formats:
             yield from serving_warnings(program, export)

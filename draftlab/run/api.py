@@ -10,7 +10,7 @@ from typing import Any
 from draftlab.errors import UserError
 from draftlab.evaluate.evaluator import EvalSettings, Evaluator, NamedHead
 from draftlab.evaluate.results import Report
-from draftlab.evaluate.vllm_compare import check_settings
+from draftlab.evaluate.vllm_compare import check_heads, check_settings
 from draftlab.export.gguf import convert, find_converter
 from draftlab.export.settings import ExportSettings
 from draftlab.export.write import plan_export
@@ -179,6 +179,8 @@ def evaluate_head(
         name = head_name or name_in_reports(head_folder)
         heads.append(NamedHead(name, head, head_folder, _trained_on(head_folder, monitor)))
         heads += _load_compared(settings, {name}, target, tokenizer, monitor)
+    if settings.engine == "vllm":
+        check_heads(one.head.config for one in heads)
     max_prompt = target.max_length - max(settings.max_new_tokens, settings.timing_tokens)
     options: dict[str, Any] = {"raw": settings.raw, "max_prompt_tokens": max(max_prompt, 1)}
     options |= {"seed": settings.seed, "modes": target_settings.modes}

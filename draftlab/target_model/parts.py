@@ -227,11 +227,23 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
-    """Return the names of a checkpoint's tensors, each with the name of its file."""
-    index = folder / "model.safetensors.index.json"
+    """Return the names of a checkpoint's tensors, each with the name of its file.
+
+    Raises:
+        UserError: the index is damaged or names files elsewhere, or a file is missing or broken.
+    """
+    index, files = folder / "model.safetensors.index.json", dict[str, str]()
     if index.exists():
-        return read_fields(index, {"weight_map": dict}, kind="safetensors index")["weight_map"]
-    files: dict[str, str] = {}
+        files = read_fields(index, {"weight_map": dict}, kind="safetensors index")["weight_map"]
+        for file in files.values():
+            # Whatever an index says, nothing outside of the folder is opened.
+            if not isinstance(file, str) or file != Path(file).name:
+                raise UserError(
+                    f"expected names of files beside the index, found {file!r}",
+                    where=index,
+                    do="fetch the checkpoint again from a source that you trust",
+                )
+        return files
     for file in shard_files(folder):
         with _open(file) as tensors:
             files |= dict.fromkeys(tensors.keys(), file.name)
@@ -253,14 +265,7 @@ def read_tensor(folder: Path, name: str) -> Tensor:
             where=folder,
             do="check that the checkpoint is complete",
         )
-    file = str(files[matches[0]])
-    if file != Path(file).name:  # whatever an index says, nothing outside the folder is opened
-        raise UserError(
-            f"expected names of files beside the index, found {file!r}",
-            where=folder,
-            do="fetch the checkpoint again from a source that you trust",
-        )
-    with _open(folder / file) as tensors:
+    with _open(folder / files[matches[0]]) as tensors:
         return tensors.get_tensor(matches[0])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from draftlab.heads.folder import save_head
 from draftlab.heads.mtp import MtpHead
 from draftlab.plan.preflight import check_head
 from draftlab.progress import Monitor
+from draftlab.servers.vllm_process import PYTHON_VARIABLE
 from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import pack
 from draftlab.train.initial_weights import fingerprint
@@ -160,6 +162,8 @@ def test_an_untrained_export_is_the_checkpoint_bit_for_bit(target: Target, tmp_p
     for name, tensor in own.items():
         assert torch.equal(written[name].view(torch.int16), tensor.view(torch.int16)), name
     before = {p.name: p.read_bytes() for p in target.folder.iterdir()}
+    with pytest.raises(UserError, match=r"expected a folder that joins .*export-whole"):
+        launch_arguments(out, "vllm")
     files = json.loads((out / INDEX).read_text())["weight_map"]
     everything = load_file(target.folder / "model.safetensors")
     assert files == {n: DELTA if n in own else "model.safetensors" for n in everything}
@@ -168,6 +172,8 @@ def test_an_untrained_export_is_the_checkpoint_bit_for_bit(target: Target, tmp_p
     model, arguments = launch_arguments(out, "vllm", k=2)
     assert model == str(whole)
     assert json.loads(arguments[2]) == {"method": "mtp", "num_speculative_tokens": 2}
+    with pytest.raises(UserError, match="expected a folder that joins this layer"):
+        launch_arguments(out, "vllm", target=str(target.folder))
     changed = {"config.json", INDEX, DELTA}
     assert {p.name for p in whole.iterdir()} == before.keys() | changed
     assert all((whole / name).is_symlink() for name in before.keys() - changed)
@@ -209,6 +215,10 @@ def test_a_file_that_vllm_would_read_later_is_refused(tmp_path: Path) -> None:
     save_file(mtp_tensors("mimo"), tmp_path / "weights.safetensors")
     with pytest.raises(UserError, match=r"sort before trained\.safetensors, found weights"):
         delta_index(tmp_path, ["x"])
+    for file in ("../x.safetensors", ["x"]):  # of a stranger's index
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": file}}))
+        with pytest.raises(UserError, match="expected names of files beside the index"):
+            delta_index(tmp_path, ["x"])
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -219,6 +229,11 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3_5_text", {}, "mtp_num_hidden_layers 0"),
     ("qwen3_5_text", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2"),
     ("qwen3_5_text", {"mtp_num_hidden_layers": 1, "hidden_act": "gelu"}, "hidden_act gelu"),
+    (
+        "qwen3_5_text",
+        {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": True},
+        "mtp_use_dedicated_embeddings True",
+    ),
 ]
 
 
@@ -243,7 +258,9 @@ def test_quantised_and_missing_tensors_are_named(tmp_path: Path) -> None:
         native_head(target)
 
 
-def test_a_run_that_changes_nothing_ends_with_the_checkpoints_bits(tmp_path: Path) -> None:
+def test_a_run_that_changes_nothing_ends_with_the_checkpoints_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     mtp_folder(tmp_path / "toy", "qwen3_5_text")
     write_prompts(tmp_path / "prompts.jsonl", [f"def f{i}(use): the user {i}" for i in range(12)])
     text = RECIPE.replace("draft_vocab: {size: 128}\n", "head: {family: mtp}\n")
@@ -259,5 +276,12 @@ def test_a_run_that_changes_nothing_ends_with_the_checkpoints_bits(tmp_path: Pat
     written, own = load_file(export / DELTA), mtp_tensors("qwen3_5_text")
     assert written.keys() == own.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in own.items())
+    monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
+    for command in (
+        ("run", "small.yaml", "eval.engine=vllm", "name=other"),
+        ("eval", "--run", "small", "--engine", "vllm"),
+    ):
+        refused = draftlab(tmp_path, *command)
+        assert "expected heads whose folders vLLM loads, found one of mtp" in refused.output
     refused = draftlab(tmp_path, "train", "small.yaml", "head.head_dim=16")
     assert "MTP layers have their checkpoint's shape: leave head_dim out" in refused.output
