@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -379,8 +380,12 @@ def test_unusable_sources_and_destinations_are_refused(
     for place in (tmp_path / "user", tmp_path / "user" / "thesis.tex"):
         with pytest.raises(UserError, match="a new or an empty folder"):
             import_head(exported.folder, place, target=str(exported.target))
+    shutil.copytree(exported.folder, tmp_path / "lfs")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (tmp_path / "lfs" / "model.safetensors").write_text(pointer)
     change_config(exported.folder, architectures=["GPT2"])
     for folder, message in (
+        (tmp_path / "lfs", "found a git-lfs pointer"),
         (exported.head, "one of draftlab's own"),
         (tmp_path / "nowhere", r"another program's head, with config\.json, found none"),
         (tmp_path / "user", r"another program's head, with config\.json, found one without"),

@@ -193,6 +193,7 @@ def test_the_verbs_of_the_command_line(tmp_path: Path) -> None:
         (("merge", store, "--out", "c"), "one with files"),
         (("merge", store, "--out", f"{store}/e"), "inside the store"),
         (("merge", "nowhere", "--out", "e"), "manifest.json"),
+        (("merge", store, "--out", "s3://b/e"), "found the URL s3://b/e"),
     ):
         result = draftlab(tmp_path, "store", *arguments)
         assert result.exit_code == 2
