@@ -39,8 +39,9 @@ FREE_BYTES, CALL_S = 1 << 20, 10.0
 REACH_S = 30.0
 """Seconds for which a host may be silent, as one that has vanished; a live one acknowledges probes
 while it decodes."""
-_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
-"""When the kernel asks whether the other host is there (s), and the time for its answer (ms)."""
+_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""When the kernel asks whether the other host is there (s), and how often. TCP_USER_TIMEOUT would
+also end a long request that a busy server does not read yet."""
 Job, Result = TypeVar("Job"), TypeVar("Result")
 
 

@@ -66,3 +66,5 @@ def test_a_host_that_vanishes_under_a_request_is_noticed() -> None:
                 1,
                 [15, 5, 3],
             )
+            late = reached.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+            assert late == 0, "a busy server may read a long request late"
