@@ -127,8 +127,8 @@ def vllm_delta_text(export: Export, path: Path) -> str:
     trust = " --trust-remote-code" * ("auto_map" in export.target)
     commands = code_block(
         *fetch,
-        f"mkdir {whole}",
-        f"ln -s {target}/* {whole}",
+        f"mkdir -p {whole}",
+        f"ln -sf {target}/* {whole}",
         f"cp --remove-destination {shlex.quote(str(path))}/*.json "
         f"{shlex.quote(str(path))}/*.safetensors {whole}",
         f"{_COMMANDS['vllm']}{whole} {SPECULATIVE} {shlex.quote(json.dumps(config))}{trust}",

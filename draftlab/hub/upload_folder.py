@@ -18,6 +18,7 @@ from draftlab.export.launch import cached_target_text
 from draftlab.export.layout import layout_for
 from draftlab.export.serving_tables import CALIBRATION, STS
 from draftlab.export.settings import ExportSettings
+from draftlab.export.weight_files import DELTA
 from draftlab.export.write import write_export
 from draftlab.files import known_sha256, read_json, write_json, write_text
 from draftlab.formatting import plain_values
@@ -171,6 +172,8 @@ def _export(
     export.rmdir()
     launch = (folder / LAUNCH).read_text(encoding="utf-8")
     launch = launch.replace(str(export.resolve()), repo)
+    if (folder / DELTA).is_file():  # which vLLM does not fetch
+        launch += f"\nFirst fetch this repository: `hf download {repo} --local-dir {repo}`.\n"
     if base_model is None:
         path = str(target.resolve())
         here = cached_target_text(path, load_config(workspace.head).target.name)

@@ -169,6 +169,7 @@ def test_an_untrained_export_is_the_checkpoint_bit_for_bit(target: Target, tmp_p
     assert files == {n: DELTA if n in own else "model.safetensors" for n in everything}
     whole = whole_folder(out)
     assert {p.name: p.read_bytes() for p in target.folder.iterdir()} == before
+    assert whole_folder(out) == whole  # the commands can be repeated
     model, arguments = launch_arguments(out, "vllm", k=2)
     assert model == str(whole)
     assert json.loads(arguments[2]) == {"method": "mtp", "num_speculative_tokens": 2}
@@ -276,6 +277,11 @@ def test_a_run_that_changes_nothing_ends_with_the_checkpoints_bits(
     written, own = load_file(export / DELTA), mtp_tensors("qwen3_5_text")
     assert written.keys() == own.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in own.items())
+    command = ("push", "small", "org/name", "--to", "vllm", "--dry-run", "--out", "pushed")
+    assert draftlab(tmp_path, *command).exit_code == 0
+    launch = (tmp_path / "pushed/launch.md").read_text()
+    assert "mkdir -p org/name-whole" in launch
+    assert "`hf download org/name --local-dir org/name`" in launch
     monkeypatch.setenv(PYTHON_VARIABLE, sys.executable)
     for command in (
         ("run", "small.yaml", "eval.engine=vllm", "name=other"),
