@@ -42,9 +42,12 @@ def long_prompts(
 
     messages = [m for one in iterate_conversations(source) for m in one.messages if m["content"]]
     turns = [f"{m['role'].capitalize()}: {m['content']}" for m in messages if m["role"] != "system"]
+    questions = [n for n, turn in enumerate(turns) if turn.startswith("User: ")]
+    if not questions:
+        what = "expected turns of users, found none"
+        raise UserError(what, where=source, do="name a file of conversations")
     # The joints of turns take two tokens at most.
     sizes = [len(ids) + 2 for ids in tokenizer(turns, add_special_tokens=False)["input_ids"]]
-    questions = [n for n, turn in enumerate(turns) if turn.startswith("User: ")]
     generator, lines = np.random.default_rng(seed), []
     for length in lengths:
         for number in range(2 * count):

@@ -261,7 +261,8 @@ _DEFAULT_EPSILON = 1e-5
 def head_rope(config: Any, family: Family, monitor: Monitor) -> dict[str, Any]:
     """Return the `rope_parameters` of a head: the target's, as far as heads and servers know them.
 
-    A head rotates all channels of a head of attention. What it leaves out of the target's is said.
+    A head rotates all channels of a head of attention, unless its family has the target's RoPE.
+    What it leaves out of the target's is said.
     """
     rope = dict(getattr(config, "rope_parameters", None) or {})
     if kinds := {name: one for name, one in rope.items() if isinstance(one, dict)}:

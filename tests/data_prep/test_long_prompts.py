@@ -33,5 +33,8 @@ def test_prompts_fill_their_lengths_and_have_their_facts_once(tmp_path: Path) ->
         *turns, question = line["messages"][0]["content"].split("\n\nUser: ")
         assert "\n\n".join(turns).count("The code of the archive is") == (kind == "retrieval")
         assert question not in turns
+    file.write_text(json.dumps({"id": "a", "messages": [{"role": "user", "content": ""}]}))
+    with pytest.raises(UserError, match="expected turns of users, found none"):
+        long_prompts(file, tokenizer, [512], 1, 0)
     with pytest.raises(UserError, match="expected turns for prompts of 10,000,000 tokens"):
         long_prompts(SOURCE, tokenizer, [10_000_000], 1, 0)
