@@ -27,6 +27,7 @@ from draftlab.text.prompts import EMBEDDED_PROMPTS
 from draftlab.text.settings import SELF
 from draftlab.train import checkpoint
 from tests.helpers.estimates import LLAMA_8B, head_size, recipe
+from tests.helpers.mtp_toys import mtp_folder
 from tests.helpers.small_run import RECIPES, draftlab
 from tests.helpers.zoo import zoo_config
 
@@ -232,7 +233,10 @@ def test_every_recipe_can_be_planned_from_a_config(
     kind = "llama4" if "llama4" in path.stem else "gpt_oss" if "gpt_oss" in path.stem else "llama"
     size = {"hidden_size": 512} if kind == "llama" else {}  # the candidates of DFlash2 need 240
     config = zoo_config(kind, num_hidden_layers=48, no_rope_layers=None, vocab_size=40_000, **size)
-    config.save_pretrained(tmp_path / "t")
+    if path.stem == "qwen3_5_mtp":
+        mtp_folder(tmp_path / "t", "qwen3_5_text")
+    else:
+        config.save_pretrained(tmp_path / "t")
     result = draftlab(tmp_path, "train", str(path), f"target={tmp_path / 't'}", "--plan")
     missing = load_recipe(path).prompts.source not in (*EMBEDDED_PROMPTS, SELF)
     assert result.exit_code == (2 if missing else 0), result.output
