@@ -38,11 +38,13 @@ from common import (
     DIFFERENT,
     EQUAL,
     SKIPPED,
+    Drafts,
     Subject,
     client,
     decoded,
     figures,
     prepare,
+    recording_drafter,
     run_program,
     subject_options,
 )
@@ -152,22 +154,11 @@ class Bench:
         )
 
 
-Drafts = list[list[int]]
-
-
 def our_drafts(bench: Bench) -> list[tuple[Generation, Drafts]]:
     """Decode with draftlab's engine; return answers and drafts."""
     results = []
     for request in bench.requests(0.0):
-        drafter, drafts = new_drafter(bench.subject.head, bench.k, draft_probs=False), []
-        propose = drafter.propose
-
-        def recorded(verified: Any, propose: Any = propose, drafts: Drafts = drafts) -> Any:
-            proposal = propose(verified)
-            drafts.append(proposal.tokens[0].tolist())
-            return proposal
-
-        drafter.propose = recorded
+        drafter, drafts = recording_drafter(bench.subject.head, bench.k)
         length = bench.max_length
         answers = decoded(bench.subject.target, [request], drafter, batch=1, max_length=length)
         results.append((answers[0], drafts))

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import DIFFERENT, EQUAL, SKIPPED, client
+from common import DIFFERENT, EQUAL, SKIPPED, client, recording_drafter
 
-from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.export.settings import ExportSettings
 from draftlab.export.write import write_export
@@ -84,15 +83,7 @@ def compare(place: Path, options: argparse.Namespace) -> int:
 
     asked, ours = requests(12, seed=100, shortest=3), []
     for request in asked:
-        drafter, drafts = new_drafter(head, K, draft_probs=False), []
-        propose = drafter.propose
-
-        def recorded(verified: Any, propose: Any = propose, drafts: list = drafts) -> Any:
-            proposal = propose(verified)
-            drafts.append(proposal.tokens[0].tolist())
-            return proposal
-
-        drafter.propose = recorded
+        drafter, drafts = recording_drafter(head, K)
         (answer,) = Engine(target, drafter, batch=1, max_length=LENGTH).generate([request])
         ours.append((answer, drafts[: answer.counters.drafts]))
 
