@@ -87,6 +87,12 @@ def _as_list(value: Any) -> Any:
 
 SingleOrList = BeforeValidator(_as_list)
 """For settings with several values: `eval.k=4` and `eval.k=3,5` equal `[4]` and `[3, 5]`."""
+ServerUrls = Annotated[
+    tuple[Annotated[str, Field(pattern=r"^https?://[^\s?#@]+$")], ...],
+    SingleOrList,
+    Field(min_length=1),
+]
+"""Addresses of equal servers."""
 
 
 def _as_bytes(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Answers to prompts from a running server with OpenAI's completions interface (vLLM, SGLang, …).
+"""Answers to prompts from running servers with OpenAI's completions interface (vLLM, SGLang, …).
 
 Prompts are sent as token ids, so the server applies no chat template. vLLM and SGLang return the
 ids of the answer (`return_token_ids`), llama.cpp has them in its log-probabilities (`n_probs`). A
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from concurrent.futures import CancelledError
 from functools import partial
 from threading import Event, Semaphore
@@ -19,8 +20,9 @@ from transformers import PreTrainedTokenizerBase
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request, request_seed
+from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.servers.connection import answer_fault
+from draftlab.servers.connection import Connection, answer_fault
 from draftlab.servers.repeated_requests import (
     OTHER_SERVER,
     TOKEN_BYTES,
@@ -31,21 +33,25 @@ from draftlab.servers.repeated_requests import (
 )
 from draftlab.servers.settings import RegenerateSettings
 
+Fail = Callable[[str, str], UserError]
+"""A function that returns the error of an answer: what was found, and what to do."""
+
 
 class ServerAnswers:
     """Decodes requests for `draftlab.text.answers`, `regenerate.batch` at once for all threads.
 
     Args:
-        settings: `server` has the server's address.
+        settings: `server` has the addresses.
         tokenizer: the target's.
         vocab_size: rows of the target's embedding.
 
     Attributes:
-        model: the server's name of the target.
-        max_length: most tokens of a prompt and its answer on the server; None: it does not say.
+        connections: to the servers.
+        model: the servers' name of the target.
+        max_length: most tokens of a prompt and its answer on each server; None: none says it.
 
     Raises:
-        UserError: the server cannot be reached, or does not serve the named model.
+        UserError: a server cannot be reached, or they do not serve one model.
     """
 
     def __init__(
@@ -61,20 +67,26 @@ class ServerAnswers:
         self._says_text, self._says_no_room = False, False
         server = settings.server
         self._requests = RepeatedRequests("answers", "regenerate.server", server, monitor)
-        self.connection, card = self._requests.connect(server.url or "")
-        self._failure = partial(self._requests.failure, self.connection)
-        self.model: str = card["id"]
-        self.max_length: int | None = card.get("max_model_len")  # of vLLM and SGLang
-        length = self.max_length
-        if length is not None and (type(length) is not int or length < 1):
-            raise self._failure(
-                "/v1/models",
-                f"expected max_model_len to be a number of tokens, found {length!r}",
-                OTHER_SERVER,
-            )
+        served = [self._requests.connect(url) for url in server.url or ()]
+        self.connections = [connection for connection, _ in served]
+        self.model: str = served[0][1]["id"]
+        self.max_length: int | None = None
+        for connection, card in served:
+            fail = partial(self._requests.failure, connection, "/v1/models")
+            if card["id"] != self.model:
+                found = f"expected {self.model}, as the first one serves, found {card['id']}"
+                raise fail(found, "name servers of one model: regenerate.server.url")
+            length = card.get("max_model_len")  # of vLLM and SGLang
+            if length is None:
+                continue
+            if type(length) is not int or length < 1:
+                found = f"expected max_model_len to be a number of tokens, found {length!r}"
+                raise fail(found, OTHER_SERVER)
+            self.max_length = min(length, self.max_length or length)
         monitor.say(
-            f"answers: {self.model} at {self.connection.url} writes them, {self.concurrency} "
-            "requests at once; draftlab cannot see whether its weights are the target's"
+            f"answers: {self.model} at {', '.join(one.url for one in self.connections)} writes "
+            f"them, {self.concurrency} requests at once; draftlab cannot see whether its weights "
+            "are the target's"
         )
 
     def generate(self, request: Request, max_length: int, stopped: Event) -> Generation:
@@ -103,67 +115,53 @@ class ServerAnswers:
             "skip_special_tokens": False,
             "n_probs": 1,
         }
-        place = f"/v1/completions, prompt {request.id!r}"
+        path, place = "/v1/completions", f"/v1/completions, prompt {request.id!r}"
+
+        def read(answer: Any, connection: Connection) -> tuple[list[int], str]:
+            fail = partial(self._requests.failure, connection, place)
+            return self._read(request, most, with_field("choices")(answer, connection), fail)
+
         try:
             with self._free:
                 if stopped.is_set():
                     raise CancelledError
-                answer = self._requests.post(
-                    [self.connection],
-                    "/v1/completions",
-                    body,
-                    with_field("choices"),
-                    stopped,
-                    place,
-                )
+                post = self._requests.post
+                tokens, finish = post(self.connections, path, body, read, stopped, place)
         except NoRoom as error:
             self._say_no_room(request, str(error))
             return Generation(request.id, (), "no_room", Counters(0), (), (), 0.0, 0.0)
+        seconds = time.perf_counter() - started
+        return Generation(request.id, tuple(tokens), finish, Counters(0), (), (), seconds, seconds)
+
+    def _read(
+        self, request: Request, most: int, answer: dict[str, Any], fail: Fail
+    ) -> tuple[list[int], str]:
+        """Return the token ids of an answer of at most so many, and why it ended."""
         choices = answer["choices"]
         choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
         if not isinstance(choice, dict) or not (
             choice.get("token_ids") is not None or isinstance(choice.get("text"), str)
         ):
-            raise self._failure(
-                place,
+            raise fail(
                 f"expected one choice with token_ids or text, found {json.dumps(choices)[:200]}",
                 OTHER_SERVER,
             )
         finish = choice.get("finish_reason")
         if finish not in ("stop", "length"):
-            raise self._failure(place, f"the answer ended by {finish!r}", "see the server's log")
-        self._check_prompt(request, answer, choice, place)
+            raise fail(f"the answer ended by {finish!r}", "see the server's log")
+        _check_prompt(request, answer, choice, fail)
         tokens = _token_ids(choice)
         if tokens is None:
             most = 2 * most + 16  # another division of the text can have more tokens
             if len(choice["text"]) > TOKEN_BYTES * most:
                 found = f"found a text of {len(choice['text']):,} characters"
-                raise self._failure(place, f"expected at most {most} tokens, {found}", OTHER_SERVER)
+                raise fail(f"expected at most {most} tokens, {found}", OTHER_SERVER)
             tokens = self._tokens_of_text(choice)
         if fault := answer_fault(tokens, self.vocab_size, most):
-            raise self._failure(place, fault, OTHER_SERVER)
+            raise fail(fault, OTHER_SERVER)
         if finish == "stop" and not (tokens and tokens[-1] in request.stop_ids):
-            tokens = [*tokens, self._stop_token(choice, request)]
-        seconds = time.perf_counter() - started
-        return Generation(request.id, tuple(tokens), finish, Counters(0), (), (), seconds, seconds)
-
-    def _check_prompt(
-        self, request: Request, answer: dict[str, Any], choice: dict[str, Any], place: str
-    ) -> None:
-        """Check that the server read the prompt that was sent, as far as it says what it read."""
-        read, usage = choice.get("prompt_token_ids"), answer.get("usage")
-        count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
-        if read is not None:
-            if read == list(request.prompt_ids):
-                return
-        elif count in (None, len(request.prompt_ids)):
-            return
-        raise self._failure(
-            place,
-            f"expected an answer to the {len(request.prompt_ids):,} tokens of the prompt, found "
-            "that the server read others: it cuts prompts, or adds tokens",
-            "start the server without options that change prompts",
-        )
+            tokens = [*tokens, self._stop_token(choice, request, fail)]
+        return tokens, finish
 
     def _tokens_of_text(self, choice: dict[str, Any]) -> list[int]:
         """Return the ids of an answer's text."""
@@ -178,7 +176,7 @@ class ServerAnswers:
             text = text.rstrip("\ufffd")  # in place of a character that was cut
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _stop_token(self, choice: dict[str, Any], request: Request) -> int:
+    def _stop_token(self, choice: dict[str, Any], request: Request, fail: Fail) -> int:
         """Return the stop token that the server left out: the one it names, or the end of sequence.
 
         Raises:
@@ -190,8 +188,7 @@ class ServerAnswers:
         token = self.tokenizer.eos_token_id if named is None else named
         if type(token) is int and token in request.stop_ids:
             return token
-        raise self._failure(
-            f"/v1/completions, prompt {request.id!r}",
+        raise fail(
             f"the answer ended at {token!r}, which is no stop token",
             "start the server without stop texts of its own",
         )
@@ -204,6 +201,24 @@ class ServerAnswers:
                 f"answers: the server has no room for prompt {request.id!r}; such prompts are left "
                 f"out: {reason}"
             )
+
+
+def _check_prompt(
+    request: Request, answer: dict[str, Any], choice: dict[str, Any], fail: Fail
+) -> None:
+    """Check that the server read the prompt that was sent, as far as it says what it read."""
+    read, usage = choice.get("prompt_token_ids"), answer.get("usage")
+    count = usage.get("prompt_tokens") if isinstance(usage, dict) else None
+    if read is not None:
+        if read == list(request.prompt_ids):
+            return
+    elif count in (None, len(request.prompt_ids)):
+        return
+    raise fail(
+        f"expected an answer to the {len(request.prompt_ids):,} tokens of the prompt, found "
+        "that the server read others: it cuts prompts, or adds tokens",
+        "start the server without options that change prompts",
+    )
 
 
 def _token_ids(choice: dict[str, Any]) -> Any:

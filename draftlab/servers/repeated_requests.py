@@ -6,9 +6,10 @@ import json
 import re
 import time
 import urllib.error
+from collections import Counter
 from collections.abc import Callable, Sequence
 from http.client import HTTPException
-from threading import Event
+from threading import Event, Lock
 from typing import Any, TypeVar
 
 from draftlab.errors import UserError
@@ -101,6 +102,7 @@ class RepeatedRequests:
         self.stage, self.section = stage, section
         self.settings, self.monitor = settings, monitor
         self._next_line, self._last_until = 0.0, dict[Connection, float]()
+        self._lock, self._under_way = Lock(), Counter[Connection]()
 
     def connect(self, url: str) -> tuple[Connection, dict[str, Any]]:
         """Return a connection, and what the server says of the named model, or of its only one.
@@ -135,8 +137,9 @@ class RepeatedRequests:
         are repeated, until `stopped` is set.
 
         Args:
-            connections: to equal servers; one after the other is asked, those last that gave no
-                answer, and a wait follows the last.
+            connections: to equal servers. The one with the fewest requests under way is asked,
+                after a failure the next one; those last that gave no answer, and then a wait
+                follows.
             body: the request, or what makes that of an attempt.
             read: gets the answer and who gave it; its OSError or ValueError is a reason to repeat
                 the request.
@@ -148,12 +151,10 @@ class RepeatedRequests:
         """
         wait, timeout_s = FIRST_WAIT_S, self.settings.timeout_s
         attempts = self.settings.attempts * len(connections)
-        now = time.monotonic()
-        connections = sorted(connections, key=lambda one: now < self._last_until.get(one, 0.0))
-        if connections[0] in self._last_until:
-            self._last_until[connections[0]] = now + _LAST_S
+        left = list[Connection]()
         for attempt in range(1, attempts + 1):
-            connection = connections[(attempt - 1) % len(connections)]
+            left = left or list(connections)
+            connection = self._choose(left)
             sent = body(connection) if callable(body) else body
             tokens = 0 if sent is None else len(sent["prompt"]) + sent["max_tokens"]
             max_bytes = FREE_BYTES + TOKEN_BYTES * tokens
@@ -178,9 +179,14 @@ class RepeatedRequests:
                 if error.code not in REPEATED and error.code < 500:
                     do = f"check {self.section}" + (", or remove this prompt" if place else "")
                     raise self.failure(connection, place or path, reason, do) from None
+                if error.code >= 500:  # others are of a server that is busy
+                    self._last_until[connection] = time.monotonic() + _LAST_S
             except (OSError, HTTPException, ValueError) as error:  # refused, broken off, not JSON
                 reason = str(getattr(error, "reason", error) or type(error).__name__)
-            self._last_until[connection] = time.monotonic() + _LAST_S
+                self._last_until[connection] = time.monotonic() + _LAST_S
+            finally:
+                with self._lock:
+                    self._under_way[connection] -= 1
             if attempt < attempts:
                 at = f" at {connection.url}" * (len(connections) > 1)
                 self._say_repeated(f"{reason} (attempt {attempt} of {attempts}{at})")
@@ -191,6 +197,18 @@ class RepeatedRequests:
             wait = min(2 * wait, 60.0)
         do = "start the server, and repeat the command: finished work is kept"
         raise self.failure(connection, place or path, f"{reason} ({attempt} attempts)", do)
+
+    def _choose(self, left: list[Connection]) -> Connection:
+        """Take the server out of a list that is asked next."""
+        with self._lock:
+            now = time.monotonic()
+            silent = {one for one in left if now < self._last_until.get(one, 0.0)}
+            chosen = min(left, key=lambda one: (one in silent, self._under_way[one]))
+            if chosen in self._last_until:
+                self._last_until[chosen] = now + _LAST_S  # others wait for what comes of this one
+            self._under_way[chosen] += 1
+        left.remove(chosen)
+        return chosen
 
     def _say_repeated(self, reason: str) -> None:
         """Say that a request is repeated, once in `LINE_EVERY_S` for all of them."""

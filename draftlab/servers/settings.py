@@ -6,19 +6,20 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from draftlab.settings import Settings, SingleOrList
+from draftlab.settings import ServerUrls, Settings, SingleOrList
 from draftlab.target_model.settings import TemplateMix, VllmSettings
 
 AnswerBackend = Literal["paged", "vllm", "openai"]
 
 
 class ServerSettings(Settings):
-    """A running server with OpenAI's completions interface, and how it is asked."""
+    """Running servers with OpenAI's completions interface, and how they are asked."""
 
-    url: str | None = Field(default=None, pattern=r"^https?://[^\s?#@]+$")
-    """Address, such as http://localhost:8000. The key of the environment variable OPENAI_API_KEY
-    is sent to this machine, to https://api.openai.com and to the server that OPENAI_BASE_URL names,
-    and to no other: a recipe may be a stranger's."""
+    url: ServerUrls | None = None
+    """Address, such as http://localhost:8000, or those of several servers of the same target. The
+    key of the environment variable OPENAI_API_KEY is sent to this machine, to
+    https://api.openai.com and to the server that OPENAI_BASE_URL names, and to no other: a recipe
+    may be a stranger's."""
     model: str | None = None
     """The server's name of the target; None: the only model that it serves."""
     attempts: Annotated[int, Field(ge=1)] = 8

@@ -68,18 +68,16 @@ class StateServers:
         """
         servers = list(connections) or self.connections
         answer = partial(self._answer, servers)
-        jobs = list(enumerate(message["prompts"]))
-        with in_threads(answer, jobs, AT_ONCE) as futures:
+        with in_threads(answer, message["prompts"], AT_ONCE) as futures:
             answers = [future.result() for future in futures]
         columns = zip(*answers, strict=True)
         return dict(zip(("files", "tokens", "logprobs"), map(list, columns), strict=True))
 
     def _answer(
-        self, servers: Sequence[Connection], job: tuple[int, list[int]], stopped: Event
+        self, servers: Sequence[Connection], prompt: list[int], stopped: Event
     ) -> tuple[str, Any, Any]:
-        number, prompt = job
         place = f"/v1/completions, a sample of {len(prompt):,} tokens"
-        first, id_ = number % len(servers), f"{self._folder.name}-{next(self._numbers)}-"
+        id_ = f"{self._folder.name}-{next(self._numbers)}-"
         attempts = itertools.count()
 
         def body(connection: Connection) -> dict[str, Any]:
@@ -111,7 +109,6 @@ class StateServers:
                 raise ValueError(f"no states at {file}; it wrote {written}: {error}") from None
             return str(file), token, logprob
 
-        servers = [*servers[first:], *servers[:first]]
         try:
             return self._requests.post(servers, "/v1/completions", body, read, stopped, place)
         except NoRoom as error:

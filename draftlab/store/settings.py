@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from draftlab.settings import Settings, SingleOrList, Size
+from draftlab.settings import ServerUrls, Settings, SingleOrList, Size
 from draftlab.store.urls import check_url
 from draftlab.target_model.settings import VllmSettings
 
@@ -21,11 +21,7 @@ class StateServerSettings(Settings):
     OPENAI_API_KEY goes to them as `regenerate.server.url` says.
     """
 
-    urls: Annotated[
-        tuple[Annotated[str, Field(pattern=r"^https?://[^\s?#@]+$")], ...],
-        SingleOrList,
-        Field(min_length=1),
-    ]
+    urls: ServerUrls
     """Addresses of servers of the same target, such as http://localhost:8000."""
     folder: str
     """Folder that this machine sees and to which the servers write, by whatever path."""

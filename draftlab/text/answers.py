@@ -111,11 +111,13 @@ def regenerate(
                 f"{max_length:,}, for a prompt and its answer"
             )
             server["max_length"] = max_length = decode.max_length
-        if served_otherwise(tokenizer, partial(decode.connection.template, decode.model)):
-            monitor.say(
-                "warning: answers: the server's chat template differs from the target's files, by "
-                "which it is asked here and the head is trained: its chats have other prompts"
-            )
+        for connection in decode.connections:
+            if served_otherwise(tokenizer, partial(connection.template, decode.model)):
+                monitor.say(
+                    f"warning: answers: the chat template of {connection.url} differs from the "
+                    "target's files, by which it is asked here and the head is trained: its chats "
+                    "have other prompts"
+                )
     identity = {
         "target": target.fingerprint,
         "dtype": str(target.dtype).removeprefix("torch."),

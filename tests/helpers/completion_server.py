@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -145,9 +146,15 @@ def serve(target: Path) -> AbstractContextManager[CompletionServer]:
     return running(CompletionServer(target))
 
 
-def prepare(folder: Path, server: CompletionServer, *settings: str, code: int = 0) -> str:
-    """Run `draftlab prepare` with the server; return what it printed."""
-    url = f"regenerate.server.url={server.url}/v1"
+def prepare(
+    folder: Path,
+    server: CompletionServer,
+    *settings: str,
+    others: Sequence[CompletionServer] = (),
+    code: int = 0,
+) -> str:
+    """Run `draftlab prepare` with the server, and with others; return what it printed."""
+    url = "regenerate.server.url=" + ",".join(f"{one.url}/v1" for one in (server, *others))
     arguments = ("prepare", "small.yaml", "regenerate.backend=openai", url, *SAMPLED, *settings)
     result = draftlab(folder, *arguments)
     assert result.exit_code == code, result.output

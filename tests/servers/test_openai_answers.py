@@ -58,6 +58,31 @@ def test_answers_of_a_server_are_the_engines(workshop: Path) -> None:
     assert texts == decoded
 
 
+def test_several_servers_share_the_requests(workshop: Path) -> None:
+    """The answers are those of one; a server that fails is left, and its requests are repeated."""
+    with serve(workshop / "toy") as first, serve(workshop / "toy") as second:
+        prepare(workshop, first, "name=one")
+        expected = (workshop / "runs/one/answers.jsonl").read_bytes()
+        first.requests = []
+        prepare(workshop, first, "name=two", others=[second])
+        assert (workshop / "runs/two/answers.jsonl").read_bytes() == expected
+        assert len(first.requests) + len(second.requests) == 12
+        assert min(len(first.requests), len(second.requests)) > 2
+        first.requests = []
+        second.failures = ["drop"] * 12
+        output = prepare(workshop, first, "name=lame", others=[second])
+        assert "requests are repeated: " in output
+        assert len(first.requests) == 12
+        assert len(second.failures) > 8, "it is not asked again and again"
+        assert (workshop / "runs/lame/answers.jsonl").read_bytes() == expected
+        first.card = {"max_model_len": 200}
+        second.card = {"max_model_len": 150}
+        assert "allows 150 tokens" in prepare(workshop, first, "name=room", others=[second])
+        second.models = ["other"]
+        output = prepare(workshop, first, others=[second], code=2)
+        assert "expected the-target, as the first one serves, found other" in output
+
+
 def test_conversations_are_answered_at_once_and_kept_one_by_one(workshop: Path) -> None:
     with serve(workshop / "toy") as server:
         prepare(workshop, server, "name=whole")
@@ -82,7 +107,8 @@ def test_conversations_are_answered_at_once_and_kept_one_by_one(workshop: Path) 
 def test_a_server_that_reads_other_prompts_is_named(workshop: Path) -> None:
     with serve(workshop / "toy") as server:
         server.template = "### user"
-        assert "the server's chat template differs" in prepare(workshop, server, "name=other")
+        output = prepare(workshop, server, "name=other")
+        assert f"the chat template of {server.url} differs" in output
         server.template, server.further = None, 1
         output = prepare(workshop, server, code=2)
         assert "the server read others: it cuts prompts, or adds tokens" in output
