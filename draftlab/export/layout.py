@@ -37,6 +37,7 @@ class Export:
         k: tokens that a server drafts by default.
         dtype: of floating tensors.
         serving: calibration and step times for servers; None: none were given.
+        stored: names of the tensors in the target's checkpoint, for an export of changed ones.
     """
 
     head: HeadConfig
@@ -45,6 +46,7 @@ class Export:
     k: int
     dtype: torch.dtype
     serving: ServingTables | None = None
+    stored: frozenset[str] = frozenset()
 
     @property
     def text_config(self) -> dict[str, Any]:

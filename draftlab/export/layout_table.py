@@ -191,7 +191,7 @@ def mtp_layouts(_: Family) -> dict[str, Layout | str]:
             "the changed tensors in the checkpoint's own layout (vLLM's method mtp)",
             vllm_delta_text,
             config=lambda export: export.target,
-            tensors=lambda tensors, export: checkpoint_tensors(export.head, tensors),
+            tensors=lambda tensors, export: checkpoint_tensors(export.head, tensors, export.stored),
             is_delta=True,
         ),
         "sglang": f"in which order SGLang reads the old layer and the new is not known: {USE_VLLM}",

@@ -22,7 +22,7 @@ EAGLE3 = "train an EAGLE3 head: head.family=eagle3"
 
 
 class Mtp(Family):
-    """Dense MTP layers, which start from the checkpoint and are written back in its layout."""
+    """MTP layers, which start from the checkpoint and are written back in its layout."""
 
     name = "mtp"
     config_type = "draftlab.heads.mtp:MtpConfig"
@@ -31,6 +31,7 @@ class Mtp(Family):
     layouts_type = "draftlab.export.layout_table:mtp_layouts"
     title = "MTP"
     description = "MTP layer of the target's checkpoint, as a draft head"
+    intermediate_size_names = ("intermediate_size", "moe_intermediate_size")
     max_layers = 1
     reads_last_state = True
     whole_vocabulary = True
@@ -60,20 +61,33 @@ class Mtp(Family):
         from draftlab.heads.mtp import TYPES
 
         kind = TYPES.get(target.model_type)
-        found = _unsupported(target) if kind is None else None
-        if kind is not None:
-            count = getattr(target, kind.count_key, None) or 0
-            found = f"{kind.count_key} {count}" if count != 1 else _unlike(target, kind.has_bias)
-        if found is not None:
+        if kind is None:
+            found = (
+                "attention over latent keys (MLA)" if getattr(target, "kv_lora_rank", None) else ""
+            )
+            found = found or "layers of another kind"
+        else:
+            # Qwen3-Next's config does not say that its checkpoints have one.
+            count = getattr(target, kind.count_key, target.model_type == "qwen3_next") or 0
+            found = f"{kind.count_key} {int(count)}" if count != 1 else _unlike(target)
+        if found:
             raise UserError(
-                f"expected a target with one dense MTP layer ({', '.join(sorted(TYPES))}), found "
+                f"expected a target with one MTP layer ({', '.join(sorted(TYPES))}), found "
                 f"{target.model_type} with {found}",
                 where="head.family",
                 do=EAGLE3,
             )
         size = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-        share = (target.rope_parameters or {}).get("partial_rotary_factor", 1.0)
-        return {"target_type": target.model_type, "rotary_dim": int(size * share)}
+        rope = target.rope_parameters or {}
+        share = rope.get("partial_rotary_factor", getattr(target, "partial_rotary_factor", 1.0))
+        return {
+            "target_type": target.model_type,
+            "rotary_dim": int(size * share),
+            # MiMo's layers are Qwen2's, which have biases whatever the config says.
+            "qkv_bias": target.model_type == "mimo" or bool(target.attention_bias),
+            "qk_norm": kind.is_gated or bool(getattr(target, "use_qk_norm", False)),
+            "experts": expert_fields(target) if kind.has_experts else None,
+        }
 
     def head_of_target(
         self, config: HeadConfig, folder: Path, monitor: Monitor
@@ -81,41 +95,48 @@ class Mtp(Family):
         from draftlab.heads.mtp import checkpoint_names, layer_of_checkpoint
         from draftlab.target_model.parts import read_tensor, tensor_files
 
-        names = checkpoint_names(config)
-        if not tensor_files(folder).keys() & {*names}:
+        files = tensor_files(folder)
+        names = checkpoint_names(config, files)
+        if not files.keys() & {*names}:
             monitor.say(
                 f"warning: the checkpoint has none of the tensors of an MTP layer ({names[0]}, …), "
                 "as checkpoints that transformers wrote: training starts from random values"
             )
             return None
         monitor.say(f"MTP layer: {len(names)} tensors of the target's checkpoint")
-        return layer_of_checkpoint(config, partial(read_tensor, folder))
+        return layer_of_checkpoint(config, partial(read_tensor, folder, files=files), files)
 
 
-def _unsupported(target: Any) -> str:
-    """Return what a target's layers have that draftlab's MTP layers have not."""
-    names = {
-        "kv_lora_rank": "attention over latent keys (MLA)",
-        "n_routed_experts": "experts (MoE)",
-        "num_experts": "experts (MoE)",
-        "num_local_experts": "experts (MoE)",
+def expert_fields(target: Any) -> dict[str, Any]:
+    """Return the fields of `ExpertsConfig` of a target's layers."""
+    width, sigmoid = target.moe_intermediate_size, target.model_type == "glm4_moe"
+    shared = target.n_shared_experts * width if sigmoid else target.shared_expert_intermediate_size
+    fields = {
+        "num_experts": target.n_routed_experts if sigmoid else target.num_experts,
+        "per_token": target.num_experts_per_tok,
+        "intermediate_size": width,
+        "shared_size": shared,
+        "normalised": getattr(target, "norm_topk_prob", True),
+        "sigmoid": sigmoid,
+        "gated": not sigmoid,
     }
-    found = [text for name, text in names.items() if getattr(target, name, None)]
-    return " and ".join(dict.fromkeys(found)) or "layers of another kind"
+    if sigmoid:
+        names = {"scaling": "routed_scaling_factor", "groups": "n_group"}
+        names |= {"chosen_groups": "topk_group"}
+        fields |= {field: getattr(target, name) for field, name in names.items()}
+    return fields
 
 
-def _unlike(target: Any, has_bias: bool) -> str | None:
+def _unlike(target: Any) -> str | None:
     """Return the setting in which a target of a known type differs from what is computed."""
     expected = {
         "hidden_act": "silu",
         "attn_output_gate": True,
         "use_sliding_window": False,
-        "qkv_bias": has_bias,
-        "qk_norm": False,
         "mtp_use_dedicated_embeddings": False,
     }
-    if not has_bias:
-        expected["attention_bias"] = False
+    if target.model_type == "mimo":
+        expected |= {"qkv_bias": True, "qk_norm": False}
     for name, value in expected.items():
         if (found := getattr(target, name, value)) != value:
             return f"{name} {found}"

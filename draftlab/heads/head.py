@@ -72,6 +72,10 @@ class DecoderLayer(nn.Module):
         """
         return self.input_layernorm(hidden), partial(self.output, residual=hidden)
 
+    def multiplications(self) -> int:
+        """Return the multiplications of all products for a row."""
+        return sum(weight.numel() for weight in self.parameters() if weight.ndim == 2)
+
     def output(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the pre-norm output [..., H] from attended values [..., heads, head_dim]."""
         hidden = residual + self.self_attn.o_proj(attended.flatten(-2))

@@ -1,27 +1,31 @@
 """A target's own MTP layer as a head: the multi-token prediction layer of its checkpoint.
 
-Contract, of one dense layer that drafts K tokens one a pass (vLLM 0.32: `models/mimo_mtp.py`,
-`models/qwen3_5_mtp.py`, `v1/spec_decode/llm_base_proposer.py`):
+Contract, of one layer that drafts K tokens one a pass (vLLM 0.32: `models/mimo_mtp.py`,
+`models/qwen3_5_mtp.py`, `models/qwen3_next_mtp.py`, `models/glm4_moe_mtp.py`,
+`v1/spec_decode/llm_base_proposer.py`):
 
 - The pass at position t reads the embedding of x_{t+1} and a state [H], at RoPE position t. The
-  state is the target's last one, for MiMo before the target's final norm and for Qwen3.5 after it;
-  in later passes it is the layer's own output after its final norm. Every pass norms both and
-  projects the two side by side, for MiMo the state first and for Qwen3.5 the embedding first.
-- MiMo's layer reads zeros in place of the embedding at position 0.
-- A decoder layer of the target's follows: Qwen2's with biases, or Qwen3.5's with full attention,
-  whose norms store their weight less 1, whose queries and keys are normed, whose RoPE turns the
-  first `rotary_dim` channels of a head, and whose attended values are multiplied by σ(gate).
-- Embeddings and lm_head are the target's. The final norm's output enters lm_head as it is.
+  state is the target's last one, for MiMo before the target's final norm and for the others after
+  it; in later passes it is the layer's own output, for GLM-4.5 before its final norm and for the
+  others after it. Every pass norms both and projects the two side by side, for MiMo the state first
+  and for the others the embedding first.
+- The layers of MiMo and GLM-4.5 read zeros in place of the embedding at position 0.
+- A decoder layer of the target's follows: Qwen2's with biases, GLM-4.5's, or Qwen3.5's and
+  Qwen3-Next's with full attention, whose norms store their weight less 1, whose queries and keys
+  are normed, and whose attended values are multiplied by σ(gate). RoPE turns the first `rotary_dim`
+  channels of a head. The feed-forward is dense or a mixture of experts (`heads/experts.py`).
+- Embeddings and lm_head are the target's, which reads the output after the layer's final norm.
 
 Tensors have draftlab's names in a head folder and the checkpoint's in an export
-(`checkpoint_tensors`); the rows of Qwen3.5's q_proj, which hold queries and gates of each head in
-turn, are split into `q_proj` and `gate_proj`.
+(`checkpoint_tensors`). The rows of Qwen3.5's q_proj, which hold queries and gates of each head in
+turn, are split into `q_proj` and `gate_proj`. A checkpoint has the experts in two tensors
+(Qwen3.6), or in three of each expert (Qwen3.5).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -32,10 +36,13 @@ from torch import Tensor, nn
 from draftlab.errors import UserError
 from draftlab.heads.config import HeadDim
 from draftlab.heads.eagle import EagleConfig
+from draftlab.heads.experts import Experts, ExpertsConfig
 from draftlab.heads.head import LM_HEAD, TARGET_NORM, DecoderLayer, DraftHead
 from draftlab.heads.layers import Attention, RMSNorm, Rope, SwiGLU, at_least_float32
 
 Q_PROJ, GATE = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.gate_proj.weight"
+GATE_UP, DOWN = "layers.0.mlp.gate_up", "layers.0.mlp.down"
+CORRECTION = "layers.0.mlp.correction"
 
 
 @dataclass(frozen=True)
@@ -46,22 +53,48 @@ class MtpType:
         names: beginnings of names in a head folder → in the checkpoint.
         count_key: key of the target's text config with the number of MTP layers.
         reads_normed: whether the target's final norm precedes the first pass.
+        returns_normed: whether later passes read the output after the layer's final norm.
         state_first: whether the state comes before the embedding in the input of fc.
         masks_first: whether the embedding at position 0 is zero.
-        has_bias: whether q_proj, k_proj and v_proj have biases.
         is_gated: whether attention has gates, norms of queries and keys, and all norms store their
             weight less 1.
+        has_experts: whether the feed-forward is a mixture of experts.
     """
 
     names: Mapping[str, str]
     count_key: str
-    reads_normed: bool
-    state_first: bool
-    masks_first: bool
-    has_bias: bool
-    is_gated: bool
+    reads_normed: bool = True
+    returns_normed: bool = True
+    state_first: bool = False
+    masks_first: bool = False
+    is_gated: bool = False
+    has_experts: bool = False
 
 
+_EXPERTS = {
+    "layers.0.mlp.router.": "gate.",
+    "layers.0.mlp.gate_up": "experts.gate_up_proj",
+    "layers.0.mlp.down": "experts.down_proj",
+    "layers.0.mlp.shared_gate.": "shared_expert_gate.",
+    "layers.0.mlp.shared.": "shared_expert.",
+}
+_QWEN = MtpType(
+    names={
+        "fc.": "mtp.fc.",
+        "embedding_norm.": "mtp.pre_fc_norm_embedding.",
+        "state_norm.": "mtp.pre_fc_norm_hidden.",
+        "norm.": "mtp.norm.",
+        "layers.0.": "mtp.layers.0.",
+    },
+    count_key="mtp_num_hidden_layers",
+    is_gated=True,
+)
+_QWEN_EXPERTS = replace(
+    _QWEN,
+    names={name: f"mtp.layers.0.mlp.{x}" for name, x in _EXPERTS.items()} | {**_QWEN.names},
+    has_experts=True,
+)
+_GLM = "model.layers.{layer}."
 TYPES = {
     "mimo": MtpType(
         names={
@@ -75,23 +108,25 @@ TYPES = {
         reads_normed=False,
         state_first=True,
         masks_first=True,
-        has_bias=True,
-        is_gated=False,
     ),
-    "qwen3_5_text": MtpType(
-        names={
-            "fc.": "mtp.fc.",
-            "embedding_norm.": "mtp.pre_fc_norm_embedding.",
-            "state_norm.": "mtp.pre_fc_norm_hidden.",
-            "norm.": "mtp.norm.",
-            "layers.0.": "mtp.layers.0.",
+    "qwen3_5_text": _QWEN,
+    "qwen3_5_moe_text": _QWEN_EXPERTS,
+    "qwen3_next": replace(_QWEN_EXPERTS, count_key="num_nextn_predict_layers"),
+    "glm4_moe": MtpType(
+        names={name: f"{_GLM}mlp.{x}" for name, x in _EXPERTS.items()}
+        | {
+            "layers.0.mlp.shared.": f"{_GLM}mlp.shared_experts.",
+            "fc.": f"{_GLM}eh_proj.",
+            "embedding_norm.": f"{_GLM}enorm.",
+            "state_norm.": f"{_GLM}hnorm.",
+            "norm.": f"{_GLM}shared_head.norm.",
+            CORRECTION: f"{_GLM}mlp.gate.e_score_correction_bias",
+            "layers.0.": _GLM,
         },
-        count_key="mtp_num_hidden_layers",
-        reads_normed=True,
-        state_first=False,
-        masks_first=False,
-        has_bias=False,
-        is_gated=True,
+        count_key="num_nextn_predict_layers",
+        returns_normed=False,
+        masks_first=True,
+        has_experts=True,
     ),
 }
 """Types by the `model_type` of the target's text config."""
@@ -103,10 +138,16 @@ class MtpConfig(EagleConfig):
     Attributes:
         target_type: key of `TYPES`.
         rotary_dim: channels of a head that RoPE turns, the first ones.
+        qkv_bias: whether q_proj, k_proj and v_proj have biases.
+        qk_norm: whether queries and keys are normed.
+        experts: of the feed-forward; None: it is dense.
     """
 
-    target_type: Literal["mimo", "qwen3_5_text"]
+    target_type: Literal["mimo", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe"]
     rotary_dim: HeadDim
+    qkv_bias: bool
+    qk_norm: bool
+    experts: ExpertsConfig | None = None
 
     @property
     def mtp_type(self) -> MtpType:
@@ -119,6 +160,8 @@ class MtpConfig(EagleConfig):
             raise ValueError(
                 f"rotary_dim {self.rotary_dim} exceeds the head_dim {self.head_dim} of attention"
             )
+        if self.mtp_type.has_experts != (self.experts is not None):
+            raise ValueError(f"experts do not fit the target_type {self.target_type}")
         return self
 
 
@@ -152,16 +195,25 @@ class MtpLayer(DecoderLayer):
         attention = Attention(size, size, heads, config.num_key_value_heads, config.head_dim)
         if kind.is_gated:
             attention.gate_proj = nn.Linear(size, heads * config.head_dim, bias=False)
+        if config.qk_norm:
             attention.q_norm, attention.k_norm = (_norm(config, config.head_dim) for _ in "12")
-        if kind.has_bias:
+        if config.qkv_bias:
             for one in (attention.q_proj, attention.k_proj, attention.v_proj):
                 one.bias = nn.Parameter(torch.zeros(one.out_features))
-        self.self_attn, self.mlp = attention, SwiGLU(size, config.intermediate_size)
+        self.self_attn, experts = attention, config.experts
+        self.mlp = Experts(size, experts) if experts else SwiGLU(size, config.intermediate_size)
 
     def inputs(self, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Return the input of attention [..., H], and what `output` takes as the residual."""
         x = self.input_layernorm(residual)
         return x, torch.cat([residual, x], -1) if self.is_gated else residual
+
+    def multiplications(self) -> int:
+        experts = self.mlp.config if isinstance(self.mlp, Experts) else None
+        of_experts = (
+            3 * experts.width_of_token * self.self_attn.o_proj.out_features if experts else 0
+        )
+        return super().multiplications() + of_experts
 
     def output(self, attended: Tensor, residual: Tensor) -> Tensor:
         if self.is_gated:
@@ -207,13 +259,13 @@ class MtpHead(DraftHead):
         return self.layer.inputs(self.fc(torch.cat(pair, -1)))
 
     def output_norm(self, output: Tensor) -> Tensor:
-        return self.norm(output)
+        return self.norm(output) if self.type.returns_normed else output
 
     def normed(self, output: Tensor) -> Tensor:
-        return output
+        return output if self.type.returns_normed else self.norm(output)
 
     def logits_norm_weight(self) -> Tensor | None:
-        return None
+        return None if self.type.returns_normed else self.norm.weight
 
     def shared_tensors(self) -> frozenset[str]:
         more = {LM_HEAD, TARGET_NORM} if self.type.reads_normed else {LM_HEAD}
@@ -226,60 +278,117 @@ class MtpHead(DraftHead):
         if self.type.reads_normed:
             self.target_norm.weight.copy_(final_norm)
 
+    def initialise_extra(self, generator: torch.Generator) -> None:
+        for experts in (m for m in self.modules() if isinstance(m, Experts)):
+            for parameter, share in ((experts.gate_up, 1.0), (experts.down, 0.5)):
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(noise * (share / parameter.shape[-1]) ** 0.5)
 
-def checkpoint_tensors(config: MtpConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a head folder as the checkpoint has them, without computing."""
-    tensors = dict(tensors)
+
+def checkpoint_tensors(
+    config: MtpConfig, tensors: Mapping[str, Tensor], stored: Collection[str]
+) -> dict[str, Tensor]:
+    """Return the tensors of a head folder as the checkpoint has them, without computing.
+
+    Args:
+        stored: names of the checkpoint's tensors.
+    """
+    tensors = {name: tensor for name, tensor in tensors.items() if name != CORRECTION}
     if GATE in tensors:
         shape = (config.num_attention_heads, config.head_dim, config.hidden_size)
         halves = [tensors[Q_PROJ].view(shape), tensors.pop(GATE).view(shape)]
         tensors[Q_PROJ] = torch.cat(halves, 1).flatten(0, 1)
-    return {_checkpoint_name(config, name): tensor for name, tensor in tensors.items()}
+    found = {}
+    for name, tensor in tensors.items():
+        if parts := _names_of_experts(config, name, stored):
+            values = tensor.unflatten(1, (len(parts[0]), -1)).unbind(1)
+            for part, value in enumerate(values):
+                found |= {names[part]: one for names, one in zip(parts, value, strict=True)}
+        else:
+            found[_checkpoint_name(config, name)] = tensor
+    return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-def layer_of_checkpoint(config: MtpConfig, read: Callable[[str], Tensor]) -> MtpHead:
+def layer_of_checkpoint(
+    config: MtpConfig, read: Callable[[str], Tensor], stored: Collection[str]
+) -> MtpHead:
     """Return the layer of a checkpoint as a float32 head; the target's own tensors are zeros.
 
     Args:
         read: returns the checkpoint's tensor of a name.
+        stored: names of the checkpoint's tensors.
 
     Raises:
         UserError: a tensor has another shape, or quantised values.
     """
-    head, found = MtpHead(config), {}
+    head = MtpHead(config)
     head.set_draft_vocabulary(torch.arange(config.vocab_size))
     own = {name: parameter.data for name, parameter in head.named_parameters()}
     for name in head.shared_tensors():  # zeros, so that a resumed training starts from equal values
         own.pop(name).zero_()
-    for name in own.keys() - {GATE}:
-        stored = _checkpoint_name(config, name)
-        found[name], (rows, *width) = read(stored), own[name].shape
-        expected = [rows * (1 + (name == Q_PROJ and GATE in own)), *width]
-        if [*found[name].shape] != expected or found[name].element_size() < 2:
-            raise UserError(
-                f"{stored}: expected {expected} floating numbers of 16 bits or more, found "
-                f"{[*found[name].shape]} of {found[name].dtype}",
-                where="target",
-                do="name a checkpoint whose MTP layer is not quantised",
-            )
-    if GATE in own:
-        shape = (config.num_attention_heads, 2, config.head_dim, config.hidden_size)
-        halves = found[Q_PROJ].view(shape).unbind(1)
-        found[Q_PROJ], found[GATE] = (half.flatten(0, 1) for half in halves)
+    gate = own.pop(GATE, None)
     for name, tensor in own.items():
-        tensor.copy_(found[name])
+        parts = _names_of_experts(config, name, stored)
+        if name == Q_PROJ and gate is not None:
+            shape = (config.num_attention_heads, 2, config.head_dim, config.hidden_size)
+            both = _floating(read, _checkpoint_name(config, name), [2 * len(tensor), shape[-1]])
+            for half, values in zip((tensor, gate), both.view(shape).unbind(1), strict=True):
+                half.copy_(values.flatten(0, 1))
+        elif parts:
+            shape = [tensor.shape[1] // len(parts[0]), tensor.shape[2]]
+            for one, names in zip(tensor, parts, strict=True):
+                one.copy_(torch.cat([_floating(read, part, shape) for part in names]))
+        else:
+            tensor.copy_(_floating(read, _checkpoint_name(config, name), [*tensor.shape]))
     return head
 
 
-def checkpoint_names(config: MtpConfig) -> list[str]:
-    """Return the names of the layer's tensors in the checkpoint."""
+def _floating(read: Callable[[str], Tensor], name: str, shape: list[int]) -> Tensor:
+    """Return a tensor of the checkpoint; raise a `UserError` unless it has 16-bit or wider numbers
+    in this shape."""
+    tensor = read(name)
+    if [*tensor.shape] != shape or tensor.element_size() < 2:
+        raise UserError(
+            f"{name}: expected {shape} floating numbers of 16 bits or more, found "
+            f"{[*tensor.shape]} of {tensor.dtype}",
+            where="target",
+            do="name a checkpoint whose MTP layer is not quantised",
+        )
+    return tensor
+
+
+def checkpoint_names(config: MtpConfig, stored: Collection[str]) -> list[str]:
+    """Return the names of the layer's tensors in a checkpoint with tensors of `stored` names."""
     with torch.device("meta"):
         head = MtpHead(config)
     own = {name for name, _ in head.named_parameters()} - head.shared_tensors() - {GATE}
-    return sorted(_checkpoint_name(config, name) for name in own)
+    names: set[str] = set()
+    for name in own:
+        parts = _names_of_experts(config, name, stored)
+        names |= {part for names in parts for part in names} or {_checkpoint_name(config, name)}
+    return sorted(names)
+
+
+def _names_of_experts(
+    config: MtpConfig, name: str, stored: Collection[str]
+) -> list[tuple[str, ...]]:
+    """Return the names of the matrices in each expert's part of a head's tensor, in order; none if
+    the checkpoint has the tensor as a whole, or if it is not of experts."""
+    whole = _checkpoint_name(config, name)
+    if name not in (GATE_UP, DOWN) or whole in stored:
+        return []
+    kinds = ("gate", "up") if name == GATE_UP else ("down",)
+    start = whole.rpartition(".")[0]
+    experts = config.experts
+    assert experts is not None  # the tensors of such names are theirs
+    return [
+        tuple(f"{start}.{number}.{kind}_proj.weight" for kind in kinds)
+        for number in range(experts.num_experts)
+    ]
 
 
 def _checkpoint_name(config: MtpConfig, name: str) -> str:
     names = config.mtp_type.names
     start = next(start for start in names if name.startswith(start))
-    return names[start] + name.removeprefix(start)
+    found = names[start] + name.removeprefix(start)
+    return found.format(layer=config.target_num_layers)

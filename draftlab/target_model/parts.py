@@ -250,14 +250,17 @@ def tensor_files(folder: Path) -> dict[str, str]:
     return files
 
 
-def read_tensor(folder: Path, name: str) -> Tensor:
+def read_tensor(folder: Path, name: str, *, files: dict[str, str] | None = None) -> Tensor:
     """Read a tensor by name; the checkpoint may prefix or shorten the name, as text models do.
+
+    Args:
+        files: `tensor_files` of the folder, if they are at hand.
 
     Raises:
         UserError: the tensor is missing or ambiguous, or its file is missing or broken.
     """
-    files = tensor_files(folder)
-    matches = [key for key in files if key == name]
+    files = files or tensor_files(folder)
+    matches = [name] if name in files else []
     matches = matches or [k for k in files if without_wrappers(k) == without_wrappers(name)]
     if len(matches) != 1:
         raise UserError(

@@ -51,7 +51,9 @@ def chain_flops(head: DraftHead, work: StepWork) -> float:
     for layer in head.layers:
         queried = later + (first if layer is head.layers[-1] else work.positions)
         total += 3 * _key_value(layer) * (work.positions + later)
-        total += 3 * (_layer(layer) - _key_value(layer) + _attention(layer, work)) * queried
+        total += (
+            3 * (layer.multiplications() - _key_value(layer) + _attention(layer, work)) * queried
+        )
     return 2 * (total + _logits(head, work))
 
 
@@ -67,8 +69,8 @@ def parallel_flops(head: DraftHead, work: StepWork) -> float:
         attention = layer.self_attn
         inputs = _key_value(layer) + attention.q_proj.weight.numel()
         total += 3 * _key_value(layer) * work.positions
-        total += 3 * (_layer(layer) - _key_value(layer)) * queried
-        total += 3 * (_layer(layer) - (0 if number else inputs)) * masked
+        total += 3 * (layer.multiplications() - _key_value(layer)) * queried
+        total += 3 * (layer.multiplications() - (0 if number else inputs)) * masked
         total += 3 * _attention(layer, work) * (queried + masked)
     return 2 * (total + _logits(head, work))
 
@@ -83,7 +85,7 @@ def block_flops(head: DraftHead, work: StepWork) -> float:
     total = 2.0 * _fc(head) * work.positions
     for layer in head.layers:
         total += 3 * _key_value(layer) * work.positions
-        total += 3 * (_layer(layer) + _attention(layer, work)) * slots
+        total += 3 * (layer.multiplications() + _attention(layer, work)) * slots
     return 2 * (total + _logits(head, work))
 
 
@@ -99,11 +101,6 @@ def selector_flops(head: DraftHead, work: StepWork) -> float:
 
 def _fc(head: DraftHead) -> int:
     return head.fc.weight.numel()
-
-
-def _layer(layer: DecoderLayer) -> int:
-    """Return the multiplications of all products of a layer for a row."""
-    return sum(weight.numel() for weight in layer.parameters() if weight.ndim == 2)
 
 
 def _key_value(layer: DecoderLayer) -> int:

@@ -35,8 +35,26 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
     _keys_to_ignore_on_load_unexpected = [r"model.mtp_layers"]
 """
 """A stand-in for the code that MiMo's checkpoints ship, which transformers does not have."""
-KINDS = ("mimo", "qwen3_5_text")
+KINDS = ("mimo", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe")
 SIZE, WIDE, HEADS, KV_HEADS, HEAD_DIM = 32, 48, 4, 2, 8
+EXPERTS, CHOSEN, NARROW = 4, 2, 24
+MIXTURE = {
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": CHOSEN,
+    "moe_intermediate_size": NARROW,
+    "shared_expert_intermediate_size": NARROW,
+}
+# Two experts of two groups of two, a shared expert of twice their width.
+GROUPED = {
+    "n_routed_experts": EXPERTS,
+    "n_shared_experts": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.5,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_nextn_predict_layers": 1,
+}
 _NAMES = {
     "mimo": {
         "fc": "model.mtp_layers.0.input_proj",
@@ -53,29 +71,48 @@ _NAMES = {
         "layer": "mtp.layers.0",
     },
 }
+_NAMES |= dict.fromkeys(("qwen3_5_moe_text", "qwen3_next"), _NAMES["qwen3_5_text"])
+_NAMES["glm4_moe"] = {
+    "fc": "model.layers.4.eh_proj",
+    "embedding": "model.layers.4.enorm",
+    "state": "model.layers.4.hnorm",
+    "last": "model.layers.4.shared_head.norm",
+    "layer": "model.layers.4",
+}
 
 
 def mtp_tensors(kind: str, seed: int = 1) -> dict[str, Tensor]:
     """Return random tensors of a layer, named as its checkpoints do, in bfloat16's values."""
-    names, gated = _NAMES[kind], kind != "mimo"
+    names, gated = _NAMES[kind], kind.startswith("qwen")
     queries, keys, layer = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, names["layer"]
-    attention = f"{layer}.self_attn"
+    attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
     shapes = {
         f"{names['fc']}.weight": (SIZE, 2 * SIZE),
         f"{attention}.q_proj.weight": (queries * (2 if gated else 1), SIZE),
         f"{attention}.k_proj.weight": (keys, SIZE),
         f"{attention}.v_proj.weight": (keys, SIZE),
         f"{attention}.o_proj.weight": (SIZE, queries),
-        f"{layer}.mlp.gate_proj.weight": (WIDE, SIZE),
-        f"{layer}.mlp.up_proj.weight": (WIDE, SIZE),
-        f"{layer}.mlp.down_proj.weight": (SIZE, WIDE),
     }
+    dense = {mlp: WIDE}
+    if kind in ("qwen3_5_moe_text", "qwen3_next", "glm4_moe"):
+        shapes[f"{mlp}.gate.weight"] = (EXPERTS, SIZE)
+        dense = {f"{mlp}.shared_expert": NARROW} if gated else {f"{mlp}.shared_experts": 2 * NARROW}
+        if gated:
+            shapes[f"{mlp}.shared_expert_gate.weight"] = (1, SIZE)
+        if kind == "qwen3_5_moe_text":  # Qwen 3.6's layout; the others have Qwen 3.5's
+            shapes[f"{mlp}.experts.gate_up_proj"] = (EXPERTS, 2 * NARROW, SIZE)
+            shapes[f"{mlp}.experts.down_proj"] = (EXPERTS, SIZE, NARROW)
+        else:
+            dense |= {f"{mlp}.experts.{number}": NARROW for number in range(EXPERTS)}
+    for part, width in dense.items():
+        shapes |= {f"{part}.{one}_proj.weight": (width, SIZE) for one in ("gate", "up")}
+        shapes[f"{part}.down_proj.weight"] = (SIZE, width)
     norms = [*(names[one] for one in ("embedding", "state", "last"))]
     norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
     shapes |= {f"{norm}.weight": (SIZE,) for norm in norms}
-    if gated:
+    if kind != "mimo":
         shapes |= {f"{attention}.{one}_norm.weight": (HEAD_DIM,) for one in "qk"}
-    else:
+    if not gated:
         widths = {"q": queries, "k": keys, "v": keys}
         shapes |= {f"{attention}.{one}_proj.bias": (n,) for one, n in widths.items()}
     generator = torch.Generator().manual_seed(seed)
@@ -83,6 +120,7 @@ def mtp_tensors(kind: str, seed: int = 1) -> dict[str, Tensor]:
     for name, shape in shapes.items():
         values = 0.3 * torch.randn(shape, generator=generator)
         is_factor = name.endswith("norm.weight") and not gated
+        values *= 4 if name.endswith("gate.weight") else 1  # so that routers choose clearly
         tensors[name] = (values + is_factor).bfloat16()
     return tensors
 
@@ -102,9 +140,13 @@ def mtp_folder(
         (path / "config.json").write_text(json.dumps(config))
         (path / "mimo.py").write_text(MIMO_CODE)
     else:
-        save(path, kind, mtp_num_hidden_layers=1, **changes)
+        fields = MIXTURE if kind == "qwen3_5_moe_text" else GROUPED if kind == "glm4_moe" else {}
+        save(path, kind, **({"mtp_num_hidden_layers": 1} | fields | changes))
     file = path / "model.safetensors"
     tensors = load_file(file) | (mtp_tensors(kind) if own else {})
+    if kind == "glm4_moe" and own:
+        name = f"{_NAMES[kind]['layer']}.mlp.gate.e_score_correction_bias"
+        tensors[name] = torch.linspace(-0.2, 0.2, EXPERTS)
     save_file({n: t.float() for n, t in tensors.items()}, file, metadata={"format": "pt"})
     return path
 
@@ -112,7 +154,8 @@ def mtp_folder(
 class PlainMtp:
     """Passes of a layer in float64 over a whole sequence, from its checkpoint's tensors by name.
 
-    Written from vLLM 0.32's mimo_mtp.py, qwen3_5_mtp.py, qwen2.py and qwen3_next.py alone.
+    Written from vLLM 0.32's mimo_mtp.py, qwen3_5_mtp.py, qwen3_next_mtp.py, glm4_moe_mtp.py and
+    the files of these targets alone.
 
     Args:
         folder: the target. tensors: those of the layer, if not the folder's.
@@ -123,7 +166,8 @@ class PlainMtp:
         self.w = {name: t.double() for name, t in stored.items()}
         self.config = json.loads((folder / "config.json").read_text())
         self.kind = self.config["model_type"]
-        self.names, self.offset = _NAMES[self.kind], 0.0 if self.kind == "mimo" else 1.0
+        self.names, self.gated = _NAMES[self.kind], self.kind.startswith("qwen")
+        self.offset = float(self.gated)
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         scale = torch.rsqrt((x * x).mean(-1, keepdim=True) + self.config["rms_norm_eps"])
@@ -147,10 +191,13 @@ class PlainMtp:
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def outputs(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Return the outputs [T, H] of a pass that reads tokens x_1 … x_T and states [T, H]."""
+        """Return the outputs [T, H] of a pass that reads tokens x_1 … x_T and states [T, H].
+
+        These are what the next pass reads.
+        """
         names, layer = self.names, self.names["layer"]
         embedding = self.w["model.embed_tokens.weight"][tokens].clone()
-        if self.kind == "mimo":
+        if not self.gated:
             embedding[0] = 0
         pair = [self.norm(embedding, names["embedding"]), self.norm(states, names["state"])]
         pair = pair[::-1] if self.kind == "mimo" else pair
@@ -162,9 +209,10 @@ class PlainMtp:
             for one, n in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
         )
         gate = torch.ones(count, HEADS * HEAD_DIM).double()
-        if self.kind != "mimo":
+        if self.gated:
             query, gate = query.chunk(2, -1)
             gate = gate.reshape(count, -1).sigmoid()
+        if self.kind != "mimo":
             query, key = (
                 self.norm(query, f"{attention}.q_norm"),
                 self.norm(key, f"{attention}.k_norm"),
@@ -177,13 +225,46 @@ class PlainMtp:
         attended = torch.einsum("nts,snd->tnd", weights, value)
         hidden = residual + self.linear(attended.flatten(1) * gate, f"{attention}.o_proj")
         y = self.norm(hidden, f"{layer}.post_attention_layernorm")
-        gated = torch.nn.functional.silu(self.linear(y, f"{layer}.mlp.gate_proj"))
-        hidden = hidden + self.linear(
-            gated * self.linear(y, f"{layer}.mlp.up_proj"), f"{layer}.mlp.down_proj"
-        )
-        return self.norm(hidden, names["last"])
+        hidden = hidden + self.feed_forward(y, f"{layer}.mlp")
+        return hidden if self.kind == "glm4_moe" else self.norm(hidden, names["last"])
+
+    def dense(self, x: Tensor, name: str) -> Tensor:
+        gate = torch.nn.functional.silu(self.linear(x, f"{name}.gate_proj"))
+        return self.linear(gate * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+
+    def feed_forward(self, x: Tensor, name: str) -> Tensor:
+        if f"{name}.gate.weight" not in self.w:
+            return self.dense(x, name)
+        return torch.stack([self.mixture(row, name) for row in x])
+
+    def mixture(self, x: Tensor, name: str) -> Tensor:
+        """Return the output [H] of experts, router and shared expert for one token [H]."""
+        scores, scaling = self.linear(x, f"{name}.gate"), 1.0
+        if self.gated:
+            scores = scores.softmax(-1)
+            chosen = sorted(range(EXPERTS), key=lambda e: -float(scores[e]))[:CHOSEN]
+            shared = self.dense(x, f"{name}.shared_expert")
+            shared = shared * self.linear(x, f"{name}.shared_expert_gate").sigmoid()
+        else:
+            scores, scaling = scores.sigmoid(), self.config["routed_scaling_factor"]
+            ranked = scores + self.w[f"{name}.gate.e_score_correction_bias"]
+            groups = [ranked[:2].sum(), ranked[2:].sum()]
+            chosen = [0, 1] if groups[0] > groups[1] else [2, 3]
+            shared = self.dense(x, f"{name}.shared_experts")
+        total = scores[chosen].sum()
+        for e in chosen:
+            if f"{name}.experts.down_proj" in self.w:
+                both = self.w[f"{name}.experts.gate_up_proj"][e] @ x
+                gate, up = both.chunk(2)
+                out = self.w[f"{name}.experts.down_proj"][e] @ (torch.nn.functional.silu(gate) * up)
+            else:
+                out = self.dense(x, f"{name}.experts.{e}")
+            shared = shared + scaling * scores[e] / total * out
+        return shared
 
     def logits(self, output: Tensor) -> Tensor:
+        if self.kind == "glm4_moe":
+            output = self.norm(output, self.names["last"])
         tied = self.w["model.embed_tokens.weight"]
         return output @ self.w.get("lm_head.weight", tied).T
 

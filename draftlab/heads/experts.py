@@ -1,0 +1,166 @@
+"""A mixture of SwiGLU experts as the feed-forward of a head's layer (heads/mtp.py).
+
+A router scores the experts of each token, by a softmax (Qwen3-Next) or by sigmoids that a bias
+corrects for the choice alone (DeepSeek-V3, arXiv:2412.19437, and GLM-4.5); a shared expert reads
+every token.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+
+from draftlab.heads.layers import SwiGLU, at_least_float32
+
+Count = Annotated[int, Field(ge=1, le=2**16)]
+
+
+class ExpertsConfig(BaseModel):
+    """Shape and routing of a mixture.
+
+    Attributes:
+        num_experts: experts that are chosen from; per_token: how many a token has.
+        intermediate_size: width of each expert; shared_size: of the shared expert.
+        normalised: whether the weights of a token's experts add up to `scaling`.
+        scaling: factor of the weights.
+        sigmoid: whether scores are sigmoids, with a bias for the choice; they are a softmax if not.
+        groups: of the experts, in order; a token's experts are in the `chosen_groups` with the
+            largest sum of two scores.
+        gated: whether the shared expert's output is multiplied by σ(gate).
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_experts: Count
+    per_token: Count
+    intermediate_size: Annotated[int, Field(ge=1, le=2**28)]
+    shared_size: Annotated[int, Field(ge=1, le=2**28)]
+    normalised: bool
+    scaling: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    sigmoid: bool
+    groups: Count = 1
+    chosen_groups: Count = 1
+    gated: bool
+
+    @property
+    def width_of_token(self) -> int:
+        """Return the width of all experts of a token together."""
+        return self.per_token * self.intermediate_size
+
+    @model_validator(mode="after")
+    def _check(self) -> ExpertsConfig:
+        size = self.num_experts // self.groups
+        fits = self.chosen_groups <= self.groups and self.per_token <= self.chosen_groups * size
+        if size * self.groups != self.num_experts or not fits:
+            raise ValueError(
+                f"{self.per_token} of {self.num_experts} experts cannot be chosen from "
+                f"{self.chosen_groups} of {self.groups} equal groups"
+            )
+        if self.groups > 1 and size < 2:
+            raise ValueError(f"expected groups of two experts or more, found {size}")
+        return self
+
+
+class Experts(nn.Module):
+    """The experts of a layer: parameters [E, …] of all experts, a router and a shared expert.
+
+    `correction` [E] is the router's bias. It has no gradient, as training balances it otherwise.
+    """
+
+    def __init__(self, size: int, config: ExpertsConfig) -> None:
+        super().__init__()
+        self.config, count, width = config, config.num_experts, config.intermediate_size
+        self.router = nn.Linear(size, count, bias=False)
+        self.gate_up = nn.Parameter(torch.empty(count, 2 * width, size))
+        self.down = nn.Parameter(torch.empty(count, size, width))
+        if config.sigmoid:
+            self.correction = nn.Parameter(torch.zeros(count), requires_grad=False)
+        self.shared = SwiGLU(size, config.shared_size)
+        if config.gated:
+            self.shared_gate = nn.Linear(size, 1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        weights, chosen = self.route(rows)
+        shared = self.shared(rows)
+        if self.config.gated:
+            shared = torch.sigmoid(self.shared_gate(rows)) * shared
+        # Each token once for each of its experts, sorted by expert.
+        expert, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(
+            expert, torch.arange(len(self.gate_up), device=x.device), right=True
+        )
+        taken = rows[order // self.config.per_token]
+        gate, up = product_by_expert(taken, self.gate_up, ends).chunk(2, -1)
+        found = product_by_expert(F.silu(gate) * up, self.down, ends)
+        by_token = torch.empty_like(found).index_copy(0, order, found)
+        by_token = by_token.view(*chosen.shape, -1) * weights.to(found.dtype)[..., None]
+        return (by_token.sum(1) + shared).view(x.shape)
+
+    def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights [T, per_token], in float32 or wider, and the experts of rows [T, H].
+
+        Experts have a gradient by the weights alone.
+        """
+        config = self.config
+        if not config.sigmoid:
+            scores = at_least_float32(self.router(rows)).softmax(-1)
+            weights, chosen = scores.topk(config.per_token, -1)
+        else:
+            with torch.autocast(rows.device.type, enabled=False):
+                scores = at_least_float32(rows) @ at_least_float32(self.router.weight).T
+            scores = scores.sigmoid()
+            ranked = scores.detach() + self.correction
+            if config.chosen_groups < config.groups:
+                by_group = ranked.view(len(rows), config.groups, -1)
+                best = by_group.topk(2, -1).values.sum(-1).topk(config.chosen_groups, -1).indices
+                open_groups = torch.zeros_like(by_group[..., 0], dtype=torch.bool)
+                open_groups.scatter_(1, best, True)
+                ranked = by_group.masked_fill(~open_groups[..., None], float("-inf")).flatten(1)
+            chosen = ranked.topk(config.per_token, -1).indices
+            weights = scores.gather(1, chosen)
+        if config.normalised:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20 * config.sigmoid)
+        return weights * config.scaling, chosen
+
+
+def product_by_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return the products [R, n] of rows [R, k], sorted by expert, with the experts' [E, n, k].
+
+    Args:
+        ends: int64 [E], the end of each expert's rows.
+    """
+    if torch.is_autocast_enabled(rows.device.type):
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+    grouped = getattr(F, "grouped_mm", None)  # from torch 2.10 on
+    if grouped is not None and _has_grouped_products(rows):
+        return grouped(rows, weight.mT, offs=ends.int())
+    if rows.is_cuda and torch.cuda.is_current_stream_capturing():
+        return copied_product(rows, weight, ends)
+    bounds = [0, *ends.tolist()]
+    parts = [
+        rows[start:end] @ one.T for (start, end), one in zip(pairwise(bounds), weight, strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def copied_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return `product_by_expert` of a few rows, each with a copy of its expert; a graph can capture
+    it."""
+    numbers = torch.arange(len(rows), device=rows.device)
+    expert = torch.searchsorted(ends, numbers, right=True)
+    return (weight[expert] @ rows[..., None])[..., 0]
+
+
+def _has_grouped_products(rows: Tensor) -> bool:
+    """Return whether torch has a kernel for grouped products that never waits for the device."""
+    if not rows.is_cuda:
+        return rows.dtype in (torch.bfloat16, torch.float32)
+    hopper = torch.cuda.get_device_capability(rows.device) >= (9, 0)
+    return rows.dtype == torch.bfloat16 and hopper
