@@ -50,6 +50,8 @@ PAIRS = (
     ("query", "answers"),
 )
 PROMPTS = tuple(dict.fromkeys(asked for asked, _ in PAIRS))
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
+"""Columns of what a row's text is about, as LLaVA's and VQA's rows have them."""
 _THOUGHT = re.compile(
     r"^\s*(?:<think>|<\|begin_of_thought\|>)(.*?)(?:</think>|<\|end_of_thought\|>)", re.DOTALL
 )
@@ -76,6 +78,8 @@ def read_row(row: Any) -> Chat:
     """
     if not isinstance(row, Mapping):
         raise Dropped("not a record of columns")
+    if _media(row):
+        raise Dropped("images, audio or video beside the text")
     turns = next((row[name] for name in TURNS if row.get(name)), None)
     messages = _of_columns(row) if turns is None else _of_turns(_listed(turns, "turns"))
     answered = turns is not None or "turns" not in row
@@ -94,17 +98,29 @@ def as_line(row: Any) -> dict[str, Any]:
     the row is no conversation.
 
     A line with `messages` stays as strict as it is: only what the chat APIs write otherwise is
-    converted. Of other rows the id is left, since those of ShareGPT repeat.
+    converted. Of other rows the id is left, since those of ShareGPT repeat; media in a column
+    become parts of the first message, as the chat APIs write them.
     """
     if isinstance(row, Mapping) and isinstance(messages := row.get("messages"), list):
         return {**row, "messages": [_of_chat_api(message) for message in messages]}
-    chat = read_row(row)
+    media = _media(row)
+    chat = read_row({k: v for k, v in row.items() if k not in MEDIA} if media else row)
+    if media:
+        first = chat.messages[0]
+        text = {"type": "text", "text": first["content"]}
+        chat.messages[0] = {**first, "content": [*({"type": kind} for kind in media), text]}
     fields: dict[str, Any] = {"messages": chat.messages}
     if isinstance(row.get("category"), str):
         fields["category"] = row["category"]
     if "template_arguments" in row:
         fields["template_arguments"] = row["template_arguments"]
     return fields | ({"tools": chat.tools} if chat.tools else {})
+
+
+def _media(row: Any) -> list[str]:
+    """Return the kinds of media in a row's columns: "image", "audio", "video"."""
+    found = (name.removesuffix("s") for name in MEDIA if isinstance(row, Mapping) and row.get(name))
+    return list(dict.fromkeys(found))
 
 
 def _of_chat_api(message: Any) -> Any:

@@ -232,6 +232,7 @@ BAD: list[tuple[Any, str]] = [
     ({"messages": [user("q"), {"role": "assistant", "content": 7}]}, "a turn that is no text"),
     ({"messages": [user("q"), {"role": "assistant", "content": None}]}, "no text"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "images"),
+    ({"image": "a.jpg", "question": "q", "answer": "a"}, "images, audio or video"),
     ({"messages": [{"role": "user", "content": ["q", {"type": "text", "text": "r"}]}]}, "no text"),
     ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "no text"),
     ({"messages": [user("q\ud83d"), assistant("a")]}, "surrogate"),

@@ -249,6 +249,21 @@ def test_conversations_that_differ_in_given_answers_ask_the_same(tmp_path: Path)
     assert len(load_prompts(settings, Monitor(), reads_answers=True)) == len(chats)
 
 
+def test_rows_with_a_column_of_images_are_dropped_and_counted(tmp_path: Path) -> None:
+    """Their text alone asks about an image that the target would not see."""
+    rows = [
+        {"image": "a.jpg", "conversations": [{"from": "human", "value": "<image>\nWhat is it?"}]},
+        {"images": ["a.jpg", "b.jpg"], "question": "What is it?", "answer": "Two buses."},
+        {"audio": "a.wav", "video": "a.mp4", "prompt": "What is said?"},
+        {"image": None, "images": [], "prompt": "hi"},  # a text among them
+    ]
+    monitor = RecordingMonitor()
+    (prompt,) = load(write(tmp_path / "p.jsonl", *rows), monitor)
+    assert prompt.messages == [user("hi")]
+    assert "dropped 2 conversations that have image parts" in monitor.text
+    assert "dropped 1 conversation that have audio and video parts" in monitor.text
+
+
 @pytest.mark.parametrize(
     ("row", "expected"),
     [
