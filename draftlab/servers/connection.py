@@ -12,12 +12,12 @@ import socket
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from io import BufferedReader, RawIOBase
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Event, Thread
 from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
@@ -303,34 +303,38 @@ def read_json(answer: IO[bytes], max_bytes: int) -> Any:
 
 @contextmanager
 def in_threads(
-    work: Callable[[Job, Event], Result], jobs: Sequence[Job], at_once: int
-) -> Iterator[list[Future[Result]]]:
-    """Do jobs in threads, and yield their futures; at the end jobs that wait are left.
+    work: Callable[[Job, Event], Result], at_once: int
+) -> Iterator[Callable[[Job], Future[Result]]]:
+    """Yield a function that has a job done in a thread; at the end jobs that wait are left.
 
     Nobody waits for daemon threads: an interrupted command does not wait for long answers.
 
     Args:
         work: gets a job, and an event that is set at the end.
     """
-    stopped, waiting = Event(), SimpleQueue[tuple[Job, Future[Result]]]()
-    futures: list[Future[Result]] = [Future() for _ in jobs]
-    for pair in zip(jobs, futures, strict=True):
-        waiting.put(pair)
+    stopped, waiting = Event(), SimpleQueue[tuple[Job, Future[Result]] | None]()
+    threads = list[Thread]()
 
     def run() -> None:
-        while not stopped.is_set():
-            try:
-                job, future = waiting.get_nowait()
-            except Empty:
-                return
+        while (taken := waiting.get()) and not stopped.is_set():
+            job, future = taken
             try:
                 future.set_result(work(job, stopped))
             except BaseException as error:
                 future.set_exception(error)
+            del taken, job, future  # what it returns is kept by whoever waits for it
 
-    for _ in range(min(at_once, len(jobs))):
-        Thread(target=run, daemon=True).start()
+    def submit(job: Job) -> Future[Result]:
+        future = Future[Result]()
+        waiting.put((job, future))
+        if len(threads) < at_once:
+            threads.append(Thread(target=run, daemon=True))
+            threads[-1].start()
+        return future
+
     try:
-        yield futures
+        yield submit
     finally:
         stopped.set()
+        for _ in threads:
+            waiting.put(None)

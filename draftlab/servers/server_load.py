@@ -58,7 +58,7 @@ class Answer:
         tokens: output tokens, by the server's count.
         prompt_tokens: tokens of the prompt, by the server's count; None: it does not say.
         started_s: `time.perf_counter()` when it was first sent, or should have arrived (open loop).
-        first_token_s, total_s: seconds from then.
+        first_token_s, total_s: seconds from then until the first token and the last one.
         pieces: pieces of the stream after the first one that had tokens.
         drafts, draft_tokens, accepted: the server's counters of this request alone; None where it
             does not state them.
@@ -218,7 +218,8 @@ class LoadedServer:
                 "cache_prompt": False,
             }
             jobs.append((number, body, None if arrivals is None else start + arrivals[n]))
-        with in_threads(self._ask, jobs, at_once) as futures:
+        with in_threads(self._ask, at_once) as submit:
+            futures = list(map(submit, jobs))
             left = set(futures)
 
             def add(future: Any) -> None:
@@ -284,7 +285,7 @@ class LoadedServer:
         """
         limit = body["max_tokens"]
         left = FREE_BYTES + _EVENT_BYTES * limit
-        first, pieces, ids, finish = None, 0, 0, None
+        first, end, pieces, ids, finish = None, start, 0, 0, None
         said: dict[str, Any] = {}
         while line := stream.readline(min(left, FREE_BYTES) + 1):
             now = time.perf_counter()
@@ -306,10 +307,10 @@ class LoadedServer:
                 if text or tokens:
                     pieces += first is not None
                     first = first or now
+                end = now  # the usage follows, of which vLLM's own client takes no time either
                 finish = choice.get("finish_reason")
                 if finish not in (None, "stop", "length"):
                     raise _Fault(f"the answer ended by {finish!r:.40}")
-        end = time.perf_counter()
         if finish is None:
             raise _Fault("the stream was cut")
         (prompt_tokens,) = _counts(said.get("usage"), "prompt_tokens")

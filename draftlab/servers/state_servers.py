@@ -68,8 +68,8 @@ class StateServers:
         """
         servers = list(connections) or self.connections
         answer = partial(self._answer, servers)
-        with in_threads(answer, message["prompts"], AT_ONCE) as futures:
-            answers = [future.result() for future in futures]
+        with in_threads(answer, AT_ONCE) as submit:
+            answers = [future.result() for future in [*map(submit, message["prompts"])]]
         columns = zip(*answers, strict=True)
         return dict(zip(("files", "tokens", "logprobs"), map(list, columns), strict=True))
 

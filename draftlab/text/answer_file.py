@@ -203,7 +203,7 @@ class AnswerFile:
             conversation: Conversation | DroppedPrompt | None = DroppedPrompt.parse(line)
             if conversation is None:
                 conversation, _ = parse_conversation(line, self.partial, counts.lines + 2)
-            if [conversation.id] != list(ids[counts.lines :][:1]):
+            if counts.lines == len(ids) or conversation.id != ids[counts.lines]:
                 raise UserError(
                     "expected answers in the order of the prompts, found another order",
                     where=self.partial,

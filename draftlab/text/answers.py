@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from threading import Condition, Event, Lock
+from threading import Event, Lock
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -135,23 +136,19 @@ def regenerate(
     if answers.is_complete():
         return
     drafts, num_dropped = _start_drafts(tokenizer, prompts, settings, max_length, monitor)
-    num_turns = sum(len(draft.rounds) for draft in drafts)
-    ids = [draft.prompt.id for draft in drafts]
     left_out = Reasons()
     piece = 1 if isinstance(decode, ServerAnswers) else settings.piece
-    with answers.open_partial(ids, piece) as (counts, file):
-        throughput = _Throughput(monitor, num_turns, counts.answers)
-        starts = range(counts.lines, len(drafts), piece)
-        chunks = [drafts[start : start + piece] for start in starts]
-        del drafts
+    with answers.open_partial(drafts.ids, piece) as (counts, file):
+        throughput = _Throughput(monitor, drafts.num_turns, counts.answers)
+        drafts.pieces = range(counts.lines, len(drafts.ids), piece)
         if answer_chunks is not None:
-            finished = _in_order(answer_chunks, chunks, throughput)
+            finished = _in_order(answer_chunks, drafts, throughput)
         else:
             generator = AnswerGenerator(tokenizer, settings, seed, stops, max_length)
             if isinstance(decode, ServerAnswers):
-                finished = _answer_at_server(generator, chunks, decode, throughput)
+                finished = _answer_at_server(generator, drafts, decode, throughput)
             else:
-                finished = _answer_here(generator, chunks, decode, throughput)
+                finished = _answer_here(generator, drafts, decode, throughput)
         with throughput.said_if_interrupted(counts, piece), closing(finished):
             for chunk in finished:
                 conversations = [_finished(draft) for draft in chunk]
@@ -161,7 +158,6 @@ def regenerate(
                 for conversation in conversations:
                     counts.add(conversation)
                 answers.append(file, conversations)
-                chunk.clear()  # the answers are on disk, and there may be millions
         if counts.answers:
             answers.complete(counts, num_dropped)
     for line in counts.dropped.lines("answers: dropped", "prompt"):
@@ -174,7 +170,8 @@ def regenerate(
             do="shorten the prompts, or start the server with a longer context and delete this "
             "file, so that they are sent again",
         )
-    if earlier := num_turns - counts.answers - counts.dropped_turns - left_out.counts.total():
+    known = counts.answers + counts.dropped_turns + left_out.counts.total()
+    if earlier := drafts.num_turns - known:
         monitor.say(f"answers: left out {earlier:,} later turns before this command resumed")
     for line in left_out.lines("answers: left out", "later turn"):
         monitor.say(line)
@@ -218,10 +215,9 @@ def _answer_at_server(
     Others go on behind one that takes long. One thread at a time does anything else than wait for
     the server.
     """
-    ahead = 2 * server.concurrency
-    room, working, yielded = Condition(), Lock(), 0
+    ahead, working = 2 * server.concurrency, Lock()
 
-    def answer(job: tuple[int, list[Draft]], stopped: Event) -> list[Draft]:
+    def answer(chunk: list[Draft], stopped: Event) -> list[Draft]:
         def unlocked(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
             working.release()
             try:
@@ -231,32 +227,22 @@ def _answer_at_server(
             if not stopped.is_set():
                 yield generation
 
-        number, chunk = job
-        with room:  # by number: a semaphore could give all places to those after the one awaited
-            room.wait_for(lambda: stopped.is_set() or number < yielded + ahead)
         with working:
             if not stopped.is_set():
                 generator.answer(chunk, unlocked, throughput.add_answer)
         return chunk
 
-    try:
-        with in_threads(answer, list(enumerate(chunks)), ahead) as futures:
-            left = deque(futures)
-            while left:
-                answered = list[Draft]()
-                while left and (left[0].done() or not answered):
-                    if answered and left[0].exception():
-                        break  # those before it are kept
-                    chunk = left.popleft().result()
-                    answered += chunk
-                    chunk.clear()  # the futures keep it
-                with room:
-                    yielded += len(answered)
-                    room.notify_all()
-                yield answered
-    finally:
-        with room:
-            room.notify_all()
+    coming = iter(chunks)
+    with in_threads(answer, ahead) as submit:
+        left = deque(map(submit, islice(coming, ahead)))
+        while left:
+            answered = list[Draft]()
+            while left and (left[0].done() or not answered):
+                if answered and left[0].exception():
+                    break  # those before it are kept
+                answered += left.popleft().result()
+            left.extend(map(submit, islice(coming, len(answered))))
+            yield answered
 
 
 def _in_order(
@@ -291,9 +277,9 @@ def _start_drafts(
     settings: RegenerateSettings,
     max_length: int,
     monitor: Monitor,
-) -> tuple[list[Draft], int]:
+) -> tuple[_Drafts, int]:
     """Return a draft per answerable prompt and sample; report and count the dropped prompts."""
-    drafts: list[Draft] = []
+    drafts = _Drafts(prompts, settings)
     dropped, omitted = Reasons(), Reasons()
     greedy, repeated = -1, 0  # the last prompt with a greedy answer; how many repeat such an answer
     control = control_tokens(tokenizer)
@@ -301,42 +287,40 @@ def _start_drafts(
     rendered = zip(prompts, encode_prompts(tokenizer, chats), strict=True)
     numbered = ((i, s, *pair) for i, pair in enumerate(rendered) for s in range(settings.samples))
     for i, sample, conversation, encoded in numbered:
-        temperature = settings.temperatures[(i + sample) % len(settings.temperatures)]
-        prompt = replace(conversation, id=answer_id(conversation.id, sample))
+        id_ = answer_id(conversation.id, sample)
         if isinstance(encoded, RenderError):
-            dropped.add(encoded.what, prompt.id)
+            dropped.add(encoded.what, id_)
             continue
         if len(encoded.ids) >= max_length:
-            dropped.add(no_room(max_length), prompt.id)
+            dropped.add(no_room(max_length), id_)
             continue
-        first = array("i", encoded.ids)  # there may be millions of prompts
-        draft = Draft(prompt, temperature, split_rounds(prompt.messages), first)
-        drafts.append(draft)
-        if not temperature:
+        draft = drafts.add(i, sample, encoded.ids)
+        if not draft.temperature:
             repeated += greedy == i
             greedy = i
         for message in (message for turns in draft.rounds for message in turns):
             if control and (found := control.search(message.get("content") or "")):
-                omitted.add(f"their text has {found[0]!r}, read as a control token", prompt.id)
+                omitted.add(f"their text has {found[0]!r}, read as a control token", id_)
         for role in omitted_roles(encoded.text, draft.rounds[0]):
-            omitted.add(f"the chat template leaves out the {role} message", prompt.id)
+            omitted.add(f"the chat template leaves out the {role} message", id_)
     for line in dropped.lines("answers: dropped", "prompt"):
         monitor.say(line)
     for line in omitted.lines("warning: answers:", "prompt"):
         monitor.say(line)
     if repeated:
         monitor.say(
-            f"warning: answers: {repeated:,} of {len(drafts):,} will repeat another greedy answer "
-            "to their prompt: lower regenerate.samples, or add regenerate.temperatures above 0"
+            f"warning: answers: {repeated:,} of {len(drafts.ids):,} will repeat another greedy "
+            "answer to their prompt: lower regenerate.samples, or add regenerate.temperatures "
+            "above 0"
         )
-    if not drafts:
+    if not drafts.ids:
         reasons = "; ".join(dropped.counts)
         raise UserError(
             f"expected prompts the target can answer, found none: {reasons}",
             do="change the prompts, or the chat template (target.template_arguments)",
         )
-    id_, count = Counter(draft.prompt.id for draft in drafts).most_common(1)[0]
-    if count > 1:  # a prompt has the id of another prompt's second or later answer
+    if len(set(drafts.ids)) < len(drafts.ids):  # one is that of a prompt's second or later answer
+        id_ = Counter(drafts.ids).most_common(1)[0][0]
         raise UserError(
             f"expected ids for {settings.samples} answers a prompt that no other prompt has, found "
             f"{id_!r} twice",
@@ -344,6 +328,51 @@ def _start_drafts(
             do="rename the prompts whose ids end in ~ and a number",
         )
     return drafts, dropped.counts.total()
+
+
+class _Drafts(Sequence[list[Draft]]):
+    """Pieces of all answerable prompts, which may be millions: each is made when it is taken.
+
+    Attributes:
+        ids: of the drafts, in order.
+        num_turns: answers that they wait for.
+        pieces: where the pieces begin, and how far apart.
+    """
+
+    def __init__(self, prompts: Sequence[Conversation], settings: RegenerateSettings) -> None:
+        self._prompts, self._settings = prompts, settings
+        self.ids, self.num_turns, self.pieces = list[str](), 0, range(0)
+        # Of each draft: its prompt and sample as one number, and where its token ids end.
+        self._numbers, self._ends, self._token_ids = array("q"), array("q"), array("i")
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __getitem__(self, piece: Any) -> list[Draft]:
+        start = self.pieces[piece]
+        return [self._draft(n) for n in range(len(self.ids))[start : start + self.pieces.step]]
+
+    def add(self, number: int, sample: int, token_ids: Sequence[int]) -> Draft:
+        """Add the next draft, whose first request has these token ids: as every sample of it."""
+        if not sample:
+            self._token_ids.extend(token_ids)
+        self._numbers.append(number * self._settings.samples + sample)
+        self._ends.append(len(self._token_ids))
+        draft = self._draft(len(self.ids))
+        self.ids.append(draft.prompt.id)
+        self.num_turns += len(draft.rounds)
+        return draft
+
+    def _draft(self, n: int) -> Draft:
+        number, sample = divmod(self._numbers[n], self._settings.samples)
+        start = self._ends[n - sample - 1] if n > sample else 0
+        prompt, temperatures = self._prompts[number], self._settings.temperatures
+        return Draft(
+            replace(prompt, id=answer_id(prompt.id, sample)),
+            temperatures[(number + sample) % len(temperatures)],
+            split_rounds(prompt.messages),
+            self._token_ids[start : self._ends[n]],
+        )
 
 
 class _Throughput:

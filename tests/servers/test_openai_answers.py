@@ -192,16 +192,27 @@ def test_the_text_of_a_cut_answer_may_end_within_a_character(workshop: Path) -> 
         assert list(generation.token_ids) == expected
 
 
-def answered_by(decoder: Any, server: CompletionServer) -> Iterator[list[Draft]]:
-    """Yield six conversations as a decoder answers them."""
-    turn = [{"role": "user", "content": "x"}]
-    chunks = [
-        [Draft(Conversation(str(i), turn, "s"), 0.0, [turn], array("i", (5, 6)))] for i in range(6)
-    ]
+class Chunks:
+    """Nine conversations, and how many of them were taken."""
+
+    taken = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        turn = [{"role": "user", "content": "x"}]
+        for i in range(9):
+            self.taken += 1
+            prompt = Conversation(str(i), turn, "s")
+            yield [Draft(prompt, 0.0, [turn], array("i", (5, 6)))]
+
+
+def answered_by(
+    decoder: Any, server: CompletionServer, chunks: Any = None
+) -> Iterator[list[Draft]]:
+    """Yield conversations as a decoder answers them."""
     settings = RegenerateSettings(max_new_tokens=4)
     generator = AnswerGenerator(server.tokenizer, settings, 0, frozenset({9}), 64)
     return answers._answer_at_server(
-        generator, chunks, decoder, answers._Throughput(Monitor(), 6, 0)
+        generator, chunks or Chunks(), decoder, answers._Throughput(Monitor(), 9, 0)
     )
 
 
@@ -221,8 +232,9 @@ def test_answers_before_a_failure_are_kept(workshop: Path) -> None:
             return Generation(request.id, (7,), "length", Counters(0), (), (), 0.0, 0.0)
 
     with serve(workshop / "toy") as server:
-        answered = answered_by(Failing(), server)
+        answered = answered_by(Failing(), server, chunks := Chunks())
         assert [draft.prompt.id for draft in next(answered)] == ["0", "1"]
+        assert chunks.taken == 6, "twice what runs at once beyond those that are answered"
         with pytest.raises(UserError, match="no answer"):
             next(answered)
 
