@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from draftlab.errors import UserError
 from draftlab.heads.family import Family
+from draftlab.heads.rope import attention_factor
 
 if TYPE_CHECKING:
     from draftlab.heads.config import HeadConfig
@@ -61,12 +62,8 @@ class Mtp(Family):
         from draftlab.heads.mtp import TYPES
 
         kind = TYPES.get(target.model_type)
-        if kind is None:
-            found = (
-                "attention over latent keys (MLA)" if getattr(target, "kv_lora_rank", None) else ""
-            )
-            found = found or "layers of another kind"
-        else:
+        found: str | None = "layers of another kind"
+        if kind is not None:
             # Qwen3-Next's config does not say that its checkpoints have one.
             count = getattr(target, kind.count_key, target.model_type == "qwen3_next") or 0
             found = f"{kind.count_key} {int(count)}" if count != 1 else _unlike(target)
@@ -77,12 +74,16 @@ class Mtp(Family):
                 where="head.family",
                 do=EAGLE3,
             )
-        size = getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
-        rope = target.rope_parameters or {}
-        share = rope.get("partial_rotary_factor", getattr(target, "partial_rotary_factor", 1.0))
-        return {
+        if kind.is_latent:
+            shape = _latent_shape(target)
+        else:
+            size = getattr(target, "head_dim", None)
+            size = size or target.hidden_size // target.num_attention_heads
+            rope = target.rope_parameters or {}
+            share = rope.get("partial_rotary_factor", getattr(target, "partial_rotary_factor", 1.0))
+            shape = {"rotary_dim": int(size * share)}
+        return shape | {
             "target_type": target.model_type,
-            "rotary_dim": int(size * share),
             # MiMo's layers are Qwen2's, which have biases whatever the config says.
             "qkv_bias": target.model_type == "mimo" or bool(target.attention_bias),
             "qk_norm": kind.is_gated or bool(getattr(target, "use_qk_norm", False)),
@@ -90,10 +91,12 @@ class Mtp(Family):
         }
 
     def head_of_target(
-        self, config: HeadConfig, folder: Path, monitor: Monitor
+        self, config: HeadConfig, folder: Path, monitor: Monitor, *, meta: bool = False
     ) -> DraftHead | None:
-        from draftlab.heads.mtp import checkpoint_names, layer_of_checkpoint
-        from draftlab.target_model.parts import read_tensor, tensor_files
+        import torch
+
+        from draftlab.heads.mtp import MtpHead, checkpoint_names, load_checkpoint
+        from draftlab.target_model.parts import meta_tensor, read_tensor, tensor_files
 
         files = tensor_files(folder)
         names = checkpoint_names(config, files)
@@ -103,13 +106,19 @@ class Mtp(Family):
                 "as checkpoints that transformers wrote: training starts from random values"
             )
             return None
-        monitor.say(f"MTP layer: {len(names)} tensors of the target's checkpoint")
-        return layer_of_checkpoint(config, partial(read_tensor, folder, files=files), files)
+        read = partial(meta_tensor if meta else read_tensor, folder, files=files)
+        with torch.device("meta" if meta else "cpu"):
+            head = MtpHead(config)
+            load_checkpoint(head, read, files)
+        if not meta:
+            head.set_draft_vocabulary(torch.arange(config.vocab_size))
+            monitor.say(f"MTP layer: {len(names)} tensors of the target's checkpoint")
+        return head
 
 
 def expert_fields(target: Any) -> dict[str, Any]:
     """Return the fields of `ExpertsConfig` of a target's layers."""
-    width, sigmoid = target.moe_intermediate_size, target.model_type == "glm4_moe"
+    width, sigmoid = target.moe_intermediate_size, hasattr(target, "n_routed_experts")
     shared = target.n_shared_experts * width if sigmoid else target.shared_expert_intermediate_size
     fields = {
         "num_experts": target.n_routed_experts if sigmoid else target.num_experts,
@@ -127,6 +136,27 @@ def expert_fields(target: Any) -> dict[str, Any]:
     return fields
 
 
+def _latent_shape(target: Any) -> dict[str, Any]:
+    """Return the fields of a config with latent attention."""
+    from draftlab.heads.latent_attention import LatentConfig
+
+    rope = target.rope_parameters
+    latent = LatentConfig(
+        query_rank=target.q_lora_rank,
+        rank=target.kv_lora_rank,
+        plain_size=target.qk_nope_head_dim,
+        rope_size=target.qk_rope_head_dim,
+        value_size=target.v_head_dim,
+        score_factor=attention_factor(rope) ** 2 if rope.get("mscale_all_dim") else 1.0,
+    )
+    return {
+        "latent": latent,
+        "rotary_dim": latent.rope_size,
+        "head_dim": latent.head_dim,
+        "num_key_value_heads": target.num_attention_heads,
+    }
+
+
 def _unlike(target: Any) -> str | None:
     """Return the setting in which a target of a known type differs from what is computed."""
     expected = {
@@ -137,6 +167,12 @@ def _unlike(target: Any) -> str | None:
     }
     if target.model_type == "mimo":
         expected |= {"qkv_bias": True, "qk_norm": False}
+    if getattr(target, "kv_lora_rank", None):
+        expected |= {"attention_bias": False, "rope_interleave": True, "index_topk": None}
+        expected |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        rope = target.rope_parameters
+        if (mscale := rope.get("mscale_all_dim")) and not mscale == rope.get("mscale") == 1:
+            return f"rope_parameters.mscale {rope.get('mscale')} and mscale_all_dim {mscale}"
     for name, value in expected.items():
         if (found := getattr(target, name, value)) != value:
             return f"{name} {found}"

@@ -69,7 +69,9 @@ class ExpertsConfig(BaseModel):
 class Experts(nn.Module):
     """The experts of a layer: parameters [E, …] of all experts, a router and a shared expert.
 
-    `correction` [E] is the router's bias. It has no gradient, as training balances it otherwise.
+    The router's bias for the choice has no gradient, since training balances it otherwise. It is
+    the sum of the rows of `correction` [3, E], which are bfloat16 numbers, so that no dtype of the
+    head rounds it: choices depend on small differences.
     """
 
     def __init__(self, size: int, config: ExpertsConfig) -> None:
@@ -79,10 +81,17 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(count, 2 * width, size))
         self.down = nn.Parameter(torch.empty(count, size, width))
         if config.sigmoid:
-            self.correction = nn.Parameter(torch.zeros(count), requires_grad=False)
+            self.register_buffer("correction", torch.zeros(3, count))
         self.shared = SwiGLU(size, config.shared_size)
         if config.gated:
             self.shared_gate = nn.Linear(size, 1, bias=False)
+
+    def set_correction(self, bias: Tensor) -> None:
+        """Set the router's bias, float32 [E] or narrower."""
+        left = bias.float()
+        for row in self.correction:
+            row.copy_(left.bfloat16())
+            left = left - left.bfloat16().float()
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
@@ -115,7 +124,7 @@ class Experts(nn.Module):
             with torch.autocast(rows.device.type, enabled=False):
                 scores = at_least_float32(rows) @ at_least_float32(self.router.weight).T
             scores = scores.sigmoid()
-            ranked = scores.detach() + self.correction
+            ranked = scores.detach() + self.correction.float().sum(0)
             if config.chosen_groups < config.groups:
                 by_group = ranked.view(len(rows), config.groups, -1)
                 best = by_group.topk(2, -1).values.sum(-1).topk(config.chosen_groups, -1).indices

@@ -146,10 +146,16 @@ class Family(ABC):
         return {name: value for name, value in fields.items() if value is not None}
 
     def head_of_target(
-        self, config: HeadConfig, folder: Path, monitor: Monitor
+        self, config: HeadConfig, folder: Path, monitor: Monitor, *, meta: bool = False
     ) -> DraftHead | None:
         """Return the head in the target's own checkpoint, for training to start from; None: it has
         none. Training says so if the family expects one.
+
+        Args:
+            meta: read headers of the files alone; the head is then on the meta device.
+
+        Raises:
+            UserError: a tensor is missing, or has another shape or quantised values.
         """
         return None
 

@@ -111,6 +111,10 @@ class Attention(nn.Module):
         if qk_norm_eps is not None:
             self.q_norm, self.k_norm = (RMSNorm(head_dim, qk_norm_eps) for _ in range(2))
 
+    def key_value_multiplications(self) -> int:
+        """Return the multiplications of a row's keys and values."""
+        return self.k_proj.weight.numel() + self.v_proj.weight.numel()
+
     def query(self, x: Tensor, angles: Angles) -> Tensor:
         """Return rotated queries [..., heads, head_dim]."""
         query = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))

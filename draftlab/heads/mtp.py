@@ -2,18 +2,19 @@
 
 Contract, of one layer that drafts K tokens one a pass (vLLM 0.32: `models/mimo_mtp.py`,
 `models/qwen3_5_mtp.py`, `models/qwen3_next_mtp.py`, `models/glm4_moe_mtp.py`,
-`v1/spec_decode/llm_base_proposer.py`):
+`models/glm4_moe_lite_mtp.py`, `models/deepseek_mtp.py`, `v1/spec_decode/llm_base_proposer.py`):
 
 - The pass at position t reads the embedding of x_{t+1} and a state [H], at RoPE position t. The
   state is the target's last one, for MiMo before the target's final norm and for the others after
-  it; in later passes it is the layer's own output, for GLM-4.5 before its final norm and for the
+  it; in later passes it is the layer's own output, for GLM's before its final norm and for the
   others after it. Every pass norms both and projects the two side by side, for MiMo the state first
   and for the others the embedding first.
-- The layers of MiMo and GLM-4.5 read zeros in place of the embedding at position 0.
-- A decoder layer of the target's follows: Qwen2's with biases, GLM-4.5's, or Qwen3.5's and
+- The layers of MiMo, GLM and DeepSeek read zeros in place of the embedding at position 0.
+- A decoder layer of the target's follows: Qwen2's with biases, GLM-4.5's, Qwen3.5's and
   Qwen3-Next's with full attention, whose norms store their weight less 1, whose queries and keys
-  are normed, and whose attended values are multiplied by σ(gate). RoPE turns the first `rotary_dim`
-  channels of a head. The feed-forward is dense or a mixture of experts (`heads/experts.py`).
+  are normed, and whose attended values are multiplied by σ(gate), or that of GLM-4.7-Flash and
+  DeepSeek-V3 (`heads/latent_attention.py`). RoPE turns the first `rotary_dim` channels of a head.
+  The feed-forward is dense or a mixture of experts (`heads/experts.py`).
 - Embeddings and lm_head are the target's, which reads the output after the layer's final norm.
 
 Tensors have draftlab's names in a head folder and the checkpoint's in an export
@@ -38,7 +39,9 @@ from draftlab.heads.config import HeadDim
 from draftlab.heads.eagle import EagleConfig
 from draftlab.heads.experts import Experts, ExpertsConfig
 from draftlab.heads.head import LM_HEAD, TARGET_NORM, DecoderLayer, DraftHead
+from draftlab.heads.latent_attention import LatentAttention, LatentConfig
 from draftlab.heads.layers import Attention, RMSNorm, Rope, SwiGLU, at_least_float32
+from draftlab.heads.validate import D2T, T2D
 
 Q_PROJ, GATE = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.gate_proj.weight"
 GATE_UP, DOWN = "layers.0.mlp.gate_up", "layers.0.mlp.down"
@@ -59,6 +62,7 @@ class MtpType:
         is_gated: whether attention has gates, norms of queries and keys, and all norms store their
             weight less 1.
         has_experts: whether the feed-forward is a mixture of experts.
+        is_latent: whether attention is latent.
     """
 
     names: Mapping[str, str]
@@ -69,6 +73,7 @@ class MtpType:
     masks_first: bool = False
     is_gated: bool = False
     has_experts: bool = False
+    is_latent: bool = False
 
 
 _EXPERTS = {
@@ -95,6 +100,22 @@ _QWEN_EXPERTS = replace(
     has_experts=True,
 )
 _GLM = "model.layers.{layer}."
+_GLM_TYPE = MtpType(
+    names={name: f"{_GLM}mlp.{x}" for name, x in _EXPERTS.items()}
+    | {
+        "layers.0.mlp.shared.": f"{_GLM}mlp.shared_experts.",
+        "fc.": f"{_GLM}eh_proj.",
+        "embedding_norm.": f"{_GLM}enorm.",
+        "state_norm.": f"{_GLM}hnorm.",
+        "norm.": f"{_GLM}shared_head.norm.",
+        CORRECTION: f"{_GLM}mlp.gate.e_score_correction_bias",
+        "layers.0.": _GLM,
+    },
+    count_key="num_nextn_predict_layers",
+    returns_normed=False,
+    masks_first=True,
+    has_experts=True,
+)
 TYPES = {
     "mimo": MtpType(
         names={
@@ -112,22 +133,9 @@ TYPES = {
     "qwen3_5_text": _QWEN,
     "qwen3_5_moe_text": _QWEN_EXPERTS,
     "qwen3_next": replace(_QWEN_EXPERTS, count_key="num_nextn_predict_layers"),
-    "glm4_moe": MtpType(
-        names={name: f"{_GLM}mlp.{x}" for name, x in _EXPERTS.items()}
-        | {
-            "layers.0.mlp.shared.": f"{_GLM}mlp.shared_experts.",
-            "fc.": f"{_GLM}eh_proj.",
-            "embedding_norm.": f"{_GLM}enorm.",
-            "state_norm.": f"{_GLM}hnorm.",
-            "norm.": f"{_GLM}shared_head.norm.",
-            CORRECTION: f"{_GLM}mlp.gate.e_score_correction_bias",
-            "layers.0.": _GLM,
-        },
-        count_key="num_nextn_predict_layers",
-        returns_normed=False,
-        masks_first=True,
-        has_experts=True,
-    ),
+    "glm4_moe": _GLM_TYPE,
+    "glm4_moe_lite": replace(_GLM_TYPE, is_latent=True),
+    "deepseek_v3": replace(_GLM_TYPE, is_latent=True, returns_normed=True),
 }
 """Types by the `model_type` of the target's text config."""
 
@@ -141,13 +149,23 @@ class MtpConfig(EagleConfig):
         qkv_bias: whether q_proj, k_proj and v_proj have biases.
         qk_norm: whether queries and keys are normed.
         experts: of the feed-forward; None: it is dense.
+        latent: sizes of latent attention; None: attention is plain.
     """
 
-    target_type: Literal["mimo", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe"]
+    target_type: Literal[
+        "mimo",
+        "qwen3_5_text",
+        "qwen3_5_moe_text",
+        "qwen3_next",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "deepseek_v3",
+    ]
     rotary_dim: HeadDim
     qkv_bias: bool
     qk_norm: bool
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
 
     @property
     def mtp_type(self) -> MtpType:
@@ -160,8 +178,17 @@ class MtpConfig(EagleConfig):
             raise ValueError(
                 f"rotary_dim {self.rotary_dim} exceeds the head_dim {self.head_dim} of attention"
             )
-        if self.mtp_type.has_experts != (self.experts is not None):
-            raise ValueError(f"experts do not fit the target_type {self.target_type}")
+        found = self.experts is not None, self.latent is not None
+        if found != (self.mtp_type.has_experts, self.mtp_type.is_latent):
+            raise ValueError(f"experts and latent do not fit the target_type {self.target_type}")
+        if self.latent is not None:
+            size, turning = self.latent.head_dim, self.latent.rope_size
+            shape = self.head_dim, self.rotary_dim, self.num_key_value_heads
+            if shape != (size, turning, self.num_attention_heads):
+                raise ValueError(
+                    f"expected head_dim {size}, rotary_dim {turning} and as many key-value heads "
+                    f"as heads with this latent attention, found {shape}"
+                )
         return self
 
 
@@ -192,7 +219,11 @@ class MtpLayer(DecoderLayer):
         size, heads, kind = config.hidden_size, config.num_attention_heads, config.mtp_type
         self.is_gated = kind.is_gated
         self.input_layernorm, self.post_attention_layernorm = (_norm(config, size) for _ in "12")
-        attention = Attention(size, size, heads, config.num_key_value_heads, config.head_dim)
+        if config.latent is not None:
+            attention = LatentAttention(size, heads, config.latent, config.rms_norm_eps)
+        else:
+            attention = Attention(size, size, heads, config.num_key_value_heads, config.head_dim)
+        self.value_size = config.latent and config.latent.value_size
         if kind.is_gated:
             attention.gate_proj = nn.Linear(size, heads * config.head_dim, bias=False)
         if config.qk_norm:
@@ -220,7 +251,7 @@ class MtpLayer(DecoderLayer):
             residual, x = residual.chunk(2, -1)
             gate = torch.sigmoid(self.self_attn.gate_proj(x))
             attended = attended * gate.view(attended.shape)
-        return super().output(attended, residual)
+        return super().output(attended[..., : self.value_size], residual)
 
 
 class MtpHead(DraftHead):
@@ -239,6 +270,8 @@ class MtpHead(DraftHead):
         self.type = config.mtp_type
         self.embedding_norm, self.state_norm, self.norm = (_norm(config, size) for _ in "123")
         self.rope = Rope(config.rotary_dim, config.rope_parameters)
+        if config.latent is not None and config.latent.score_factor != 1:
+            self.rope.scaling = 1.0  # the factor of the scores contains it
         self.lm_head.requires_grad_(False)
         if self.type.reads_normed:
             self.target_norm = RMSNorm(size, config.rms_norm_eps)
@@ -309,10 +342,8 @@ def checkpoint_tensors(
     return {name: tensor.contiguous() for name, tensor in found.items()}
 
 
-def layer_of_checkpoint(
-    config: MtpConfig, read: Callable[[str], Tensor], stored: Collection[str]
-) -> MtpHead:
-    """Return the layer of a checkpoint as a float32 head; the target's own tensors are zeros.
+def load_checkpoint(head: MtpHead, read: Callable[[str], Tensor], stored: Collection[str]) -> None:
+    """Load the layer of a checkpoint; the target's own tensors become zeros.
 
     Args:
         read: returns the checkpoint's tensor of a name.
@@ -321,12 +352,14 @@ def layer_of_checkpoint(
     Raises:
         UserError: a tensor has another shape, or quantised values.
     """
-    head = MtpHead(config)
-    head.set_draft_vocabulary(torch.arange(config.vocab_size))
+    config = head.config
     own = {name: parameter.data for name, parameter in head.named_parameters()}
     for name in head.shared_tensors():  # zeros, so that a resumed training starts from equal values
         own.pop(name).zero_()
     gate = own.pop(GATE, None)
+    if CORRECTION in dict(head.named_buffers()):
+        stored_bias = _checkpoint_name(config, CORRECTION)
+        head.layer.mlp.set_correction(_floating(read, stored_bias, [config.experts.num_experts]))
     for name, tensor in own.items():
         parts = _names_of_experts(config, name, stored)
         if name == Q_PROJ and gate is not None:
@@ -340,7 +373,6 @@ def layer_of_checkpoint(
                 one.copy_(torch.cat([_floating(read, part, shape) for part in names]))
         else:
             tensor.copy_(_floating(read, _checkpoint_name(config, name), [*tensor.shape]))
-    return head
 
 
 def _floating(read: Callable[[str], Tensor], name: str, shape: list[int]) -> Tensor:
@@ -361,7 +393,7 @@ def checkpoint_names(config: MtpConfig, stored: Collection[str]) -> list[str]:
     """Return the names of the layer's tensors in a checkpoint with tensors of `stored` names."""
     with torch.device("meta"):
         head = MtpHead(config)
-    own = {name for name, _ in head.named_parameters()} - head.shared_tensors() - {GATE}
+    own = head.state_dict().keys() - head.shared_tensors() - {GATE, D2T, T2D}
     names: set[str] = set()
     for name in own:
         parts = _names_of_experts(config, name, stored)

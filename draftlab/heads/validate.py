@@ -16,7 +16,15 @@ from draftlab.heads.head import EMBEDDINGS, DraftHead
 
 D2T, T2D = "d2t", "t2d"
 Kind = Literal["missing tensor", "unknown tensor", "shape", "dtype", "not finite", "zeros", "d2t"]
-_MAY_BE_ZERO = ("o_proj.", "down_proj.", "confidence_head.", "markov_head.", "mask_", "_conv.")
+_MAY_BE_ZERO = (
+    "o_proj.",
+    "down_proj.",
+    "confidence_head.",
+    "markov_head.",
+    "mask_",
+    "_conv.",
+    "mlp.correction",
+)
 """Parts of the names of tensors that are zero in a new head or layer, which then adds nothing."""
 
 

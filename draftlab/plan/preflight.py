@@ -25,6 +25,7 @@ from draftlab.files import known_sha256
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_config
 from draftlab.heads.head import DraftHead
+from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import planned_head, planned_identity, target_config
 from draftlab.recipe.recipe import Recipe
 from draftlab.run.head_workspace import input_files
@@ -347,6 +348,8 @@ def _check_head(planned: Planned) -> Iterable[str]:
     tokenizer = planned.tokenizer
     digest = "" if tokenizer is None else tokenizer_sha256(tokenizer)
     head, export = check_head(planned.recipe, planned.config, digest)
+    if planned.runs("head") and planned.folder is not None and planned.recipe.head.init is None:
+        head.family.head_of_target(head.config, planned.folder, Monitor(), meta=True)
     if planned.runs("eval") and planned.recipe.eval.engine == "vllm":
         check_heads([head.config])
     if planned.runs("export"):

@@ -164,34 +164,33 @@ def head_config(
     heads = settings.num_attention_heads or _number(config, "num_attention_heads")
     kv_heads = settings.num_key_value_heads or getattr(config, "num_key_value_heads", None)
     last = (identity.num_layers,)
-    fields = dict(
-        family.config_fields(settings, config),
-        family=family.name,
-        num_layers=settings.num_layers,
-        mask_token_id=mask,
-        embeddings="own" if family.trains_mask else "target",
-        boundaries=last if family.reads_last_state else identity.boundaries,
-        target_num_layers=identity.num_layers,
-        target_hidden_size=identity.hidden_size,
-        hidden_size=size,
-        intermediate_size=settings.intermediate_size or _number(config, *names),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads or heads,  # a config without the name has as many as heads
-        head_dim=settings.head_dim or getattr(config, "head_dim", None) or size // heads,
-        rms_norm_eps=norm_epsilon(config, monitor),
-        rope_parameters=head_rope(config, family, monitor),
-        max_position_embeddings=max_positions(config),
-        vocab_size=identity.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        k_trained=recipe.train.ttt_steps,
-        target=TargetIdentity(
+    fields = {
+        "family": family.name,
+        "num_layers": settings.num_layers,
+        "mask_token_id": mask,
+        "embeddings": "own" if family.trains_mask else "target",
+        "boundaries": last if family.reads_last_state else identity.boundaries,
+        "target_num_layers": identity.num_layers,
+        "target_hidden_size": identity.hidden_size,
+        "hidden_size": size,
+        "intermediate_size": settings.intermediate_size or _number(config, *names),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads or heads,  # a config without the name has as many as heads
+        "head_dim": settings.head_dim or getattr(config, "head_dim", None) or size // heads,
+        "rms_norm_eps": norm_epsilon(config, monitor),
+        "rope_parameters": head_rope(config, family, monitor),
+        "max_position_embeddings": max_positions(config),
+        "vocab_size": identity.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "k_trained": recipe.train.ttt_steps,
+        "target": TargetIdentity(
             name=identity.target_name,
             fingerprint=identity.target_fingerprint,
             architecture=(full_config.architectures or [type(full_config).__name__])[0],
             tokenizer_sha256=identity.tokenizer_sha256,
             template_sha256=identity.template_sha256,
         ),
-    )
+    } | family.config_fields(settings, config)
     try:
         return make_head_config(**fields)
     except ValidationError as error:

@@ -259,7 +259,32 @@ def read_tensor(folder: Path, name: str, *, files: dict[str, str] | None = None)
     Raises:
         UserError: the tensor is missing or ambiguous, or its file is missing or broken.
     """
-    files = files or tensor_files(folder)
+    name, file = _place(folder, name, files or tensor_files(folder))
+    with _open(file) as tensors:
+        return tensors.get_tensor(name)
+
+
+def meta_tensor(folder: Path, name: str, *, files: dict[str, str]) -> Tensor:
+    """Return `read_tensor` on the meta device, from the header of its file."""
+    name, file = _place(folder, name, files)
+    with _open(file) as tensors:
+        header = tensors.get_slice(name)
+        dtype = _DTYPES.get(header.get_dtype(), torch.uint8)
+        return torch.empty(header.get_shape(), dtype=dtype, device="meta")
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+}
+"""Dtypes by their names in a safetensors header."""
+
+
+def _place(folder: Path, name: str, files: dict[str, str]) -> tuple[str, Path]:
+    """Return a tensor's whole name and its file; see `read_tensor`."""
     matches = [name] if name in files else []
     matches = matches or [k for k in files if without_wrappers(k) == without_wrappers(name)]
     if len(matches) != 1:
@@ -268,8 +293,7 @@ def read_tensor(folder: Path, name: str, *, files: dict[str, str] | None = None)
             where=folder,
             do="check that the checkpoint is complete",
         )
-    with _open(folder / files[matches[0]]) as tensors:
-        return tensors.get_tensor(matches[0])
+    return matches[0], folder / files[matches[0]]
 
 
 def without_wrappers(name: str) -> str:

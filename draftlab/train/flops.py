@@ -104,13 +104,13 @@ def _fc(head: DraftHead) -> int:
 
 
 def _key_value(layer: DecoderLayer) -> int:
-    return sum(p.weight.numel() for p in (layer.self_attn.k_proj, layer.self_attn.v_proj))
+    return layer.self_attn.key_value_multiplications()
 
 
 def _attention(layer: DecoderLayer, work: StepWork) -> float:
     """Return the multiplications of a row's scores and of its sum of values."""
     context = work.context if layer.window is None else min(work.context, layer.window)
-    return 2 * layer.self_attn.q_proj.out_features * context
+    return 2 * layer.self_attn.num_heads * layer.self_attn.head_dim * context
 
 
 def _logits(head: DraftHead, work: StepWork) -> float:

@@ -50,7 +50,8 @@ class HeadSettings(Settings):
     with convolutions, whose drafts are chosen among few tokens. eagle: the first
     generation, which imitates the target's last state. eagle_llama4: eagle with dense Llama 4
     layers. mtp: the layer for multi-token prediction in the target's own checkpoint, which MiMo,
-    Qwen 3.5, Qwen 3-Next and GLM-4.5 models have. Installed packages can register more families."""
+    Qwen 3.5, Qwen 3-Next, GLM-4 (with experts) and DeepSeek-V3 models have. Installed packages can
+    register more families."""
     num_layers: int = Field(default=1, ge=1)
     """Number of decoder layers: 1 for eagle3 and mtp, up to 5 for dspark, dflash and dflash2, up to
     4 for others."""

@@ -50,7 +50,12 @@ def sized_folder(path: Path, kind: str, width: float) -> Path:
         "head_dim": 32,
         "initializer_range": width,
     }
-    if kind != "mimo":  # vLLM's linear attention on a CPU is in bfloat16 alone
+    if kind in mtp_toys.LATENT:  # the sizes that vLLM's kernels for a CPU have
+        mtp_toys.RANK, mtp_toys.TURNING, mtp_toys.PLAIN = 512, 64, 128
+        mtp_toys.VALUES = dict.fromkeys(mtp_toys.LATENT, 128)
+        sizes |= {"q_lora_rank": 512, "kv_lora_rank": 512, "num_key_value_heads": 2, "head_dim": 64}
+        sizes |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    elif kind != "mimo":  # vLLM's linear attention on a CPU is in bfloat16 alone
         sizes |= {"layer_types": ["full_attention"] * 4}
     return mtp_toys.mtp_folder(path, kind, **sizes)
 
@@ -87,7 +92,9 @@ def compare(place: Path, options: argparse.Namespace) -> int:
         (answer,) = Engine(target, drafter, batch=1, max_length=LENGTH).generate([request])
         ours.append((answer, drafts[: answer.counters.drafts]))
 
-    info, theirs = their_answers(place, f"{out}-whole", asked)
+    # vLLM's other latent attention on a CPU has no float32.
+    backend = {"attention_backend": "CPU_MLA"} if options.kind in mtp_toys.LATENT else {}
+    info, theirs = their_answers(place, f"{out}-whole", asked, backend)
     differ = 0
     for (answer, drafts), other in zip(ours, theirs, strict=True):
         mine = [list(answer.token_ids), drafts, answer.counters.drafts, answer.counters.accepted]
@@ -103,7 +110,9 @@ def compare(place: Path, options: argparse.Namespace) -> int:
     return DIFFERENT if differ else EQUAL
 
 
-def their_answers(place: Path, model: str, asked: list[Any]) -> tuple[dict, list[dict]]:
+def their_answers(
+    place: Path, model: str, asked: list[Any], backend: dict[str, str]
+) -> tuple[dict, list[dict]]:
     """Decode with vLLM; return its description and the answers to the prompts."""
     shutil.copytree(CLIENT, place / "client" / CLIENT.name)
     sampling = [
@@ -121,7 +130,8 @@ def their_answers(place: Path, model: str, asked: list[Any]) -> tuple[dict, list
         "k": K,
         "max_model_len": LENGTH,
         "parallel_drafting": False,
-        "engine_extra": {"trust_remote_code": True},
+        "engine_extra": {"trust_remote_code": True} | backend,
+        "speculative_extra": backend,
     }
     prompts = [list(request.prompt_ids) for request in asked]
     request = {"client": str(place / "client"), "setup": setup}

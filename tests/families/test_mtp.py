@@ -28,7 +28,7 @@ from draftlab.progress import Monitor
 from draftlab.servers.vllm_process import PYTHON_VARIABLE
 from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import pack
-from draftlab.train.initial_weights import fingerprint
+from draftlab.train.initial_weights import fingerprint, start_from
 from draftlab.train.objectives.ttt import unroll
 from tests.helpers.decoding import trained_head
 from tests.helpers.dense_attention import dense_chain
@@ -191,6 +191,11 @@ def test_training_starts_from_equal_values_again(target: Target) -> None:
     config, family = native_head(target).config, get_family("mtp")
     heads = [family.head_of_target(config, target.folder, Monitor()) for _ in range(2)]
     assert fingerprint(heads[0]) == fingerprint(heads[1])
+    new = family.new_head(config)
+    new.set_draft_vocabulary(torch.arange(config.vocab_size))
+    start_from(new, heads[0], "target")
+    started, own = new.state_dict(), heads[0].state_dict()
+    assert all(torch.equal(started[n], own[n]) for n in own.keys() - new.shared_tensors())
 
 
 @pytest.mark.slow
@@ -224,7 +229,8 @@ def test_a_file_that_vllm_would_read_later_is_refused(tmp_path: Path) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm4_moe", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers 2"),
-    ("deepseek_v3", {}, r"deepseek_v3 with attention over latent keys \(MLA\)"),
+    ("deepseek_v3", {"num_nextn_predict_layers": 1, "attention_bias": True}, "attention_bias True"),
+    ("deepseek_v3", {"num_nextn_predict_layers": 1, "index_topk": 8}, "index_topk 8"),
     ("llama", {}, "llama with layers of another kind"),
     ("qwen3_5_text", {}, "mtp_num_hidden_layers 0"),
     ("qwen3_5_text", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2"),
@@ -249,10 +255,14 @@ def test_other_layers_are_refused_by_the_plan(
 def test_quantised_and_missing_tensors_are_named(tmp_path: Path) -> None:
     folder = mtp_folder(tmp_path / "target", "qwen3_5_text")
     target, file = load_on_cpu(folder), folder / "model.safetensors"
+    config = native_head(target).config
+    get_family("mtp").head_of_target(config, folder, Monitor(), meta=True)
     tensors = load_file(file)
     save_file(tensors | {"mtp.fc.weight": tensors["mtp.fc.weight"].to(torch.float8_e4m3fn)}, file)
     with pytest.raises(UserError, match=r"mtp.fc.weight: expected \[32, 64\] floating"):
         native_head(target)
+    with pytest.raises(UserError, match=r"64\] floating .* found \[32, 64\] of torch.float8"):
+        get_family("mtp").head_of_target(config, folder, Monitor(), meta=True)
     save_file({n: t for n, t in tensors.items() if n != "mtp.fc.weight"}, file)
     with pytest.raises(UserError, match=r"expected one tensor named mtp\.fc\.weight"):
         native_head(target)

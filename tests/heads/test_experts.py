@@ -43,11 +43,12 @@ def pair(kind: str) -> tuple[Experts, nn.Module]:
         "down": theirs.experts.down_proj,
         **{f"shared.{name}": value for name, value in shared.named_parameters()},
     }
-    if kind == "glm4_moe":
-        copied["correction"] = gate.e_score_correction_bias
-    else:
+    if kind == "qwen3_next":
         copied["shared_gate.weight"] = theirs.shared_expert_gate.weight
     with torch.no_grad():
+        if kind == "glm4_moe":
+            gate.e_score_correction_bias.uniform_(3.7, 4.3, generator=generator)
+            ours.set_correction(gate.e_score_correction_bias)
         for name, value in copied.items():
             value.copy_(0.3 * torch.randn(value.shape, generator=generator))
             ours.get_parameter(name).copy_(value)
@@ -70,6 +71,13 @@ def test_outputs_and_gradients_are_transformers(kind: str) -> None:
         (ours.down, theirs.experts.down_proj),
     ):
         torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-3)
+
+
+def test_no_dtype_rounds_the_bias_of_a_choice() -> None:
+    ours, theirs = pair("glm4_moe")
+    for dtype in (torch.bfloat16, torch.float32):
+        ours.to(dtype)
+        assert torch.equal(ours.correction.float().sum(0), theirs.gate.e_score_correction_bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

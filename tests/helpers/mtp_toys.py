@@ -35,7 +35,8 @@ class MiMoForCausalLM(Qwen2ForCausalLM):
     _keys_to_ignore_on_load_unexpected = [r"model.mtp_layers"]
 """
 """A stand-in for the code that MiMo's checkpoints ship, which transformers does not have."""
-KINDS = ("mimo", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe")
+LATENT = ("glm4_moe_lite", "deepseek_v3")
+KINDS = ("mimo", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "glm4_moe", *LATENT)
 SIZE, WIDE, HEADS, KV_HEADS, HEAD_DIM = 32, 48, 4, 2, 8
 EXPERTS, CHOSEN, NARROW = 4, 2, 24
 MIXTURE = {
@@ -51,9 +52,28 @@ GROUPED = {
     "n_group": 2,
     "topk_group": 1,
     "routed_scaling_factor": 1.5,
-    "attention_bias": True,
-    "use_qk_norm": True,
     "num_nextn_predict_layers": 1,
+    # Of the router; vLLM reads them.
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+RANK, TURNING, PLAIN = 16, 4, 8  # of latent attention
+VALUES = {"glm4_moe_lite": 16, "deepseek_v3": 8}  # wider and narrower than keys
+FIELDS = {
+    "qwen3_5_moe_text": MIXTURE,
+    "glm4_moe": GROUPED | {"attention_bias": True, "use_qk_norm": True},
+    "glm4_moe_lite": GROUPED | {"v_head_dim": VALUES["glm4_moe_lite"]},
+    "deepseek_v3": GROUPED
+    | {
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 16,
+        }
+    },
 }
 _NAMES = {
     "mimo": {
@@ -79,6 +99,7 @@ _NAMES["glm4_moe"] = {
     "last": "model.layers.4.shared_head.norm",
     "layer": "model.layers.4",
 }
+_NAMES |= dict.fromkeys(LATENT, _NAMES["glm4_moe"])
 
 
 def mtp_tensors(kind: str, seed: int = 1) -> dict[str, Tensor]:
@@ -86,15 +107,27 @@ def mtp_tensors(kind: str, seed: int = 1) -> dict[str, Tensor]:
     names, gated = _NAMES[kind], kind.startswith("qwen")
     queries, keys, layer = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, names["layer"]
     attention, mlp = f"{layer}.self_attn", f"{layer}.mlp"
-    shapes = {
-        f"{names['fc']}.weight": (SIZE, 2 * SIZE),
-        f"{attention}.q_proj.weight": (queries * (2 if gated else 1), SIZE),
-        f"{attention}.k_proj.weight": (keys, SIZE),
-        f"{attention}.v_proj.weight": (keys, SIZE),
-        f"{attention}.o_proj.weight": (SIZE, queries),
-    }
+    shapes = {f"{names['fc']}.weight": (SIZE, 2 * SIZE)}
+    if kind in LATENT:
+        values, both = VALUES[kind], PLAIN + TURNING
+        shapes |= {
+            f"{attention}.q_a_proj.weight": (RANK, SIZE),
+            f"{attention}.q_a_layernorm.weight": (RANK,),
+            f"{attention}.q_b_proj.weight": (HEADS * both, RANK),
+            f"{attention}.kv_a_proj_with_mqa.weight": (RANK + TURNING, SIZE),
+            f"{attention}.kv_a_layernorm.weight": (RANK,),
+            f"{attention}.kv_b_proj.weight": (HEADS * (PLAIN + values), RANK),
+            f"{attention}.o_proj.weight": (SIZE, HEADS * values),
+        }
+    else:
+        shapes |= {
+            f"{attention}.q_proj.weight": (queries * (2 if gated else 1), SIZE),
+            f"{attention}.k_proj.weight": (keys, SIZE),
+            f"{attention}.v_proj.weight": (keys, SIZE),
+            f"{attention}.o_proj.weight": (SIZE, queries),
+        }
     dense = {mlp: WIDE}
-    if kind in ("qwen3_5_moe_text", "qwen3_next", "glm4_moe"):
+    if kind not in ("mimo", "qwen3_5_text"):
         shapes[f"{mlp}.gate.weight"] = (EXPERTS, SIZE)
         dense = {f"{mlp}.shared_expert": NARROW} if gated else {f"{mlp}.shared_experts": 2 * NARROW}
         if gated:
@@ -110,9 +143,9 @@ def mtp_tensors(kind: str, seed: int = 1) -> dict[str, Tensor]:
     norms = [*(names[one] for one in ("embedding", "state", "last"))]
     norms += [f"{layer}.input_layernorm", f"{layer}.post_attention_layernorm"]
     shapes |= {f"{norm}.weight": (SIZE,) for norm in norms}
-    if kind != "mimo":
+    if gated or kind == "glm4_moe":
         shapes |= {f"{attention}.{one}_norm.weight": (HEAD_DIM,) for one in "qk"}
-    if not gated:
+    if kind in ("mimo", "glm4_moe"):
         widths = {"q": queries, "k": keys, "v": keys}
         shapes |= {f"{attention}.{one}_proj.bias": (n,) for one, n in widths.items()}
     generator = torch.Generator().manual_seed(seed)
@@ -140,11 +173,10 @@ def mtp_folder(
         (path / "config.json").write_text(json.dumps(config))
         (path / "mimo.py").write_text(MIMO_CODE)
     else:
-        fields = MIXTURE if kind == "qwen3_5_moe_text" else GROUPED if kind == "glm4_moe" else {}
-        save(path, kind, **({"mtp_num_hidden_layers": 1} | fields | changes))
+        save(path, kind, **({"mtp_num_hidden_layers": 1} | FIELDS.get(kind, {}) | changes))
     file = path / "model.safetensors"
     tensors = load_file(file) | (mtp_tensors(kind) if own else {})
-    if kind == "glm4_moe" and own:
+    if "n_routed_experts" in FIELDS.get(kind, {}) and own:
         name = f"{_NAMES[kind]['layer']}.mlp.gate.e_score_correction_bias"
         tensors[name] = torch.linspace(-0.2, 0.2, EXPERTS)
     save_file({n: t.float() for n, t in tensors.items()}, file, metadata={"format": "pt"})
@@ -183,12 +215,61 @@ class PlainMtp:
     def rotated(self, x: Tensor) -> Tensor:
         rope = self.config["rope_parameters"]
         width = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0))
-        angles = torch.arange(len(x)).double()[:, None] * rope["rope_theta"] ** (
-            -torch.arange(0, width, 2).double() / width
-        )
-        cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+        cos, sin = self.angles(len(x), width)
         a, b, rest = x.split([width // 2, width // 2, HEAD_DIM - width], -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    def angles(self, count: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines [T, 1, width / 2]."""
+        rope = self.config["rope_parameters"]
+        rates = rope["rope_theta"] ** (-torch.arange(0, width, 2).double() / width)
+        if rope["rope_type"] == "yarn":  # of these toys: ramps from channel `low` to `high`
+            old, theta = rope["original_max_position_embeddings"], rope["rope_theta"]
+            low, high = (
+                width * math.log(old / (2 * math.pi * turns)) / (2 * math.log(theta))
+                for turns in (32, 1)
+            )
+            low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
+            share = ((torch.arange(width // 2) - low) / (high - low or 0.001)).clamp(0, 1)
+            rates = rates * (1 - share) + rates / rope["factor"] * share
+        angles = torch.arange(count).double()[:, None] * rates
+        return angles.cos()[:, None], angles.sin()[:, None]
+
+    def latent(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor, float]:
+        """Return queries, keys and values [T, heads, …] of latent attention, and their scale."""
+        heads, count, rope = (HEADS, len(x), self.config["rope_parameters"])
+        query = self.norm(self.linear(x, f"{name}.q_a_proj"), f"{name}.q_a_layernorm")
+        query = self.linear(query, f"{name}.q_b_proj").view(count, heads, -1)
+        latent, turning = self.linear(x, f"{name}.kv_a_proj_with_mqa").split([RANK, TURNING], -1)
+        both = self.linear(self.norm(latent, f"{name}.kv_a_layernorm"), f"{name}.kv_b_proj")
+        key, value = both.view(count, heads, -1).split([PLAIN, VALUES[self.kind]], -1)
+        cos, sin = self.angles(count, TURNING)
+
+        def turned(pairs: Tensor) -> Tensor:
+            a, b = pairs[..., 0::2], pairs[..., 1::2]
+            return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+        query = torch.cat([query[..., :PLAIN], turned(query[..., PLAIN:])], -1)
+        shared = turned(turning[:, None]).expand(-1, heads, -1)
+        mscale = 0.1 * math.log(rope["factor"]) + 1 if rope["rope_type"] == "yarn" else 1.0
+        scale = mscale**2 / math.sqrt(PLAIN + TURNING)
+        return query, torch.cat([key, shared], -1), value, scale
+
+    def plain(self, x: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
+        """Return queries, keys and values [T, heads, …], and the gate [T, heads · …] or 1."""
+        query, key, value = (
+            self.linear(x, f"{name}.{one}_proj").view(len(x), n, -1)
+            for one, n in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
+        )
+        gate: Tensor | float = 1.0
+        if self.gated:
+            query, gate = query.chunk(2, -1)
+            gate = gate.reshape(len(x), -1).sigmoid()
+        if self.kind != "mimo":
+            query, key = self.norm(query, f"{name}.q_norm"), self.norm(key, f"{name}.k_norm")
+        query, key = self.rotated(query), self.rotated(key)
+        key, value = (one.repeat_interleave(HEADS // KV_HEADS, 1) for one in (key, value))
+        return query, key, value, gate
 
     def outputs(self, tokens: Tensor, states: Tensor) -> Tensor:
         """Return the outputs [T, H] of a pass that reads tokens x_1 … x_T and states [T, H].
@@ -204,29 +285,19 @@ class PlainMtp:
         residual = self.linear(torch.cat(pair, -1), names["fc"])
         x = self.norm(residual, f"{layer}.input_layernorm")
         attention, count = f"{layer}.self_attn", len(tokens)
-        query, key, value = (
-            self.linear(x, f"{attention}.{one}_proj").view(count, n, -1)
-            for one, n in (("q", HEADS), ("k", KV_HEADS), ("v", KV_HEADS))
-        )
-        gate = torch.ones(count, HEADS * HEAD_DIM).double()
-        if self.gated:
-            query, gate = query.chunk(2, -1)
-            gate = gate.reshape(count, -1).sigmoid()
-        if self.kind != "mimo":
-            query, key = (
-                self.norm(query, f"{attention}.q_norm"),
-                self.norm(key, f"{attention}.k_norm"),
-            )
-        query, key = self.rotated(query), self.rotated(key)
-        key, value = (one.repeat_interleave(HEADS // KV_HEADS, 1) for one in (key, value))
-        scores = torch.einsum("tnd,snd->nts", query, key) / math.sqrt(HEAD_DIM)
+        gate, scale = 1.0, 1 / math.sqrt(HEAD_DIM)
+        if self.kind in LATENT:
+            query, key, value, scale = self.latent(x, attention)
+        else:
+            query, key, value, gate = self.plain(x, attention)
+        scores = scale * torch.einsum("tnd,snd->nts", query, key)
         hidden_from = torch.ones(count, count).triu(1).bool()
         weights = scores.masked_fill(hidden_from, float("-inf")).softmax(-1)
         attended = torch.einsum("nts,snd->tnd", weights, value)
         hidden = residual + self.linear(attended.flatten(1) * gate, f"{attention}.o_proj")
         y = self.norm(hidden, f"{layer}.post_attention_layernorm")
         hidden = hidden + self.feed_forward(y, f"{layer}.mlp")
-        return hidden if self.kind == "glm4_moe" else self.norm(hidden, names["last"])
+        return hidden if self.kind.startswith("glm") else self.norm(hidden, names["last"])
 
     def dense(self, x: Tensor, name: str) -> Tensor:
         gate = torch.nn.functional.silu(self.linear(x, f"{name}.gate_proj"))
@@ -263,7 +334,7 @@ class PlainMtp:
         return shared
 
     def logits(self, output: Tensor) -> Tensor:
-        if self.kind == "glm4_moe":
+        if self.kind.startswith("glm"):
             output = self.norm(output, self.names["last"])
         tied = self.w["model.embed_tokens.weight"]
         return output @ self.w.get("lm_head.weight", tied).T
