@@ -71,6 +71,11 @@ def test_the_servers_counters_and_the_times(own: bool) -> None:
     assert (body["temperature"], body["max_tokens"], body["stream"]) == (0.0, TOKENS, True)
 
 
+def test_an_answer_ends_with_its_last_token() -> None:
+    with bench_server(usage_s=1.0) as server:
+        assert measured(server, max_prompts=1).answers[0].total_s < 1
+
+
 @pytest.mark.parametrize("program", ["sglang", "llamacpp"])
 def test_other_programs(program: str) -> None:
     with bench_server(program=program) as server:

@@ -29,6 +29,7 @@ class BenchServer(Server):
         own: whether answers state their own counters, as vLLM can.
         drafts: whether the server drafts.
         longest: most tokens of its answers.
+        usage_s: seconds between an answer's end and its usage.
         bodies, keys: of the completions asked for.
         cache_dtype: of the KV cache.
         template: token ids or text of /tokenize and /apply-template.
@@ -39,7 +40,7 @@ class BenchServer(Server):
         super().__init__(_Handler, port)
         self.program, self.faults, self.others, self.restart_at = "vllm", [], 0, 0
         self.own, self.drafts, self.step_s, self.cache_dtype = False, True, 0.0, "auto"
-        self.longest = 1 << 30
+        self.longest, self.usage_s = 1 << 30, 0.0
         self.bodies: list[dict[str, Any]] = []
         self.keys: list[str | None] = []
         self.template: Any = None
@@ -145,6 +146,7 @@ class _Handler(Handler):
         for _ in range(server.others):
             server.count(limit, accepted)
         self._event(text="", finish_reason="length")
+        time.sleep(server.usage_s)
         last: dict[str, Any] = {"choices": [], "usage": {"completion_tokens": tokens}}
         last["usage"]["prompt_tokens"] = len(body["prompt"])
         if fault == "count":
