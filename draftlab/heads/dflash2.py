@@ -28,11 +28,13 @@ from torch import Tensor, nn
 from draftlab.heads.block import BlockConfig, BlockHead
 from draftlab.heads.config import Size
 from draftlab.heads.head import DecoderLayer
+from draftlab.heads.layers import convolve_slots
 
 SELECTOR_DEVIATION = 0.02
 """Standard deviation of the selector's initial weights, as in speculators."""
 _CODEBOOKS = tuple(f"candidate_selector.{name}_codebook" for name in ("predecessor", "successor"))
 """Names of the codebooks in files; the module's have `.weight` behind them."""
+Convolve = Callable[[tuple[Tensor, Tensor], Tensor, int], Tensor]
 Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -94,20 +96,18 @@ class SlotConvolutions(nn.Module):
             config.hidden_size, 2 * self.taps * self.groups, bias=False
         )
 
-    def begin(self, x: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the convolved input [..., slots, H], and the convolution of the output."""
-        delta = self.kernel_projection(x).unflatten(-1, (2, self.taps, self.groups)).unbind(-3)
-        base = self.base_kernel.to(x.dtype)
-        return self._convolve(x, base[0], delta[0]), lambda y: self._convolve(y, base[1], delta[1])
+    def begin(
+        self, x: Tensor, dim: int, convolve: Convolve
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return the convolved input [..., H], and the convolution of the output.
 
-    def _convolve(self, y: Tensor, base: Tensor, delta: Tensor) -> Tensor:
-        """Convolve y [..., slots, H] by base [taps, H] and delta [..., slots, taps, groups]."""
-        grouped, total = y.unflatten(-1, (self.groups, -1)), torch.zeros_like(y)
-        for tap in range(self.taps):
-            coefficients = base[tap].unflatten(-1, (self.groups, -1)) + delta[..., tap, :, None]
-            shifted = F.pad(grouped, (0, 0, 0, 0, tap, 0))[..., : y.shape[-2], :, :]
-            total = total + (coefficients * shifted).flatten(-2)
-        return total
+        Args:
+            dim: the dimension of slots, not negative. convolve: `convolve_slots`.
+        """
+        delta = F.linear(x, self.kernel_projection.weight.to(x.dtype))
+        delta = delta.unflatten(-1, (2, self.taps, self.groups)).unbind(-3)
+        first, second = self.base_kernel
+        return convolve((x, delta[0]), first, dim), lambda y: convolve((y, delta[1]), second, dim)
 
 
 class ConvolvedLayer(DecoderLayer):
@@ -119,12 +119,27 @@ class ConvolvedLayer(DecoderLayer):
         self.mlp_conv = SlotConvolutions(config)
 
     def begin(self, hidden: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        x, of_attention = self.attention_conv.begin(self.input_layernorm(hidden))
+        dim, project = hidden.ndim - 2, self.self_attn.o_proj
+        return self.begin_by(hidden, dim, convolve_slots, project, self.mlp)
+
+    def begin_by(
+        self,
+        hidden: Tensor,
+        dim: int,
+        convolve: Convolve,
+        project: Callable[[Tensor], Tensor],
+        feed_forward: Callable[[Tensor], Tensor],
+    ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Return `begin` of a hidden state whose dimension `dim` is slots, by these functions in
+        place of `convolve_slots`, of `o_proj` and of `mlp`.
+        """
+        x, of_attention = self.attention_conv.begin(self.input_layernorm(hidden), dim, convolve)
 
         def finish(attended: Tensor) -> Tensor:
-            between = hidden + of_attention(self.self_attn.o_proj(attended.flatten(-2)))
-            y, of_mlp = self.mlp_conv.begin(self.post_attention_layernorm(between))
-            return between + of_mlp(self.mlp(y))
+            between = hidden + of_attention(project(attended.flatten(-2)))
+            normed = self.post_attention_layernorm(between)
+            y, of_mlp = self.mlp_conv.begin(normed, dim, convolve)
+            return between + of_mlp(feed_forward(y))
 
         return x, finish
 

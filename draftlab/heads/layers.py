@@ -83,6 +83,25 @@ def rotate(x: Tensor, angles: Angles) -> Tensor:
     return turned if width == x.shape[-1] else torch.cat([turned, x[..., width:]], -1)
 
 
+def convolve_slots(rows: tuple[Tensor, Tensor], base: Tensor, dim: int) -> Tensor:
+    """Return Σ_tap (base[tap] + delta[tap]) ⊙ y of the slot `tap` slots before, in y's shape.
+
+    Args:
+        rows: y [..., H], and delta [..., taps, groups], a number for H / groups channels each.
+        base: [taps, H]. dim: the dimension of slots, not negative.
+    """
+    y, delta = rows
+    groups, num_slots = delta.shape[-1], y.shape[dim]
+    grouped, base = (x.unflatten(-1, (groups, -1)) for x in (y, base.to(y.dtype)))
+    total = (base[0] + delta[..., 0, :, None]) * grouped
+    for tap in range(1, len(base)):
+        size = num_slots - tap
+        coefficients = base[tap] + delta[..., tap, :, None].narrow(dim, tap, size)
+        term = total.narrow(dim, tap, size) + coefficients * grouped.narrow(dim, 0, size)
+        total = torch.cat([total.narrow(dim, 0, tap), term], dim)
+    return total.flatten(-2)
+
+
 class Attention(nn.Module):
     """Projections of grouped-query attention; the caller computes attention itself.
 

@@ -187,7 +187,7 @@ def ragged_batch(num_steps: int = 4) -> Batch:
 
 
 def random_norms_head(**changes: object) -> DraftHead:
-    """Return a head whose norms are not all one and whose masked slots are not initial ones."""
+    """Return a head whose norms, masked slots and convolutions are not the initial ones."""
     model = head(parts(), **changes)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -197,6 +197,8 @@ def random_norms_head(**changes: object) -> DraftHead:
                 parameter.copy_(noise)
             elif parameter.ndim == 1:
                 parameter.copy_(1 + 0.3 * noise)
+            elif "_conv." in name:
+                parameter.add_(0.1 * noise)
     return model
 
 

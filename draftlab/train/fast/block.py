@@ -1,8 +1,8 @@
 """`block_outputs` with less work and the same outputs and gradients (methods §7).
 
 Rows are the slots of valid anchors, by slot: the keys of a slot lie side by side, as attention
-reads them. Padding exists in attention only. Up to the first layer's attention all mask tokens are
-equal and share one row. Weights and the operations between products are those of
+reads them. Padding exists in attention only. Up to the first layer's attention or convolution all
+mask tokens are equal and share one row. Weights and the operations between products are those of
 `train/fast/layers.py`.
 """
 
@@ -16,7 +16,6 @@ from torch import Tensor
 
 from draftlab.heads.block import BlockHead
 from draftlab.heads.head import DecoderLayer, DraftHead
-from draftlab.heads.layers import Attention
 from draftlab.kernels.ttt_attention import StepKeyValues, document_starts
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
@@ -41,10 +40,7 @@ class FastBlock(FastForward):
 
     @staticmethod
     def supports(head: DraftHead) -> bool:
-        return type(head) is BlockHead and all(
-            type(layer) is DecoderLayer and type(layer.self_attn) is Attention
-            for layer in head.layers
-        )
+        return isinstance(head, BlockHead)
 
     def outputs(self, head: BlockHead, batch: Batch, steps: list[StepRows]) -> tuple[Tensor, ...]:
         slots = _BlockPass(head, batch, steps[0], self.dtype, self.ops).run()
@@ -104,14 +100,29 @@ class _BlockPass:
             context: [T, H].
         """
         weights = LayerWeights(layer, self.dtype, self.ops)
-        projections = weights.projections(self.eps, layer.input_layernorm.weight)
-        inputs = layer_inputs(projections, hidden, self.angles, context=context)
-        attended = self.attend(inputs, window)
-        residual = expand_last(inputs.previous, len(attended))
-        return weights.run_output(attended, residual, self.eps)
+        if type(layer) is DecoderLayer:
+            projections = weights.projections(self.eps, layer.input_layernorm.weight)
+            inputs = layer_inputs(projections, hidden, self.angles, context=context)
+            attended = self.attend(inputs, window)
+            residual = expand_last(inputs.previous, len(attended))
+            return weights.run_output(attended.flatten(1), residual, self.eps)
+
+        def by_slot(x: Tensor) -> Tensor:
+            return x.unflatten(0, (self.num_slots, -1))
+
+        x, finish = layer.begin_by(
+            by_slot(expand_last(hidden, len(self.padded.valid_rows))),
+            0,
+            self.ops.convolve_slots,
+            lambda x: by_slot(weights.output.product(x.flatten(0, 1))),
+            lambda x: by_slot(weights.feed_forward(x.flatten(0, 1))),
+        )
+        projections = weights.projections(self.eps, None)
+        inputs = layer_inputs(projections, x.flatten(0, 1), self.angles, context=context)
+        return finish(by_slot(self.attend(inputs, window))).flatten(0, 1)
 
     def attend(self, inputs: LayerInputs, window: int | None) -> Tensor:
-        """Return attended values [slots · n, Q]."""
+        """Return attended values [slots · n, heads, head_dim]."""
         query, key, value = (
             pad_rows(x, self.padded) for x in (inputs.query, inputs.key, inputs.value)
         )
@@ -125,4 +136,4 @@ class _BlockPass:
             window=window,
             is_causal=self.head.config.is_causal,
         )
-        return unpad_rows(attended.permute(2, 0, 1, 3, 4), self.padded).flatten(1)
+        return unpad_rows(attended.permute(2, 0, 1, 3, 4), self.padded)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.heads.layers import Angles, at_least_float32, rotate
+from draftlab.heads.layers import Angles, at_least_float32, convolve_slots, rotate
 from draftlab.kernels.fp8_linear import Fp8Weight, input_gradient, linear, quantise_weight
 from draftlab.kernels.swiglu import swiglu, swiglu_backward_
 
@@ -226,6 +226,7 @@ class FusedOps(NamedTuple):
     """Functions above, eager or compiled; each takes rows, weights and an epsilon.
 
     Attributes:
+        convolve_slots: that of `heads/layers.py`, whose gradients autograd computes.
         quantise_weight: quantises a layer's weight [out, in], once a batch; None: products are in
             the dtype of the rows.
     """
@@ -234,6 +235,7 @@ class FusedOps(NamedTuple):
     layer_inputs_backward: Callable[..., Any] = layer_inputs_backward
     layer_output: Callable[..., Any] = layer_output
     layer_output_backward: Callable[..., Any] = layer_output_backward
+    convolve_slots: Callable[..., Tensor] = convolve_slots
     quantise_weight: Callable[[Tensor], Fp8Weight] | None = None
 
 

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from draftlab.heads.head import DecoderLayer, DraftHead
 from draftlab.heads.layers import Angles
 from draftlab.kernels.fp8_linear import flatten_weights, unflatten_weights
+from draftlab.kernels.swiglu import swiglu, swiglu_backward_
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
 from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps
@@ -301,6 +302,23 @@ class LayerWeights:
         weights = self.output, self.gate_up, self.down
         norm = self._layer.post_attention_layernorm.weight
         return layer_output(self._ops, attended, residual, weights, norm, eps)
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """Return `SwiGLU` [n, H] of x [n, H]."""
+        return self.down.product(_Swiglu.apply(self.gate_up.product(x)))
+
+
+class _Swiglu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        return swiglu(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        # A copy, which is overwritten: other nodes of the graph may hold this gradient.
+        return swiglu_backward_(*ctx.saved_tensors, gradient.clone())
 
 
 def pad_rows(x: Tensor, rows: StepRows) -> Tensor:

@@ -16,7 +16,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftlab.kernels.add_rows import add_rows_
-from draftlab.kernels.fp8_linear import Fp8Weight
+from draftlab.kernels.fp8_linear import (
+    Fp8Weight,
+    flatten_weights,
+    input_gradient,
+    linear,
+    unflatten_weights,
+)
 
 
 class _Sum:
@@ -65,8 +71,8 @@ class Shared:
         tensors: [out_i, in], which become one matrix [Σ out_i, in] in `dtype` (None: theirs).
 
     Attributes:
-        tensor: the matrix in `dtype`, which has a gradient and which `product` multiplies.
-        matrix: what `fast/layers.py` multiplies rows by, `tensor` or its quantised form.
+        tensor: the matrix in `dtype`, which has a gradient.
+        matrix: what rows are multiplied by, `tensor` or its quantised form.
     """
 
     def __init__(
@@ -80,8 +86,8 @@ class Shared:
         self.matrix = self.tensor if quantise is None else quantise(self.tensor)
 
     def product(self, x: Tensor) -> Tensor:
-        """Return x Wᵀ [n, out] for x [n, in] and this W [out, in], in their common dtype."""
-        return _Product.apply(x, self.tensor, self.sum)
+        """Return x Wᵀ [n, out] for x [n, in] and this W [out, in], in x's dtype."""
+        return _Product.apply(x, self.tensor, self.matrix, self.sum)
 
 
 class _Collected(torch.autograd.Function):
@@ -110,18 +116,21 @@ class _Collected(torch.autograd.Function):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, total: _Sum) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx: Any, x: Tensor, _, matrix: Tensor | Fp8Weight, total: _Sum) -> Tensor:
+        weights, ctx.in_fp8 = flatten_weights([matrix])
+        ctx.save_for_backward(x, *weights)
         ctx.total = total
-        return x @ weight.T
+        return linear(x, matrix)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        (matrix,) = unflatten_weights(weights, ctx.in_fp8)
         if ctx.needs_input_grad[1]:
             ctx.total.add_product(gradient, x)
-        return gradient @ weight if ctx.needs_input_grad[0] else None, None, None
+        d_x = input_gradient(gradient, matrix) if ctx.needs_input_grad[0] else None
+        return d_x, None, None, None
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:

@@ -43,8 +43,9 @@ from tests.helpers.synthetic import (
 
 PEAGLE = {"family": "peagle"}
 DSPARK, DFLASH = ({"family": f, "k_trained": 4} for f in ("dspark", "dflash"))
+DFLASH2 = {"family": "dflash2", "k_trained": 4}
 DSPARK_CAUSAL = DSPARK | {"num_layers": 2, "is_causal": True, "draft_vocab_size": VOCAB}
-FORWARDS = {"peagle": FastParallel, "dspark": FastBlock, "dflash": FastBlock}
+FORWARDS = {"peagle": FastParallel} | dict.fromkeys(("dspark", "dflash", "dflash2"), FastBlock)
 REFERENCES = {FastUnroll: unroll, FastParallel: parallel_outputs, FastBlock: block_outputs}
 OPTIONS: list[dict[str, object]] = [
     {},
@@ -68,6 +69,8 @@ OPTIONS: list[dict[str, object]] = [
     DFLASH | {"num_layers": 2},
     DFLASH | {"is_causal": True},
     DSPARK | {"num_layers": 2, "sliding_window": 6},
+    DFLASH2 | {"num_layers": 2, "sliding_window": 6},
+    DFLASH2 | {"conv_kernel_size": 3, "is_causal": True, "embedding_scale": 2.0},
 ]
 
 
@@ -132,7 +135,14 @@ def test_sums_of_steps_add_up_to_the_loss() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(
     "changes",
-    [PEAGLE, PEAGLE | {"num_layers": 2}, DSPARK | {"num_layers": 2}, DFLASH, DSPARK_CAUSAL],
+    [
+        PEAGLE,
+        PEAGLE | {"num_layers": 2},
+        DSPARK | {"num_layers": 2},
+        DFLASH,
+        DSPARK_CAUSAL,
+        DFLASH2,
+    ],
     ids=str,
 )
 def test_a_gpu_has_the_references_outputs(changes: dict[str, object], dtype: torch.dtype) -> None:
@@ -155,7 +165,13 @@ def test_a_gpu_has_the_references_outputs(changes: dict[str, object], dtype: tor
 def test_few_masked_slots_or_none(turns: list[tuple[int, int]], one_row: bool) -> None:
     """One conversation of 4 predictions, of one, of none at depth 1: one slot is also a row."""
     batch = pack([[record(spans_of(turns), parts())]], 16, 3, one_row=one_row)
-    for changes in (PEAGLE, PEAGLE | {"num_layers": 2}, DSPARK, DFLASH | {"num_layers": 2}):
+    for changes in (
+        PEAGLE,
+        PEAGLE | {"num_layers": 2},
+        DSPARK,
+        DFLASH | {"num_layers": 2},
+        DFLASH2,
+    ):
         model = random_norms_head(**changes)
         actual = train_step(model, fast_forward(model)(torch.float64)(model, batch), batch)
         assert_same(actual, reference_step(model, batch))
@@ -163,7 +179,9 @@ def test_few_masked_slots_or_none(turns: list[tuple[int, int]], one_row: bool) -
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize(
-    "changes", [{"qk_norm": True}, PEAGLE | {"num_layers": 2, "qk_norm": True}, DSPARK], ids=str
+    "changes",
+    [{"qk_norm": True}, PEAGLE | {"num_layers": 2, "qk_norm": True}, DSPARK, DFLASH2],
+    ids=str,
 )
 def test_compiled_ops_are_equal_whatever_the_number_of_rows(changes: dict[str, object]) -> None:
     model = random_norms_head(**changes)
@@ -175,7 +193,7 @@ def test_compiled_ops_are_equal_whatever_the_number_of_rows(changes: dict[str, o
         assert_same(train_step(model, compiled(model, batch), batch), expected)
 
 
-@pytest.mark.parametrize("changes", [{}, PEAGLE | {"num_layers": 2}, DSPARK], ids=str)
+@pytest.mark.parametrize("changes", [{}, PEAGLE | {"num_layers": 2}, DSPARK, DFLASH2], ids=str)
 def test_in_16_bit_nothing_is_widened(changes: dict[str, object]) -> None:
     model, batch = random_norms_head(**changes), ragged_batch()
     dtypes: dict[bool, set[torch.dtype]] = {True: set(), False: set()}
@@ -203,7 +221,7 @@ def test_in_16_bit_nothing_is_widened(changes: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("ops", [FUSED_OPS, FP8_OPS], ids=["16 bits", "fp8"])
-@pytest.mark.parametrize("changes", [{}, PEAGLE, DSPARK], ids=str)
+@pytest.mark.parametrize("changes", [{}, PEAGLE, DSPARK, DFLASH2], ids=str)
 def test_a_graph_keeps_no_weights_behind_its_backward_pass(
     monkeypatch: pytest.MonkeyPatch, changes: dict[str, object], ops: FusedOps
 ) -> None:
