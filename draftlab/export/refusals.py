@@ -9,9 +9,14 @@ from draftlab.heads.vllm_config import FACTOR_KEYS
 
 VLLM = "0.33.0"
 """The version of vLLM whose targets `WITHOUT_EAGLE3` lists."""
-WITHOUT_EAGLE3 = {"gemma3": "Gemma 3", "gemma3_text": "Gemma 3"}
-"""Targets (model_type → name) whose class in vLLM has no `SupportsEagle3`, so that vLLM cannot give
-their hidden states to a head that reads them at boundaries (servers §1.3)."""
+WITHOUT_EAGLE3 = {
+    "aria", "cohere", "cohere2", "ernie4_5_moe", "exaone4", "falcon_h1", "gemma", "gemma2",
+    "gemma3", "gemma3_text", "glm4", "glm4_moe", "glm4_moe_lite", "glm4v", "granitemoehybrid",
+    "idefics3", "internvl", "jamba", "lfm2", "lfm2_vl", "llava_onevision", "mixtral",
+    "olmo_hybrid", "olmoe", "qwen2_moe", "qwen2_vl", "smolvlm", "stablelm",
+}  # fmt: skip
+"""Types of targets whose class in vLLM has no `SupportsEagle3`, so that vLLM cannot give their
+hidden states to a head that reads them at boundaries (servers §1.3)."""
 _NO_QK_NORM = "its EAGLE3 layer has no norms of queries and keys"
 _WRONG_TOKENS = "would draft wrong tokens without a warning"
 _NEUTRAL = {
@@ -27,12 +32,13 @@ Servers apply none of them to a block head, except `logit_scale` in vLLM."""
 
 def serving_warnings(program: str, export: Export) -> list[str]:
     """Return warnings about a target that a program cannot serve with such a head."""
-    types = {part.get("model_type") for part in (export.target, export.text_config)}
-    name = next((WITHOUT_EAGLE3[one] for one in types if one in WITHOUT_EAGLE3), None)
-    if program not in ("vllm", "speculators") or not name or export.family.reads_last_state:
+    # vLLM's class is that of the whole model: Exaone 4.5's has the interface, Exaone 4's has not.
+    kind = export.target.get("model_type") or export.text_config.get("model_type")
+    reads_boundaries = not export.family.reads_last_state
+    if program not in ("vllm", "speculators") or kind not in WITHOUT_EAGLE3 or not reads_boundaries:
         return []
     return [
-        f"warning: export: vLLM {VLLM} cannot serve this head: its class of {name} targets has no "
+        f"warning: export: vLLM {VLLM} cannot serve this head: its class of this target has no "
         "SupportsEagle3, and cannot give the head their hidden states"
     ]
 

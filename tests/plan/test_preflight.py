@@ -283,6 +283,8 @@ def test_a_template_that_ends_prompts_as_its_answers_begin_needs_no_generation_p
         ("eagle3", "vllm", "gemma3_text", True),
         ("eagle3", "speculators", "gemma3", True),
         ("dspark", "vllm", "gemma3_text", True),
+        ("eagle3", "vllm", "qwen2_vl", True),
+        ("eagle3", "vllm", "qwen2_5_vl", False),
         ("eagle3", "sglang", "gemma3_text", False),
         ("eagle3", "vllm", "llama", False),
         ("eagle", "vllm", "gemma3_text", False),
