@@ -47,7 +47,8 @@ def test_eval_of_several_heads_k_and_temperatures(tmp_path: Path) -> None:
     assert all([t["batch"] for t in row["timings"]] == [1, 2] for row in rows)
     folder = tmp_path / "runs" / "small" / "eval"
     assert {path.stem for path in folder.glob("*.png")} >= {"tpot_by_k_1", "speedup_by_batch_2"}
-    plain = draftlab(tmp_path, "eval", *grid, *times)
+    few = ("--temps", "0", "--k", "1,2", "--compare", "other")
+    plain = draftlab(tmp_path, "eval", *few, *times)
     assert plain.stdout.count("few timed prompts") == 1
     assert "small, T = 0 " in plain.stdout
 

@@ -24,7 +24,7 @@ from draftlab.train.settings import TrainSettings
 from draftlab.train.validation import Validation
 from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.small_run import SignallingMonitor, copy_of_finished
+from tests.helpers.small_run import SignallingMonitor, copy_of_finished, finished
 from tests.helpers.toy_training import orthogonal_parts, toy_answer, trained
 
 ACCEPTED = [20, 50, 40, 45, 30, 90, 10]
@@ -47,6 +47,7 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         loop.validate = lambda *_, **__: self_validate  # type: ignore[assignment]
         return original(self)
 
+    finished()  # with its own validations: other tests share it
     original = Trainer.validate
     monkeypatch.setattr(loop, "validate", loop.validate)  # restored at the end
     monkeypatch.setattr(Trainer, "validate", lambda self: of_trainer(self, original))
@@ -147,6 +148,12 @@ def test_the_best_head_of_another_training_is_not_read(tmp_path: Path, scripted:
 
 def test_an_export_of_a_head_that_got_worse_says_so(tmp_path: Path, scripted: list[int]) -> None:
     folder = copy_of_finished(tmp_path)
+    for stage in ("head", "eval", "export"):
+        shutil.rmtree(folder / "runs/small" / stage)
+        (folder / f"runs/small/stages/{stage}.json").unlink()
+    shutil.rmtree(folder / "runs/small/train")
+    (folder / "runs/small").rename(folder / "runs/worse")  # it has answers and a store
+    shutil.copytree(folder / "runs/worse", folder / "runs/stopped", symlinks=True)
     with contextlib.chdir(folder):
         settings = ["train.steps=14", "train.validate_every=2", "export.formats=[speculators]"]
         monitor = RecordingMonitor()

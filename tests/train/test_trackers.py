@@ -16,7 +16,7 @@ from draftlab.train.loop import Trainer
 from draftlab.train.metrics import check_trackers
 from draftlab.train.settings import TrainSettings
 from tests.helpers.list_store import ListStore
-from tests.helpers.small_run import InterruptingMonitor, draftlab, new_workshop
+from tests.helpers.small_run import InterruptingMonitor, copy_of_finished, draftlab
 from tests.helpers.toy_training import orthogonal_parts, toy_answer, trained
 
 STUB = """\
@@ -91,12 +91,13 @@ def test_an_error_ends_the_run_with_a_code(
 
 
 def test_the_config_is_the_recipe_and_its_data(tmp_path: Path, wandb: Any) -> None:
-    workshop = new_workshop(tmp_path / "w")
-    result = draftlab(workshop, "train", "small.yaml", "train.wandb=project")
+    workshop = copy_of_finished(tmp_path / "w")
+    settings = ["train.wandb=project", "train.steps=1"]
+    result = draftlab(workshop, "train", "small.yaml", *settings, "--force")
     assert result.exit_code == 0, result.output
     (options,) = wandb.inits
-    settings = ["train.wandb=project", "head.norm_before_residual=true"]  # as by default
-    recipe = load_recipe(workshop / "small.yaml", settings)
+    default = "head.norm_before_residual=true"
+    recipe = load_recipe(workshop / "small.yaml", [*settings, default])
     expected = json.loads(recipe.model_dump_json())
     assert {name: options["config"][name] for name in expected} == expected
     assert options["config"]["target"]["path"] == "toy"

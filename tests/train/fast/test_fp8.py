@@ -68,11 +68,8 @@ def test_outputs_and_gradients_are_close_to_float32s(
         assert errors["fp8", name] > 2 * errors["bfloat16", name], name
 
 
-@pytest.mark.parametrize("changes", HEADS[1::2], ids=str)
-def test_recomputed_and_compiled_steps_are_the_same(
-    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = random_norms_head(**changes)
+def test_recomputed_and_compiled_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_norms_head(**HEADS[1])
     expected = step_of(model, recompute=False)
     assert all(torch.equal(x, expected[n]) for n, x in step_of(model, recompute=True).items())
     traced = partial(compiled_ops, backend="aot_eager")
