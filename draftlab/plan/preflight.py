@@ -388,7 +388,7 @@ def check_head(recipe: Recipe, config: Any, tokenizer_hash: str = "") -> tuple[D
         folder = find_head(recipe.head.init)
         check_start(head.config, load_config(folder), folder)
     fast = family.objective().fast_forward
-    if recipe.train.precision == "fp8" and fast is not None and fast.supports(head):
+    if recipe.train.precision == "fp8" and fast is not None and fast.supports_fp8(head):
         check_fp8_sizes(head)
     k = recipe.export.k or head.config.k_trained
     export = Export(head.config, config.to_dict(), recipe.target.path, k, torch.bfloat16)

@@ -42,6 +42,10 @@ class FastBlock(FastForward):
     def supports(head: DraftHead) -> bool:
         return isinstance(head, BlockHead)
 
+    @classmethod
+    def supports_fp8(cls, head: DraftHead) -> bool:
+        return cls.supports(head) and all(type(layer) is DecoderLayer for layer in head.layers)
+
     def outputs(self, head: BlockHead, batch: Batch, steps: list[StepRows]) -> tuple[Tensor, ...]:
         slots = _BlockPass(head, batch, steps[0], self.dtype, self.ops).run()
         num_anchors = len(steps[0].valid_rows)

@@ -21,6 +21,7 @@ from draftlab.train.flops import kept_bytes
 from draftlab.train.objectives.objective import Forward, Objective
 from draftlab.train.settings import TrainSettings
 
+NO_FP8 = "train.precision=fp8 means bfloat16 on such heads"
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _FP8_TOLERANCE = 0.35
 """Relative difference allowed between compiled and eager steps. In bfloat16 they round at different
@@ -77,9 +78,13 @@ def choose_forward(
     if fast is None or not fast.supports(head):
         unused = ["compile"] * (settings.compile is True) + ["recompute"] * (recompute is True)
         notes = ["the reference forward", *_unused(unused)]
-        notes += ["train.precision=fp8 means bfloat16 on such heads"] * fp8
+        notes += [NO_FP8] * fp8
         return objective.forward, ", ".join(notes)
-    description, options = [fast.description], {"ops": FP8_OPS if fp8 else FUSED_OPS}
+    description = [fast.description]
+    if fp8 and not fast.supports_fp8(head):
+        description.append(NO_FP8)
+        fp8 = False
+    options: dict[str, Any] = {"ops": FP8_OPS if fp8 else FUSED_OPS}
     if fp8:
         check_fp8_sizes(head)
         check_fp8_device(head.fc.weight.device)

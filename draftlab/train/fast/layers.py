@@ -51,6 +51,11 @@ class FastForward(ABC):
     def supports(head: DraftHead) -> bool:
         """Return whether this forward pass computes the head."""
 
+    @classmethod
+    def supports_fp8(cls, head: DraftHead) -> bool:
+        """Return whether it computes the layers' products in 8 bits."""
+        return cls.supports(head)
+
     @abstractmethod
     def outputs(self, head: Any, batch: Batch, steps: list[StepRows]) -> Iterable[Tensor]:
         """Return the output [n, H] of each step that has rows."""

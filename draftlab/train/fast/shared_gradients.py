@@ -16,13 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from draftlab.kernels.add_rows import add_rows_
-from draftlab.kernels.fp8_linear import (
-    Fp8Weight,
-    flatten_weights,
-    input_gradient,
-    linear,
-    unflatten_weights,
-)
+from draftlab.kernels.fp8_linear import Fp8Weight
 
 
 class _Sum:
@@ -71,8 +65,8 @@ class Shared:
         tensors: [out_i, in], which become one matrix [Σ out_i, in] in `dtype` (None: theirs).
 
     Attributes:
-        tensor: the matrix in `dtype`, which has a gradient.
-        matrix: what rows are multiplied by, `tensor` or its quantised form.
+        tensor: the matrix in `dtype`, which has a gradient and which `product` multiplies.
+        matrix: what `fast/layers.py` multiplies rows by, `tensor` or its quantised form.
     """
 
     def __init__(
@@ -86,8 +80,8 @@ class Shared:
         self.matrix = self.tensor if quantise is None else quantise(self.tensor)
 
     def product(self, x: Tensor) -> Tensor:
-        """Return x Wᵀ [n, out] for x [n, in] and this W [out, in], in x's dtype."""
-        return _Product.apply(x, self.tensor, self.matrix, self.sum)
+        """Return x Wᵀ [n, out] for x [n, in] and this W [out, in], in their common dtype."""
+        return _Product.apply(x, self.tensor, self.sum)
 
 
 class _Collected(torch.autograd.Function):
@@ -116,21 +110,18 @@ class _Collected(torch.autograd.Function):
 
 class _Product(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, _, matrix: Tensor | Fp8Weight, total: _Sum) -> Tensor:
-        weights, ctx.in_fp8 = flatten_weights([matrix])
-        ctx.save_for_backward(x, *weights)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, total: _Sum) -> Tensor:
+        ctx.save_for_backward(x, weight)
         ctx.total = total
-        return linear(x, matrix)
+        return x @ weight.T
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, *weights = ctx.saved_tensors
-        (matrix,) = unflatten_weights(weights, ctx.in_fp8)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
         if ctx.needs_input_grad[1]:
             ctx.total.add_product(gradient, x)
-        d_x = input_gradient(gradient, matrix) if ctx.needs_input_grad[0] else None
-        return d_x, None, None, None
+        return gradient @ weight if ctx.needs_input_grad[0] else None, None, None
 
 
 def select_rows(x: Tensor, index: Tensor) -> Tensor:

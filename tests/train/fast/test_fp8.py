@@ -110,8 +110,9 @@ def test_a_training_says_what_is_in_8_bits() -> None:
     assert fast.head_forward.ops == FP8_OPS
     assert "layers' products are in fp8" in fast.description
     assert "fp8" not in module(random_norms_head(), precision="auto").description
-    other = module(random_norms_head(**EAGLE))
-    assert "train.precision=fp8 means bfloat16 on such heads" in other.description
+    for unlike in (EAGLE, {"family": "dflash2", "k_trained": 4}):
+        other = module(random_norms_head(**unlike))
+        assert "train.precision=fp8 means bfloat16 on such heads" in other.description
     assert product_dtype("fp8", torch.device("cuda")) == torch.bfloat16
 
 
