@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from draftlab.train.settings import HeadSettings
 
 SHAPE = ("intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_ROPE_SCALES = ("attention_factor", "mscale", "mscale_all_dim")
 EAGLE3 = "train an EAGLE3 head: head.family=eagle3"
 
 
@@ -170,9 +171,13 @@ def _unlike(target: Any) -> str | None:
     if getattr(target, "kv_lora_rank", None):
         expected |= {"attention_bias": False, "rope_interleave": True, "index_topk": None}
         expected |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-        rope = target.rope_parameters
-        if (mscale := rope.get("mscale_all_dim")) and not mscale == rope.get("mscale") == 1:
-            return f"rope_parameters.mscale {rope.get('mscale')} and mscale_all_dim {mscale}"
+    rope = target.rope_parameters or {}
+    if rope.get("rope_type", "default") != "default":
+        found = [rope.get(name) or None for name in _ROPE_SCALES]
+        # Latent attention alone scales scores, by the factor of mscale_all_dim.
+        latent = [[None, 1, 1]] * (getattr(target, "kv_lora_rank", None) is not None)
+        if found not in [[None, None, None], [None, 1, None], *latent]:
+            return f"rope_parameters {dict(zip(_ROPE_SCALES, found, strict=True))}"
     for name, value in expected.items():
         if (found := getattr(target, name, value)) != value:
             return f"{name} {found}"

@@ -108,7 +108,7 @@ class Experts(nn.Module):
         gate, up = product_by_expert(taken, self.gate_up, ends).chunk(2, -1)
         found = product_by_expert(F.silu(gate) * up, self.down, ends)
         by_token = torch.empty_like(found).index_copy(0, order, found)
-        by_token = by_token.view(*chosen.shape, -1) * weights.to(found.dtype)[..., None]
+        by_token = by_token.unflatten(0, chosen.shape) * weights.to(found.dtype)[..., None]
         return (by_token.sum(1) + shared).view(x.shape)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,7 +126,7 @@ class Experts(nn.Module):
             scores = scores.sigmoid()
             ranked = scores.detach() + self.correction.float().sum(0)
             if config.chosen_groups < config.groups:
-                by_group = ranked.view(len(rows), config.groups, -1)
+                by_group = ranked.unflatten(1, (config.groups, -1))
                 best = by_group.topk(2, -1).values.sum(-1).topk(config.chosen_groups, -1).indices
                 open_groups = torch.zeros_like(by_group[..., 0], dtype=torch.bool)
                 open_groups.scatter_(1, best, True)
@@ -148,7 +148,7 @@ def product_by_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
     grouped = getattr(F, "grouped_mm", None)  # from torch 2.10 on
-    if grouped is not None and _has_grouped_products(rows):
+    if grouped is not None and _has_grouped_products(rows, weight):
         return grouped(rows, weight.mT, offs=ends.int())
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():
         return copied_product(rows, weight, ends)
@@ -167,8 +167,10 @@ def copied_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return (weight[expert] @ rows[..., None])[..., 0]
 
 
-def _has_grouped_products(rows: Tensor) -> bool:
+def _has_grouped_products(rows: Tensor, weight: Tensor) -> bool:
     """Return whether torch has a kernel for grouped products that never waits for the device."""
+    if any(size * weight.element_size() % 16 for size in weight.shape[1:]):
+        return False  # of rows, or of their gradients
     if not rows.is_cuda:
         return rows.dtype in (torch.bfloat16, torch.float32)
     hopper = torch.cuda.get_device_capability(rows.device) >= (9, 0)

@@ -183,6 +183,8 @@ class MtpConfig(EagleConfig):
             raise ValueError(f"experts and latent do not fit the target_type {self.target_type}")
         if self.latent is not None:
             size, turning = self.latent.head_dim, self.latent.rope_size
+            if self.qkv_bias or self.qk_norm:
+                raise ValueError("expected latent attention without qkv_bias and qk_norm")
             shape = self.head_dim, self.rotary_dim, self.num_key_value_heads
             if shape != (size, turning, self.num_attention_heads):
                 raise ValueError(
@@ -314,8 +316,9 @@ class MtpHead(DraftHead):
     def initialise_extra(self, generator: torch.Generator) -> None:
         for experts in (m for m in self.modules() if isinstance(m, Experts)):
             for parameter, share in ((experts.gate_up, 1.0), (experts.down, 0.5)):
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(noise * (share / parameter.shape[-1]) ** 0.5)
+                for one in parameter:  # all at once would take the memory of two more heads
+                    noise = torch.randn(one.shape, generator=generator)
+                    one.copy_(noise * (share / one.shape[-1]) ** 0.5)
 
 
 def checkpoint_tensors(
@@ -379,7 +382,8 @@ def _floating(read: Callable[[str], Tensor], name: str, shape: list[int]) -> Ten
     """Return a tensor of the checkpoint; raise a `UserError` unless it has 16-bit or wider numbers
     in this shape."""
     tensor = read(name)
-    if [*tensor.shape] != shape or tensor.element_size() < 2:
+    wide = tensor.is_floating_point() and tensor.element_size() >= 2
+    if [*tensor.shape] != shape or not wide:
         raise UserError(
             f"{name}: expected {shape} floating numbers of 16 bits or more, found "
             f"{[*tensor.shape]} of {tensor.dtype}",

@@ -190,9 +190,9 @@ def head_config(
             tokenizer_sha256=identity.tokenizer_sha256,
             template_sha256=identity.template_sha256,
         ),
-    } | family.config_fields(settings, config)
+    }
     try:
-        return make_head_config(**fields)
+        return make_head_config(**fields | family.config_fields(settings, config))
     except ValidationError as error:
         raise UserError(
             f"such a head cannot be: {describe_errors(error)}",

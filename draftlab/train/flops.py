@@ -130,7 +130,11 @@ def kept_bytes(config: HeadConfig, dtype: torch.dtype) -> int:
     """
     heads, size = config.num_attention_heads * config.head_dim, config.hidden_size
     keys_values = 2 * config.num_key_value_heads * config.head_dim
-    kept = 6 * size + 3 * heads + 2 * keys_values + 2 * config.intermediate_size
+    kept = 6 * size + 3 * heads + 2 * keys_values
+    if experts := getattr(config, "experts", None):  # rows are copied for each expert of a token
+        kept += 2 * experts.shared_size + 2 * (size * experts.per_token + experts.width_of_token)
+    else:
+        kept += 2 * config.intermediate_size
     return config.num_layers * kept * dtype.itemsize
 
 

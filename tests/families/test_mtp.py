@@ -22,8 +22,8 @@ from draftlab.export.weight_files import DELTA, INDEX, delta_index
 from draftlab.export.write import write_export
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import save_head
-from draftlab.heads.mtp import MtpHead
-from draftlab.plan.preflight import check_head
+from draftlab.heads.mtp import MtpConfig, MtpHead
+from draftlab.plan.preflight import check_before_run, check_head
 from draftlab.progress import Monitor
 from draftlab.servers.vllm_process import PYTHON_VARIABLE
 from draftlab.target_model.model import Target
@@ -231,6 +231,25 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("glm4_moe", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers 2"),
     ("deepseek_v3", {"num_nextn_predict_layers": 1, "attention_bias": True}, "attention_bias True"),
     ("deepseek_v3", {"num_nextn_predict_layers": 1, "index_topk": 8}, "index_topk 8"),
+    (
+        "deepseek_v3",
+        {"num_nextn_predict_layers": 1, "qk_rope_head_dim": 5},
+        "rope_size: expected a multiple of 2, found 5",
+    ),
+    (
+        "glm4_moe",
+        {
+            "num_nextn_predict_layers": 1,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1.0e4,
+                "factor": 8.0,
+                "attention_factor": 2.0,
+                "original_max_position_embeddings": 16,
+            },
+        },
+        "'attention_factor': 2.0",
+    ),
     ("llama", {}, "llama with layers of another kind"),
     ("qwen3_5_text", {}, "mtp_num_hidden_layers 0"),
     ("qwen3_5_text", {"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2"),
@@ -241,6 +260,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         "mtp_use_dedicated_embeddings True",
     ),
 ]
+
+
+def test_a_plan_needs_no_weights_and_latent_attention_no_biases(tmp_path: Path) -> None:
+    folder = mtp_folder(tmp_path / "target", "deepseek_v3")
+    config = native_head(load_on_cpu(folder)).config
+    fields = config.model_fields_set
+    with pytest.raises(ValueError, match="without qkv_bias and qk_norm"):
+        MtpConfig(**{name: getattr(config, name) for name in fields} | {"qkv_bias": True})
+    (folder / "model.safetensors").unlink()
+    check_before_run(mtp_recipe(folder), {"head"}, plan=True)
+    with pytest.raises(UserError, match="expected safetensors weights"):
+        check_before_run(mtp_recipe(folder), {"head"})
 
 
 @pytest.mark.parametrize(("kind", "fields", "message"), REFUSED)

@@ -94,6 +94,19 @@ def test_products_by_expert_are_equal_in_every_way(dtype: torch.dtype) -> None:
         torch.testing.assert_close(product(rows, weight, ends), expected, **tolerance)
 
 
+@pytest.mark.parametrize("kind", CASES)
+@pytest.mark.parametrize("rows", [0, 3])
+def test_steps_without_rows_and_odd_sizes_have_gradients(kind: str, rows: int) -> None:
+    fields = expert_fields(zoo_config(kind, **CASES[kind][1])) | {"intermediate_size": 7}
+    ours = Experts(20, ExpertsConfig(**fields)).bfloat16()
+    for parameter in ours.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    output = ours(torch.ones(1, rows, 20, dtype=torch.bfloat16))
+    assert output.shape == (1, rows, 20)
+    output.sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
+
+
 @pytest.mark.parametrize(
     "change", [{"per_token": 9}, {"groups": 3}, {"chosen_groups": 5}, {"groups": 16}]
 )
