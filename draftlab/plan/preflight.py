@@ -348,10 +348,10 @@ def _check_head(planned: Planned) -> Iterable[str]:
     tokenizer = planned.tokenizer
     digest = "" if tokenizer is None else tokenizer_sha256(tokenizer)
     head, export = check_head(planned.recipe, planned.config, digest)
-    if planned.runs("head") and planned.folder is not None and planned.recipe.head.init is None:
-        # A plan needs no weights.
-        if not planned.plan or any(planned.folder.glob("*.safetensors")):
-            head.family.head_of_target(head.config, planned.folder, Monitor(), meta=True)
+    folder = planned.folder if planned.runs("head") and planned.recipe.head.init is None else None
+    # A plan needs no weights.
+    if folder is not None and (not planned.plan or any(folder.glob("*.safetensors"))):
+        head.family.head_of_target(head.config, folder, Monitor(), meta=True)
     if planned.runs("eval") and planned.recipe.eval.engine == "vllm":
         check_heads([head.config])
     if planned.runs("export"):
