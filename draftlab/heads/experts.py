@@ -7,8 +7,9 @@ every token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
@@ -145,18 +146,41 @@ def product_by_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         ends: int64 [E], the end of each expert's rows.
     """
     if torch.is_autocast_enabled(rows.device.type):
-        dtype = torch.get_autocast_dtype(rows.device.type)
-        rows, weight = rows.to(dtype), weight.to(dtype)
-    grouped = getattr(F, "grouped_mm", None)  # from torch 2.10 on
-    if grouped is not None and _has_grouped_products(rows, weight):
+        return _CastProduct.apply(rows.to(torch.get_autocast_dtype(rows.device.type)), weight, ends)
+    return _product(rows, weight, ends)
+
+
+class _CastProduct(torch.autograd.Function):
+    """`_product` with weights in the rows' dtype, which are cast again for the backward pass: else
+    every step of an unroll would keep a copy of all experts."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weight, ends)
+        return _product(rows, weight.to(rows.dtype), ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight, ends = ctx.saved_tensors
+        gradient = gradient.contiguous()
+        d_rows = _product(gradient, weight.to(rows.dtype).mT, ends)
+        if (grouped := _grouped_product(rows, weight)) is not None:
+            d_weight = grouped(gradient.mT, rows, offs=ends.int())
+        else:
+            parts = pairwise([0, *ends.tolist()])
+            d_weight = torch.stack(
+                [gradient[start:end].T @ rows[start:end] for start, end in parts]
+            )
+        return d_rows, d_weight.to(weight.dtype), None
+
+
+def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    if (grouped := _grouped_product(rows, weight)) is not None:
         return grouped(rows, weight.mT, offs=ends.int())
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():
         return copied_product(rows, weight, ends)
-    bounds = [0, *ends.tolist()]
-    parts = [
-        rows[start:end] @ one.T for (start, end), one in zip(pairwise(bounds), weight, strict=True)
-    ]
-    return torch.cat(parts)
+    parts = zip(pairwise([0, *ends.tolist()]), weight, strict=True)
+    return torch.cat([rows[start:end] @ one.T for (start, end), one in parts])
 
 
 def copied_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -167,11 +191,12 @@ def copied_product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return (weight[expert] @ rows[..., None])[..., 0]
 
 
-def _has_grouped_products(rows: Tensor, weight: Tensor) -> bool:
-    """Return whether torch has a kernel for grouped products that never waits for the device."""
-    if any(size * weight.element_size() % 16 for size in weight.shape[1:]):
-        return False  # of rows, or of their gradients
+def _grouped_product(rows: Tensor, weight: Tensor) -> Callable[..., Tensor] | None:
+    """Return torch's grouped product if it computes these without waiting for the device."""
+    grouped = getattr(F, "grouped_mm", None)  # from torch 2.10 on
+    if any(size * rows.element_size() % 16 for size in weight.shape[1:]):
+        return None  # rows or their gradients are not aligned
     if not rows.is_cuda:
-        return rows.dtype in (torch.bfloat16, torch.float32)
+        return grouped if rows.dtype in (torch.bfloat16, torch.float32) else None
     hopper = torch.cuda.get_device_capability(rows.device) >= (9, 0)
-    return rows.dtype == torch.bfloat16 and hopper
+    return grouped if rows.dtype == torch.bfloat16 and hopper else None

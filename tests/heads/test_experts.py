@@ -94,6 +94,30 @@ def test_products_by_expert_are_equal_in_every_way(dtype: torch.dtype) -> None:
         torch.testing.assert_close(product(rows, weight, ends), expected, **tolerance)
 
 
+@pytest.mark.parametrize("size", [16, 20])  # with a grouped product, and one for each expert
+def test_autocast_keeps_no_copy_of_the_experts(size: int) -> None:
+    generator, kept = torch.Generator().manual_seed(0), list[torch.Size]()
+    rows, weight = (
+        torch.randn(shape, generator=generator).requires_grad_()
+        for shape in ((10, size), (4, 8, size))
+    )
+    ends, factor = torch.tensor([3, 3, 9, 10]), torch.randn(10, 8, generator=generator)
+    cast = [one.detach().bfloat16().requires_grad_() for one in (rows, weight)]
+    (module.product_by_expert(*cast, ends) * factor.bfloat16()).sum().backward()
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.extend([tensor.shape] * (tensor.dtype == torch.bfloat16))
+        return tensor
+
+    saved = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with saved, torch.autocast("cpu", torch.bfloat16):
+        product = module.product_by_expert(rows, weight, ends)
+    assert kept == [(10, size)]
+    (product * factor.bfloat16()).sum().backward()
+    for wide, narrow in zip((rows, weight), cast, strict=True):
+        torch.testing.assert_close(wide.grad, narrow.grad.float(), rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("rows", [0, 3])
 def test_steps_without_rows_and_odd_sizes_have_gradients(kind: str, rows: int) -> None:
