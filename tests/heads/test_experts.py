@@ -14,6 +14,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMo
 from draftlab.families.mtp import expert_fields
 from draftlab.heads import experts as module
 from draftlab.heads.experts import Experts, ExpertsConfig
+from tests.helpers.gpu import on_gpu
 from tests.helpers.zoo import zoo_config
 
 GLM = {
@@ -129,6 +130,19 @@ def test_steps_without_rows_and_odd_sizes_have_gradients(kind: str, rows: int) -
     assert output.shape == (1, rows, 20)
     output.sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in ours.parameters())
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_graph_captures_the_experts(dtype: torch.dtype, device: str) -> None:
+    ours, _ = pair("glm4_moe")
+    ours = ours.to(device, dtype).requires_grad_(False)
+    x = torch.randn(2, 4, 32, generator=torch.Generator().manual_seed(1)).to(device, dtype)
+    expected, graph = ours(x), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = ours(x)
+    graph.replay()
+    torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize(
