@@ -45,7 +45,7 @@ from draftlab.export.speculators_config import (
     eagle3_speculators_config,
 )
 from draftlab.heads.family import Family
-from draftlab.heads.mtp import checkpoint_tensors
+from draftlab.heads.mtp_checkpoint import checkpoint_tensors
 
 
 def _midlayer(tensors: dict[str, Tensor], export: Export) -> dict[str, Tensor]:

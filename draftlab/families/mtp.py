@@ -96,7 +96,8 @@ class Mtp(Family):
     ) -> DraftHead | None:
         import torch
 
-        from draftlab.heads.mtp import MtpHead, checkpoint_names, load_checkpoint
+        from draftlab.heads.mtp import MtpHead
+        from draftlab.heads.mtp_checkpoint import checkpoint_names, load_checkpoint
         from draftlab.target_model.parts import meta_tensor, read_tensor, tensor_files
 
         files = tensor_files(folder)
@@ -173,11 +174,12 @@ def _unlike(target: Any) -> str | None:
         expected |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
     rope = target.rope_parameters or {}
     if rope.get("rope_type", "default") != "default":
-        found = [rope.get(name) or None for name in _ROPE_SCALES]
-        # Latent attention alone scales scores, by the factor of mscale_all_dim.
-        latent = [[None, 1, 1]] * (getattr(target, "kv_lora_rank", None) is not None)
-        if found not in [[None, None, None], [None, 1, None], *latent]:
-            return f"rope_parameters {dict(zip(_ROPE_SCALES, found, strict=True))}"
+        scales = {name: rope[name] for name in _ROPE_SCALES if rope.get(name)}
+        computed: list[dict[str, float]] = [{}, {"mscale": 1}]
+        if getattr(target, "kv_lora_rank", None):  # its scores are scaled by mscale_all_dim
+            computed.append({"mscale": 1, "mscale_all_dim": 1})
+        if scales not in computed:
+            return f"rope_parameters {scales}"
     for name, value in expected.items():
         if (found := getattr(target, name, value)) != value:
             return f"{name} {found}"

@@ -160,6 +160,11 @@ class HeadConfig(BaseModel):
         return len(self.boundaries) * self.target_hidden_size
 
     @property
+    def kept_by_feed_forward(self) -> int:
+        """Return how many numbers a row's feed-forward keeps for the backward pass."""
+        return 2 * self.intermediate_size
+
+    @property
     def reads_last(self) -> bool:
         """Return whether the only feature is the last state, which every store holds."""
         return self.boundaries == (self.target_num_layers,)

@@ -105,11 +105,11 @@ class Experts(nn.Module):
         ends = torch.searchsorted(
             expert, torch.arange(len(self.gate_up), device=x.device), right=True
         )
-        taken = rows[order // self.config.per_token]
-        gate, up = product_by_expert(taken, self.gate_up, ends).chunk(2, -1)
-        found = product_by_expert(F.silu(gate) * up, self.down, ends)
-        by_token = torch.empty_like(found).index_copy(0, order, found)
-        by_token = by_token.unflatten(0, chosen.shape) * weights.to(found.dtype)[..., None]
+        sorted_rows = rows[order // self.config.per_token]
+        gate, up = product_by_expert(sorted_rows, self.gate_up, ends).chunk(2, -1)
+        outputs = product_by_expert(F.silu(gate) * up, self.down, ends)
+        by_token = torch.empty_like(outputs).index_copy(0, order, outputs)
+        by_token = by_token.unflatten(0, chosen.shape) * weights.to(outputs.dtype)[..., None]
         return (by_token.sum(1) + shared).view(x.shape)
 
     def route(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -175,6 +175,7 @@ class _CastProduct(torch.autograd.Function):
 
 
 def _product(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return `product_by_expert` of rows and weights in one dtype."""
     if (grouped := _grouped_product(rows, weight)) is not None:
         return grouped(rows, weight.mT, offs=ends.int())
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():

@@ -18,14 +18,12 @@ Contract, of one layer that drafts K tokens one a pass (vLLM 0.32: `models/mimo_
 - Embeddings and lm_head are the target's, which reads the output after the layer's final norm.
 
 Tensors have draftlab's names in a head folder and the checkpoint's in an export
-(`checkpoint_tensors`). The rows of Qwen3.5's q_proj, which hold queries and gates of each head in
-turn, are split into `q_proj` and `gate_proj`. A checkpoint has the experts in two tensors
-(Qwen3.6), or in three of each expert (Qwen3.5).
+(`heads/mtp_checkpoint.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -34,17 +32,13 @@ import torch.nn.functional as F
 from pydantic import model_validator
 from torch import Tensor, nn
 
-from draftlab.errors import UserError
 from draftlab.heads.config import HeadDim
 from draftlab.heads.eagle import EagleConfig
 from draftlab.heads.experts import Experts, ExpertsConfig
 from draftlab.heads.head import LM_HEAD, TARGET_NORM, DecoderLayer, DraftHead
 from draftlab.heads.latent_attention import LatentAttention, LatentConfig
 from draftlab.heads.layers import Attention, RMSNorm, Rope, SwiGLU, at_least_float32
-from draftlab.heads.validate import D2T, T2D
 
-Q_PROJ, GATE = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.gate_proj.weight"
-GATE_UP, DOWN = "layers.0.mlp.gate_up", "layers.0.mlp.down"
 CORRECTION = "layers.0.mlp.correction"
 
 
@@ -168,6 +162,14 @@ class MtpConfig(EagleConfig):
     latent: LatentConfig | None = None
 
     @property
+    def kept_by_feed_forward(self) -> int:
+        if self.experts is None:
+            return super().kept_by_feed_forward
+        return 2 * self.experts.shared_size + 2 * (
+            self.hidden_size * self.experts.per_token + self.experts.width_of_token
+        )  # rows are copied for each expert of a token
+
+    @property
     def mtp_type(self) -> MtpType:
         """Return what this type of checkpoint computes."""
         return TYPES[self.target_type]
@@ -242,11 +244,10 @@ class MtpLayer(DecoderLayer):
         return x, torch.cat([residual, x], -1) if self.is_gated else residual
 
     def multiplications(self) -> int:
-        experts = self.mlp.config if isinstance(self.mlp, Experts) else None
-        of_experts = (
-            3 * experts.width_of_token * self.self_attn.o_proj.out_features if experts else 0
-        )
-        return super().multiplications() + of_experts
+        count = super().multiplications()
+        if isinstance(self.mlp, Experts):
+            count += 3 * self.mlp.config.width_of_token * self.self_attn.o_proj.out_features
+        return count
 
     def output(self, attended: Tensor, residual: Tensor) -> Tensor:
         if self.is_gated:
@@ -319,112 +320,3 @@ class MtpHead(DraftHead):
                 for one in parameter:  # all at once would take the memory of two more heads
                     noise = torch.randn(one.shape, generator=generator)
                     one.copy_(noise * (share / one.shape[-1]) ** 0.5)
-
-
-def checkpoint_tensors(
-    config: MtpConfig, tensors: Mapping[str, Tensor], stored: Collection[str]
-) -> dict[str, Tensor]:
-    """Return the tensors of a head folder as the checkpoint has them, without computing.
-
-    Args:
-        stored: names of the checkpoint's tensors.
-    """
-    tensors = {name: tensor for name, tensor in tensors.items() if name != CORRECTION}
-    if GATE in tensors:
-        shape = (config.num_attention_heads, config.head_dim, config.hidden_size)
-        halves = [tensors[Q_PROJ].view(shape), tensors.pop(GATE).view(shape)]
-        tensors[Q_PROJ] = torch.cat(halves, 1).flatten(0, 1)
-    found = {}
-    for name, tensor in tensors.items():
-        if parts := _names_of_experts(config, name, stored):
-            values = tensor.unflatten(1, (len(parts[0]), -1)).unbind(1)
-            for part, value in enumerate(values):
-                found |= {names[part]: one for names, one in zip(parts, value, strict=True)}
-        else:
-            found[_checkpoint_name(config, name)] = tensor
-    return {name: tensor.contiguous() for name, tensor in found.items()}
-
-
-def load_checkpoint(head: MtpHead, read: Callable[[str], Tensor], stored: Collection[str]) -> None:
-    """Load the layer of a checkpoint; the target's own tensors become zeros.
-
-    Args:
-        read: returns the checkpoint's tensor of a name.
-        stored: names of the checkpoint's tensors.
-
-    Raises:
-        UserError: a tensor has another shape, or quantised values.
-    """
-    config = head.config
-    own = {name: parameter.data for name, parameter in head.named_parameters()}
-    for name in head.shared_tensors():  # zeros, so that a resumed training starts from equal values
-        own.pop(name).zero_()
-    gate = own.pop(GATE, None)
-    if CORRECTION in dict(head.named_buffers()):
-        stored_bias = _checkpoint_name(config, CORRECTION)
-        head.layer.mlp.set_correction(_floating(read, stored_bias, [config.experts.num_experts]))
-    for name, tensor in own.items():
-        parts = _names_of_experts(config, name, stored)
-        if name == Q_PROJ and gate is not None:
-            shape = (config.num_attention_heads, 2, config.head_dim, config.hidden_size)
-            both = _floating(read, _checkpoint_name(config, name), [2 * len(tensor), shape[-1]])
-            for half, values in zip((tensor, gate), both.view(shape).unbind(1), strict=True):
-                half.copy_(values.flatten(0, 1))
-        elif parts:
-            shape = [tensor.shape[1] // len(parts[0]), tensor.shape[2]]
-            for one, names in zip(tensor, parts, strict=True):
-                one.copy_(torch.cat([_floating(read, part, shape) for part in names]))
-        else:
-            tensor.copy_(_floating(read, _checkpoint_name(config, name), [*tensor.shape]))
-
-
-def _floating(read: Callable[[str], Tensor], name: str, shape: list[int]) -> Tensor:
-    """Return a tensor of the checkpoint; raise a `UserError` unless it has 16-bit or wider numbers
-    in this shape."""
-    tensor = read(name)
-    wide = tensor.is_floating_point() and tensor.element_size() >= 2
-    if [*tensor.shape] != shape or not wide:
-        raise UserError(
-            f"{name}: expected {shape} floating numbers of 16 bits or more, found "
-            f"{[*tensor.shape]} of {tensor.dtype}",
-            where="target",
-            do="name a checkpoint whose MTP layer is not quantised",
-        )
-    return tensor
-
-
-def checkpoint_names(config: MtpConfig, stored: Collection[str]) -> list[str]:
-    """Return the names of the layer's tensors in a checkpoint with tensors of `stored` names."""
-    with torch.device("meta"):
-        head = MtpHead(config)
-    own = head.state_dict().keys() - head.shared_tensors() - {GATE, D2T, T2D}
-    names: set[str] = set()
-    for name in own:
-        parts = _names_of_experts(config, name, stored)
-        names |= {part for names in parts for part in names} or {_checkpoint_name(config, name)}
-    return sorted(names)
-
-
-def _names_of_experts(
-    config: MtpConfig, name: str, stored: Collection[str]
-) -> list[tuple[str, ...]]:
-    """Return the names of the matrices in each expert's part of a head's tensor, in order; none if
-    the checkpoint has the tensor as a whole, or if it is not of experts."""
-    whole = _checkpoint_name(config, name)
-    if name not in (GATE_UP, DOWN) or whole in stored:
-        return []
-    kinds = ("gate", "up") if name == GATE_UP else ("down",)
-    start = whole.rpartition(".")[0]
-    experts = config.experts
-    assert experts is not None  # the tensors of such names are theirs
-    return [
-        tuple(f"{start}.{number}.{kind}_proj.weight" for kind in kinds)
-        for number in range(experts.num_experts)
-    ]
-
-
-def _checkpoint_name(config: MtpConfig, name: str) -> str:
-    names = config.mtp_type.names
-    start = next(start for start in names if name.startswith(start))
-    found = names[start] + name.removeprefix(start)
-    return found.format(layer=config.target_num_layers)

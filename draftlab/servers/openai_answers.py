@@ -74,14 +74,14 @@ class ServerAnswers:
         for connection, card in served:
             fail = partial(self._requests.failure, connection, "/v1/models")
             if card["id"] != self.model:
-                found = f"expected {self.model}, as the first one serves, found {card['id']}"
-                raise fail(found, "name servers of one model: regenerate.server.url")
+                fault = f"expected {self.model}, as the first one serves, found {card['id']}"
+                raise fail(fault, "name servers of one model: regenerate.server.url")
             length = card.get("max_model_len")  # of vLLM and SGLang
             if length is None:
                 continue
             if type(length) is not int or length < 1:
-                found = f"expected max_model_len to be a number of tokens, found {length!r}"
-                raise fail(found, OTHER_SERVER)
+                fault = f"expected max_model_len to be a number of tokens, found {length!r}"
+                raise fail(fault, OTHER_SERVER)
             self.max_length = min(length, self.max_length or length)
         monitor.say(
             f"answers: {self.model} at {', '.join(one.url for one in self.connections)} writes "

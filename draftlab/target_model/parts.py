@@ -268,19 +268,10 @@ def meta_tensor(folder: Path, name: str, *, files: dict[str, str]) -> Tensor:
     """Return `read_tensor` on the meta device, from the header of its file."""
     name, file = _place(folder, name, files)
     with _open(file) as tensors:
-        header = tensors.get_slice(name)
-        dtype = _DTYPES.get(header.get_dtype(), torch.uint8)
-        return torch.empty(header.get_shape(), dtype=dtype, device="meta")
-
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-}
-"""Dtypes by their names in a safetensors header."""
+        values = tensors.get_slice(name)
+        shape = values.get_shape()
+        of_no_row = values[:0] if shape else tensors.get_tensor(name)
+        return torch.empty(shape, dtype=of_no_row.dtype, device="meta")
 
 
 def _place(folder: Path, name: str, files: dict[str, str]) -> tuple[str, Path]:

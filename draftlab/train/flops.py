@@ -51,9 +51,8 @@ def chain_flops(head: DraftHead, work: StepWork) -> float:
     for layer in head.layers:
         queried = later + (first if layer is head.layers[-1] else work.positions)
         total += 3 * _key_value(layer) * (work.positions + later)
-        total += (
-            3 * (layer.multiplications() - _key_value(layer) + _attention(layer, work)) * queried
-        )
+        others = layer.multiplications() - _key_value(layer) + _attention(layer, work)
+        total += 3 * others * queried
     return 2 * (total + _logits(head, work))
 
 
@@ -130,11 +129,7 @@ def kept_bytes(config: HeadConfig, dtype: torch.dtype) -> int:
     """
     heads, size = config.num_attention_heads * config.head_dim, config.hidden_size
     keys_values = 2 * config.num_key_value_heads * config.head_dim
-    kept = 6 * size + 3 * heads + 2 * keys_values
-    if experts := getattr(config, "experts", None):  # rows are copied for each expert of a token
-        kept += 2 * experts.shared_size + 2 * (size * experts.per_token + experts.width_of_token)
-    else:
-        kept += 2 * config.intermediate_size
+    kept = 6 * size + 3 * heads + 2 * keys_values + config.kept_by_feed_forward
     return config.num_layers * kept * dtype.itemsize
 
 

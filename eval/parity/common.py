@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # also for `eval` in the programs
 from draftlab.engine.counters import Counters
-from draftlab.engine.drafter import HeadDrafter, new_drafter
+from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.errors import UserError
@@ -24,7 +24,6 @@ from draftlab.export.settings import ExportSettings
 from draftlab.files import write_json
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.folder import load_head
-from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.run.api import export_head
 from draftlab.run.head_workspace import HeadWorkspace, open_head
@@ -213,23 +212,3 @@ def run_program(run: Callable[[Namespace], int], parser: ArgumentParser) -> int:
     except UserError as error:
         print(f"{Path(sys.argv[0]).stem}: {error}", file=sys.stderr)
         return UNUSABLE
-
-
-Drafts = list[list[int]]
-"""The draft tokens of each step of one answer."""
-
-
-def recording_drafter(head: DraftHead, k: int) -> tuple[HeadDrafter, Drafts]:
-    """Return a drafter of the most probable tokens, for a batch of one, and the list of its drafts,
-    which grows as it drafts.
-    """
-    drafter, drafts = new_drafter(head, k, draft_probs=False), []
-    propose = drafter.propose
-
-    def recorded(verified: Any) -> Any:
-        proposal = propose(verified)
-        drafts.append(proposal.tokens[0].tolist())
-        return proposal
-
-    drafter.propose = recorded
-    return drafter, drafts

@@ -38,13 +38,11 @@ from common import (
     DIFFERENT,
     EQUAL,
     SKIPPED,
-    Drafts,
     Subject,
     client,
     decoded,
     figures,
     prepare,
-    recording_drafter,
     run_program,
     subject_options,
 )
@@ -60,6 +58,7 @@ from draftlab.intervals import bootstrap_interval
 from draftlab.servers.vllm_engine import COUNTERS, VllmEngine, drafting_options, required_positions
 from draftlab.servers.vllm_process import CLIENT, PYTHON_VARIABLE
 from eval.measurements import PrintMonitor
+from tests.helpers.greedy_answers import Drafts, recording_drafter
 
 BATCHES = (1, 8)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import DIFFERENT, EQUAL, SKIPPED, client, recording_drafter
+from common import DIFFERENT, EQUAL, SKIPPED, client
 
 from draftlab.engine.engine import Engine
 from draftlab.export.settings import ExportSettings
@@ -32,7 +32,7 @@ from draftlab.heads.folder import save_head
 from draftlab.servers.vllm_process import CLIENT, PYTHON_VARIABLE
 from tests.helpers import mtp_toys
 from tests.helpers.decoding import trained_head
-from tests.helpers.greedy_answers import requests
+from tests.helpers.greedy_answers import recording_drafter, requests
 from tests.helpers.zoo import load_on_cpu
 
 K, LENGTH = 3, 64
@@ -92,12 +92,16 @@ def compare(place: Path, options: argparse.Namespace) -> int:
         (answer,) = Engine(target, drafter, batch=1, max_length=LENGTH).generate([request])
         ours.append((answer, drafts[: answer.counters.drafts]))
 
-    # vLLM's other latent attention on a CPU has no float32.
-    backend = {"attention_backend": "CPU_MLA"} if options.kind in mtp_toys.LATENT else {}
-    # vLLM 0.32's RoPE kernel for a CPU turns queries [T, heads, head_dim] of several heads wrongly,
-    # as latent attention calls it; its plain operations do not.
-    engine = {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
-    info, theirs = their_answers(place, f"{out}-whole", asked, backend, engine if backend else {})
+    engine: dict[str, Any] = {"trust_remote_code": True}
+    draft: dict[str, Any] = {}
+    if options.kind in mtp_toys.LATENT:
+        # vLLM's other latent attention on a CPU has no float32.
+        draft = {"attention_backend": "CPU_MLA"}
+        # Its RoPE kernel for a CPU (0.32) turns queries [T, heads, head_dim] of several heads
+        # wrongly, as latent attention calls it; its plain operations do not.
+        engine |= draft | {"compilation_config": {"custom_ops": ["all", "-rotary_embedding"]}}
+    extra = {"engine_extra": engine, "speculative_extra": draft}
+    info, theirs = their_answers(place, f"{out}-whole", asked, extra)
     differ = 0
     for (answer, drafts), other in zip(ours, theirs, strict=True):
         mine = [list(answer.token_ids), drafts, answer.counters.drafts, answer.counters.accepted]
@@ -114,9 +118,13 @@ def compare(place: Path, options: argparse.Namespace) -> int:
 
 
 def their_answers(
-    place: Path, model: str, asked: list[Any], backend: dict[str, str], engine: dict[str, Any]
+    place: Path, model: str, asked: list[Any], extra: dict[str, Any]
 ) -> tuple[dict, list[dict]]:
-    """Decode with vLLM; return its description and the answers to the prompts."""
+    """Decode with vLLM; return its description and the answers to the prompts.
+
+    Args:
+        extra: more options of the engine and of its drafts, as fields of a setup.
+    """
     shutil.copytree(CLIENT, place / "client" / CLIENT.name)
     sampling = [
         {
@@ -133,9 +141,7 @@ def their_answers(
         "k": K,
         "max_model_len": LENGTH,
         "parallel_drafting": False,
-        "engine_extra": {"trust_remote_code": True} | backend | engine,
-        "speculative_extra": backend,
-    }
+    } | extra
     prompts = [list(request.prompt_ids) for request in asked]
     request = {"client": str(place / "client"), "setup": setup}
     request |= {"prompts": prompts, "sampling": sampling}

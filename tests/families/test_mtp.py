@@ -33,7 +33,7 @@ from draftlab.train.objectives.ttt import unroll
 from tests.helpers.decoding import trained_head
 from tests.helpers.dense_attention import dense_chain
 from tests.helpers.engines import JOINT_VOCAB, joint_p_value
-from tests.helpers.greedy_answers import answers, greedy_records, requests
+from tests.helpers.greedy_answers import answers, greedy_records, recording_drafter, requests
 from tests.helpers.mtp_toys import (
     KINDS,
     PlainMtp,
@@ -102,15 +102,7 @@ def test_training_runs_the_passes_of_a_server(target: Target) -> None:
 
 def test_drafts_are_those_of_the_plain_passes_and_change_no_token(target: Target) -> None:
     head, plain, k = native_head(target).eval().requires_grad_(False), PlainMtp(target.folder), 3
-    drafter, drafts = new_drafter(head, k, draft_probs=False), []
-    propose = drafter.propose
-
-    def recorded(verified: Any) -> Any:
-        proposal = propose(verified)
-        drafts.append(proposal.tokens[0].tolist())
-        return proposal
-
-    drafter.propose = recorded
+    drafter, drafts = recording_drafter(head, k)
     for request in requests(2, seed=7, max_new_tokens=8):
         drafts.clear()
         (plainly,) = Engine(target, batch=1, max_length=64).generate([request])

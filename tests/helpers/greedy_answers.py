@@ -1,4 +1,4 @@
-"""Random requests, engines' generations, and records of the target's greedy answers."""
+"""Random requests, engines' generations and drafts, and records of the target's greedy answers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from draftlab.engine.counters import Counters
+from draftlab.engine.drafter import HeadDrafter, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.heads.head import DraftHead
 from draftlab.store.store import Record
 from draftlab.target_model.model import Target
 
@@ -96,3 +98,23 @@ def greedy_records(
             )
         )
     return records
+
+
+Drafts = list[list[int]]
+"""The draft tokens of each step of one answer."""
+
+
+def recording_drafter(head: DraftHead, k: int) -> tuple[HeadDrafter, Drafts]:
+    """Return a drafter of the most probable tokens, for a batch of one, and the list of its drafts,
+    which grows as it drafts.
+    """
+    drafter, drafts = new_drafter(head, k, draft_probs=False), []
+    propose = drafter.propose
+
+    def recorded(verified: Any) -> Any:
+        proposal = propose(verified)
+        drafts.append(proposal.tokens[0].tolist())
+        return proposal
+
+    drafter.propose = recorded
+    return drafter, drafts
