@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from draftlab.export.refusals import WITHOUT_EAGLE3
 from draftlab.version import git_commit
 from tests.helpers.drivers import load
 
@@ -25,6 +26,8 @@ def test_the_page_has_every_type_and_is_read_as_it_is_written() -> None:
     page = matrix.PAGE.read_text()
     rows = matrix.read(page)
     assert set(rows) == set(matrix.TYPES)
+    warned = {kind for kind, cells in rows.items() if any("SupportsEagle3" in x for x in cells)}
+    assert warned == WITHOUT_EAGLE3
     assert page.partition(matrix.BEGIN)[2] == matrix.table(
         {kind: rows[kind] for kind in matrix.TYPES}
     )

@@ -125,7 +125,11 @@ def test_answers_that_end_at_other_tokens_are_others(tmp_path: Path):
 def test_several_answers_to_a_prompt_have_their_own_ids_and_temperatures(tmp_path: Path):
     settings = SETTINGS.model_copy(update={"samples": 3, "temperatures": (0.0, 0.8)})
     arguments = {"prompts": prompts(2), "monitor": (monitor := RecordingMonitor())}
-    conversations = generate(tmp_path / "a.jsonl", settings=settings, **arguments)
+    decoder = FakeDecoder()
+    conversations = generate(tmp_path / "a.jsonl", decoder, settings=settings, **arguments)
+    first = {one.id: one.prompt_ids for one in decoder.requests if "/" not in one.id}
+    assert first["p0"] != first["p1"]
+    assert [first[c.id] for c in conversations] == [first["p0"]] * 3 + [first["p1"]] * 3
     assert "warning: answers: 1 of 6 will repeat another greedy answer" in monitor.text
     assert [(c.id, c.temperature) for c in conversations] == [
         ("p0", 0.0), ("p0~1", 0.8), ("p0~2", 0.0), ("p1", 0.8), ("p1~1", 0.0), ("p1~2", 0.8)
