@@ -70,7 +70,7 @@ def new_recipe(tree: dict[str, Any]) -> Recipe:
     train["row_tokens"] = record["max_length"] = row
     at_once = (memory - target.bytes) / (row * target.kv_bytes + (target.state_bytes or 0) + 1)
     regenerate["batch"] = min(1024 if gpu else 32, 1 << int(math.log2(max(1, at_once))))
-    regenerate["piece"] = 4 * regenerate["batch"]
+    regenerate["piece"] = 16 * regenerate["batch"]
     tokens = talks.count * min(talks.length, row) if talks else 1e6
     train["steps"] = max(50, math.ceil(EPOCHS * tokens / (row * rows)))
     free = shutil.disk_usage(Path()).free

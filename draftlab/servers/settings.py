@@ -92,8 +92,9 @@ class RegenerateSettings(Settings):
     """Prompts decoded at once."""
     piece: Annotated[int, Field(ge=1)] = 256
     """Conversations written at a time; a restart repeats fewer than this many, and an interruption
-    says how many. Each piece is decoded independently: for vLLM use several times `batch`. A server
-    (openai) has no pieces: conversations are written in order as soon as they are answered."""
+    says how many. At the end of a piece fewer than `batch` are left to decode: use 16 times
+    `batch`, but with several GPUs a few pieces for each. A server (openai) has no pieces:
+    conversations are written in order as soon as they are answered."""
     backend: AnswerBackend = "paged"
     """What decodes. paged: draftlab's engine. vllm: an installed vLLM in its own process, on
     `target.gpus` GPUs (tensor parallel). openai: a running server, see `server`."""

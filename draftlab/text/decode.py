@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class _FirstLine(Monitor):
-    """Passes on the first line only: every piece of the prompts has an engine of its own."""
+    """Passes on the first line only: longer prompts need a new engine."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._pass_on: Callable[[str], None] | None = say
@@ -51,16 +51,26 @@ def engine_decode(
 ) -> Decode:
     """Return a `Decode` that runs the target's own engine on `batch` requests at once.
 
+    It keeps the engine for later calls: on a GPU one captures dozens of graphs, each of which takes
+    as long as a hundred steps.
+
     Args:
         monitor: told once if memory is short for so many requests.
     """
     if isinstance(target, TargetMetadata):
         raise ValueError("expected a loaded target or `decode`, found the target's metadata only")
     first_line = _FirstLine((monitor or Monitor()).say)
+    engine: Engine | None = None
 
     def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
-        size = min(batch, len(requests))
-        engine = answer_engine(target, size, max_length, first_line)
+        nonlocal engine
+        size, old_size, old_length = min(batch, len(requests)), 0, 0
+        if engine is not None:
+            old_size, old_length = engine.input_batch.num_slots, engine.max_length
+        if size > old_size or max_length > old_length:
+            engine = None  # the next one needs its memory
+            larger = max(size, old_size), max(max_length, old_length)
+            engine = answer_engine(target, *larger, first_line)
         with decoding_threads(target):
             yield from engine.generate(requests)
 

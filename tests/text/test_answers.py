@@ -6,16 +6,21 @@ import copy
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from draftlab.engine import kv_pool
+from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
+from draftlab.progress import Monitor
 from draftlab.servers.settings import RegenerateSettings
 from draftlab.target_model.loading import load_target
+from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
+from draftlab.text import decode
 from draftlab.text.answer_rounds import AnswerGenerator, Draft
 from draftlab.text.chat_template import prompt_ids
 from draftlab.text.conversations import Conversation
@@ -259,9 +264,35 @@ def test_short_memory_is_reported_once(tmp_path: Path, short_memory: str) -> Non
     folder = toy_target_folder(tmp_path / "target", layers=1, hidden=32, max_length=128)
     target = load_target(TargetSettings(path=str(folder), device="cpu"))
     monitor = RecordingMonitor()
-    decode = engine_decode(target, 4, monitor)
+    decoder = engine_decode(target, 4, monitor)
     requests = [Request(str(i), (1, 2), 3, Sampling()) for i in range(4)]
     for _ in range(2):  # two pieces of the prompts
-        assert len(list(decode(requests, 16))) == 4
+        assert len(list(decoder(requests, 16))) == 4
     (line,) = monitor.lines
     assert short_memory in line
+
+
+def test_pieces_share_an_engine_until_one_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = load_target(TargetSettings(path="embedded", device="cpu"))
+    made: list[tuple[int, int]] = []
+    new_engine = decode.answer_engine
+
+    def counted(target: Target, batch: int, max_length: int, monitor: Monitor) -> Engine:
+        made.append((batch, max_length))
+        return new_engine(target, batch, max_length, monitor)
+
+    def answers(decoder: decode.Decode, count: int, length: int, most: int) -> dict[str, Any]:
+        prompts = [tuple(range(i + 5, i + 5 + length)) for i in range(count)]
+        sampled = [Sampling(0.8 * (i % 2)) for i in range(count)]
+        requests = [
+            Request(f"{length} {i}", ids, 8, sampling)
+            for i, (ids, sampling) in enumerate(zip(prompts, sampled, strict=True))
+        ]
+        return {g.id: g.token_ids for g in decoder(requests, most)}
+
+    pieces = [(2, 5, 20), (2, 7, 20), (3, 3, 15), (2, 4, 15), (3, 7, 30), (3, 6, 20)]
+    alone = [answers(engine_decode(target, 3), *piece) for piece in pieces]
+    monkeypatch.setattr(decode, "answer_engine", counted)
+    shared = engine_decode(target, 3)
+    assert [answers(shared, *piece) for piece in pieces] == alone
+    assert made == [(2, 20), (3, 20), (3, 30)]
