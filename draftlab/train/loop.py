@@ -106,6 +106,7 @@ class Trainer:
         self.backend = wrap(module, settings, self.ranks)
         self.key = training_key(settings, config, vocabulary, store, seed, initial)
         self.step, self.tokens_seen, self.resumed_verified = 0, 0, True
+        self.trained_alpha: float | None = None  # of the first step, since the last log line
         self.log = MetricsLog(folder, muted=not self.ranks.is_main)
         self.best = BestHead(folder / "best", self.key, settings, monitor.say)
         self.ending, self.timer = EndingSignal(self.ranks), PhaseTimer(self.device)
@@ -166,6 +167,8 @@ class Trainer:
             if self.held_out and not self.ended:
                 validation = self.best.validation_of(self.step) or self.validate()
                 self.best.compare(validation)
+                if line := validation.gap_line(self.trained_alpha):
+                    self.monitor.say(line)
         return validation
 
     def _train(self) -> None:
@@ -258,6 +261,7 @@ class Trainer:
         flops = self.objective.flops(self.shapes, work)
         share = None if self.rate is None else flops / self.rate
         metrics = window.compute(self.timer, mfu_seconds=share) | self.loader.metrics()
+        self.trained_alpha = metrics["alpha"][0]
         largest = float(self.window.largest_norm)
         self.window = Window.empty(self.settings.ttt_steps, self.device)
         if not all(map(math.isfinite, (largest, *metrics["loss"]))):

@@ -40,6 +40,9 @@ from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.objectives.loss import DraftTeacher, step_of_row
 from draftlab.train.settings import TrainSettings
 
+GAP = 0.03
+"""Difference of α between trained and held-out answers from which on it is said."""
+
 
 class Walked(NamedTuple):
     """What a record adds to an AL: accepted drafts and steps, or their expected numbers."""
@@ -114,6 +117,15 @@ class Validation:
         if self.sampled_al is not None:
             parts.append(f"predicted AL (sampled answers) {al_text(self.sampled_al, self.sampled)}")
         return " · ".join(parts)
+
+    def gap_line(self, trained: float | None) -> str | None:
+        """Return a line if the first step's α is far below that of the answers trained on."""
+        if trained is None or trained - self.alpha[0] < GAP:
+            return None
+        return (
+            f"α is {trained:.3f} on the answers trained on and {self.alpha[0]:.3f} on held-out "
+            "ones: answers to more prompts would help more than more steps"
+        )
 
     def position_line(self) -> str | None:
         """Return a line about the first step's α by position; None if all rows are in one bin."""

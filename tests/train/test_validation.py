@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -98,3 +99,21 @@ def test_certain_drafts_are_walked_as_greedy_answers_are() -> None:
         hits = torch.rand(len(spans), 3, generator=generator) < 0.6
         counters, _ = walk(hits, spans, 3)
         assert expected_walk(hits.float(), spans, 3) == (counters.accepted, counters.drafts)
+
+
+def test_a_head_that_knows_its_answers_by_heart_needs_more_prompts(tmp_path: Path) -> None:
+    target = orthogonal_parts()
+    answers = [toy_answer(target, i) for i in range(6)]
+    lines = []
+    for steps in (1, 60):
+        monitor = RecordingMonitor()
+        settings = {"steps": steps, "ttt_steps": 2, "validation_share": 0.5}
+        trained(tmp_path / str(steps), ListStore(answers), target, monitor, **settings)
+        lines.append([line for line in monitor.lines if "more prompts would help" in line])
+    assert lines[0] == []
+    (line,) = lines[1]
+    rows = (tmp_path / "60" / "metrics.jsonl").read_text().splitlines()
+    last, validation = (json.loads(row) for row in rows[-2:])
+    known, new = last["alpha"][0], validation["validation"]["alpha"][0]
+    assert known - new > 0.03
+    assert f"α is {known:.3f} on the answers trained on and {new:.3f} on held-out" in line
