@@ -111,7 +111,8 @@ class Recording(TargetWorker):
                 answer_chunks=answer_chunks,
             )
         finally:
-            self.finish()  # ends vLLM
+            decode = None
+            self.finish()  # ends vLLM, or frees the engine
 
     def _write_prompts(
         self, target: Target | TargetMetadata, decode: Decode | None, pool: WorkerPool | None

@@ -189,7 +189,7 @@ class TargetWorker:
         return identity, open_samples(answers, self.tokenizer, monitor)
 
     def finish(self) -> None:
-        """Wait until all shards are committed, and end vLLM."""
+        """Wait until all shards are committed, and end vLLM or free the engine's memory."""
         self._recorder = None
-        self.__dict__.pop("decode", None)
         self._open.close()
+        self.free("decode")

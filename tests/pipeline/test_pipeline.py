@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 
 from draftlab import Monitor, Report, evaluate_head, export_head, find_run, load_recipe
+from draftlab.engine.engine import Engine
 from draftlab.errors import UserError
 from draftlab.pipeline import recording, training
 from draftlab.plan import preflight
 from draftlab.run.folder import lock
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
+from draftlab.text import decode
 from draftlab.train.distributed.backends import TrainBackend
 from draftlab.workers import target_worker
 from tests.helpers.monitors import RecordingMonitor
@@ -116,6 +118,28 @@ def test_the_target_is_freed_where_others_need_the_memory(
     with pytest.raises(KeyboardInterrupt):
         run.make(stage)
     assert alive == [None]
+
+
+def test_answers_free_their_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its KV cache takes most of a GPU's memory."""
+    engines, alive, new_engine = [], [], decode.answer_engine
+
+    def build(*arguments: object) -> Engine:
+        engine = new_engine(*arguments)
+        engine.itself = engine  # a GPU's graphs are such cycles
+        engines.append(weakref.ref(engine))
+        return engine
+
+    def stop(*_: object, **__: object) -> None:
+        alive.extend(engine() for engine in engines)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decode, "answer_engine", build)
+    monkeypatch.setattr(recording, "record", stop)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline("name=freed").make("store")
+    assert alive
+    assert set(alive) == {None}
 
 
 def test_an_interrupted_run_refuses_other_settings(folder: Path) -> None:
