@@ -67,6 +67,10 @@ def engine_decode(
         size, old_size, old_length = min(batch, len(requests)), 0, 0
         if engine is not None:
             old_size, old_length = engine.input_batch.num_slots, engine.max_length
+        elif target.device.type == "cuda" and monitor is not None:
+            monitor.say(
+                "answers: the first ones wait until kernels are compiled, a minute on a new machine"
+            )
         if size > old_size or max_length > old_length:
             engine = None  # the next one needs its memory
             larger = max(size, old_size), max(max_length, old_length)

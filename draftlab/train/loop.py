@@ -102,6 +102,11 @@ class Trainer:
         if not head.embed_tokens.weight.requires_grad:
             head.embed_tokens.to(self.dtype)  # they are read in this dtype anyway
         self.target = DraftTeacher.for_training(parts, head, self.dtype)
+        if self.device.type == "cuda":
+            monitor.say(
+                "preparing the training step: kernels are compiled now and in the first step, for "
+                "a minute or two on a new machine"
+            )
         module = DistillationModule(head, self.target, settings, self.dtype)
         self.backend = wrap(module, settings, self.ranks)
         self.key = training_key(settings, config, vocabulary, store, seed, initial)
@@ -184,8 +189,6 @@ class Trainer:
                 return
         steps, began = self.loader.steps(self.training, first=self.step), time.perf_counter()
         compiles = self.device.type == "cuda"
-        if compiles:
-            self.monitor.say("the first step compiles its kernels, unless an earlier run has")
         with closing(self.loader.micro_batches(steps)) as micro_batches, self.loader.stopping():
             for micro in micro_batches:
                 self.timer.mark(self.loader.phase(self.step))
