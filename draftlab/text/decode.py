@@ -18,18 +18,6 @@ prompt and its answer together, in tokens."""
 T = TypeVar("T")
 
 
-class _FirstLine(Monitor):
-    """Passes on the first line only: longer prompts need a new engine."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._pass_on: Callable[[str], None] | None = say
-
-    def say(self, line: str) -> None:
-        pass_on, self._pass_on = self._pass_on, None
-        if pass_on is not None:
-            pass_on(line)
-
-
 def answer_engine(target: Target, batch: int, max_length: int, monitor: Monitor) -> Engine:
     """Return an engine for answers, which runs `batch` requests at once.
 
@@ -55,11 +43,11 @@ def engine_decode(
     as long as a hundred steps.
 
     Args:
-        monitor: told once if memory is short for so many requests.
+        monitor: told if memory is short for so many requests.
     """
     if isinstance(target, TargetMetadata):
         raise ValueError("expected a loaded target or `decode`, found the target's metadata only")
-    first_line = _FirstLine((monitor or Monitor()).say)
+    monitor = monitor or Monitor()
     engine: Engine | None = None
 
     def decode(requests: Sequence[Request], max_length: int) -> Iterator[Generation]:
@@ -67,14 +55,14 @@ def engine_decode(
         size, old_size, old_length = min(batch, len(requests)), 0, 0
         if engine is not None:
             old_size, old_length = engine.input_batch.num_slots, engine.max_length
-        elif target.device.type == "cuda" and monitor is not None:
+        elif target.device.type == "cuda":
             monitor.say(
                 "answers: the first ones wait until kernels are compiled, a minute on a new machine"
             )
         if size > old_size or max_length > old_length:
             engine = None  # the next one needs its memory
             larger = max(size, old_size), max(max_length, old_length)
-            engine = answer_engine(target, *larger, first_line)
+            engine = answer_engine(target, *larger, monitor)
         with decoding_threads(target):
             yield from engine.generate(requests)
 
