@@ -19,6 +19,7 @@ from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.kernels.sampling import sample_token
 from draftlab.kernels.step_layout import pack_results
 from draftlab.target_model.hidden_states import HiddenStates
+from draftlab.target_model.images import token_ids
 
 Tokens = tuple[int, ...]
 
@@ -222,7 +223,12 @@ def run_columns(
         pair_positions = columns.where(columns < lengths[:, None] - 1, -1)
         counts = (pair_positions >= 0).sum(1).clamp(min=1)
         pairs = VerifiedFeatures(
-            following, states.features, pair_positions, counts, table, batch.keys[index]
+            token_ids(step.target, following),
+            states.features,
+            pair_positions,
+            counts,
+            table,
+            batch.keys[index],
         )
         step.drafter.extend_cache(pairs.first_columns(num_pairs))
     return states

@@ -22,6 +22,7 @@ from draftlab.kernels.sampling import sample_token
 from draftlab.kernels.sampling.types import DraftDistribution
 from draftlab.kernels.verify import verify
 from draftlab.target_model.hidden_states import HiddenStates
+from draftlab.target_model.images import token_ids
 from draftlab.target_model.model import Target
 
 
@@ -156,7 +157,7 @@ class ReferenceEngine:
         ends = [starts[i] + count for i, count in zip(active, counts, strict=True)]
         proposal = self.drafter.propose(
             VerifiedFeatures(
-                self._tensor([tokens[i] for i in active]),
+                token_ids(self.target, self._tensor([tokens[i] for i in active])),
                 features[self._vector(active), : max(counts)],
                 self._tensor([range(starts[i], e) for i, e in zip(active, ends, strict=True)], -1),
                 self._vector(counts),

@@ -25,6 +25,7 @@ from draftlab.engine.prefill import emit_first_tokens, run_columns
 from draftlab.engine.scheduler import MANY_SLOTS
 from draftlab.engine.step import GraphedStep, Step
 from draftlab.target_model.hidden_states import HiddenStates
+from draftlab.target_model.images import has_images
 
 
 class PrefillShape(NamedTuple):
@@ -62,10 +63,11 @@ class SmallPrefill:
         """Split newly admitted sequences into batches, each with its shape; None: use `prefill`.
 
         Prompts of similar lengths share a batch, and all too long ones do. `prefill` gets all
-        sequences if one of them was preempted; unless the slots are many, also if two prompts are
-        equal, since it computes them once, or if they are more than are admitted while others run.
+        sequences if one of them was preempted or has images; unless the slots are many, also if two
+        prompts are equal, since it computes them once, or if they are more than are admitted while
+        others run.
         """
-        if any(sequence.resumed for sequence in sequences):
+        if any(s.resumed or has_images(self.step.target, s.tokens) for s in sequences):
             return [(sequences, None)]
         if not self.many:
             prompts = {tuple(sequence.tokens) for sequence in sequences}

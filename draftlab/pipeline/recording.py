@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from draftlab.store.shard_cache import SIZE, ShardCache
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.store.urls import local_folder
+from draftlab.target_model.images import reads_images
+from draftlab.target_model.locate import TOKENIZER_FILES, resolve_target
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answers import regenerate
@@ -71,6 +73,7 @@ class Recording(TargetWorker):
             settings,
             self.monitor,
             reads_answers=not self.recipe.regenerate.enabled,
+            reads_images=self._reads_images,
             modes=modes,
             seed=self.recipe.seed,
         )
@@ -78,6 +81,13 @@ class Recording(TargetWorker):
             for name in unread_arguments(self.tokenizer, own):
                 self.monitor.say(f"warning: prompts: the chat template does not read {name!r}")
         return prompts
+
+    def _reads_images(self) -> bool:
+        """Return whether images of prompts are read; vLLM and other servers are not sent any."""
+        recipe = self.recipe
+        own = recipe.regenerate.backend == "paged" or not recipe.regenerate.enabled
+        own = own and recipe.record.backend == "transformers"
+        return own and reads_images(resolve_target(recipe.target, TOKENIZER_FILES))
 
     def write_answers(self, path: Path, pool: WorkerPool | None) -> None:
         """Write the target's answers to the prompts, by the pool's workers or in this process."""
@@ -99,10 +109,14 @@ class Recording(TargetWorker):
         try:
             if target is not None and self.recipe.prompts.source == SELF:
                 self._write_prompts(target, decode, pool)
+            prompts = [
+                replace(one, images=tuple(image.copy_to(self.run) for image in one.images))
+                for one in self.prompts
+            ]
             regenerate(
                 target,
                 self.tokenizer,
-                self.prompts,
+                prompts,
                 settings,
                 path,
                 seed=self.recipe.seed,

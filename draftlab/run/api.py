@@ -199,6 +199,7 @@ def evaluate_head(
                 f"warning: eval: {heads[0].name} was not trained with the template arguments "
                 f"{describe_arguments(mode) or 'none'}; eval.template_arguments changes them"
             )
+    options["target"] = target if settings.engine != "vllm" and not settings.raw else None
     suites = [load_suite(source, tokenizer, monitor, **options) for source in sources]
     if not suites:
         conversations = held_out()

@@ -22,6 +22,7 @@ from draftlab.store.fp8 import E4M3, quantise
 from draftlab.store.manifest import STATES, Manifest, Shard, StoreIdentity
 from draftlab.store.recording_plan import SIDE_BY_SIDE, batches_of
 from draftlab.store.sample_table import NO_TEACHER, Sample, teacher_mask
+from draftlab.target_model.images import image_ids
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.target_model.packed_rows import PackedRow
@@ -105,7 +106,7 @@ class HiddenStateExtractor:
     def _forward_packed(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
         """Return features [n, F] and last states [n, Ht] from all samples in one packed row."""
         device = self.target.device
-        ids = torch.from_numpy(np.concatenate([sample.token_ids for sample in samples])).long()
+        ids = torch.from_numpy(np.concatenate([self._ids(sample) for sample in samples])).long()
         packed_row = PackedRow.of([len(sample.token_ids) for sample in samples], device)
         states = self.target.states(
             copy_to_device(ids[None], device), self.identity.boundaries, packed_row=packed_row
@@ -117,13 +118,17 @@ class HiddenStateExtractor:
         lengths = torch.tensor([len(sample.token_ids) for sample in samples])
         ids = torch.zeros(len(samples), int(lengths.max()), dtype=torch.long)
         for row, sample in enumerate(samples):
-            ids[row, : len(sample.token_ids)] = torch.tensor(sample.token_ids)
+            ids[row, : len(sample.token_ids)] = torch.tensor(self._ids(sample))
         unpadded = (torch.arange(ids.shape[1]) < lengths[:, None]).flatten().nonzero()[:, 0]
         states = self.target.states(
             copy_to_device(ids, self.target.device), self.identity.boundaries
         )
         unpadded = copy_to_device(unpadded, states.last.device)
         return states.features.flatten(0, 1)[unpadded], states.last.flatten(0, 1)[unpadded]
+
+    def _ids(self, sample: Sample) -> Sequence[int] | np.ndarray:
+        """Return the ids of a sample, which may be cut, by which the target reads its images."""
+        return image_ids(self.target, sample.token_ids, sample.images, cut=True)
 
     def _copy_to_host(self, states: dict[str, Tensor], finite: Tensor) -> StatesFuture:
         """Start the copies to the host."""

@@ -14,7 +14,7 @@ import re
 import shutil
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.files import read_json, save_tensors, sha256_file, write_json
+from draftlab.target_model.image_files import ImageFile, Images
 
 Columns = dict[str, np.ndarray]
 INDEX_FILE = "index.json"
@@ -57,12 +58,14 @@ class Sample:
         token_ids: [T] of the target's vocabulary.
         spans: [T], 0 outside answers; 1, 2, … in the first, second … answer, closing tag included.
         temperature: the sampling temperature of the answers; None: unknown, or not the target's.
+        images: what the target reads at image tokens.
     """
 
     id: str
     token_ids: Sequence[int] | np.ndarray
     spans: Sequence[int] | np.ndarray
     temperature: float | None = None
+    images: Images = ()
 
 
 def prediction_mask(spans: Tensor) -> Tensor:
@@ -99,10 +102,11 @@ class SampleTable(_Samples):
 
     Args:
         parts: the columns of consecutive samples: tokens int32 [T], spans int16 [T], ids as JSON
-            in uint8, and `_COLUMNS` [n].
+            in uint8, the names of images likewise where there are any, and `_COLUMNS` [n].
         sha256: hash of all samples: ids, token ids, spans, temperatures.
         notes: lines on how the samples were made.
         modes: the different template arguments of the conversations; None: too many to list.
+        folder: that of the files which images name.
 
     Attributes:
         lengths, temperatures, loss_tokens, first_label, lowest, highest: `_COLUMNS` of all samples.
@@ -114,8 +118,10 @@ class SampleTable(_Samples):
         sha256: str,
         notes: Sequence[str] = (),
         modes: Sequence[dict[str, Any]] | None = ({},),
+        folder: Path = Path(),
     ) -> None:
         self.parts, self.sha256, self.notes, self.modes = parts, sha256, notes, modes
+        self.folder = folder
         self.lengths, self.temperatures, self.loss_tokens, self.first_label, *bounds = (
             np.concatenate([np.zeros(0, dtype), *(part[name] for part in parts)])
             for name, dtype in _COLUMNS.items()
@@ -131,8 +137,9 @@ class SampleTable(_Samples):
         """
         if isinstance(samples, SampleTable):
             return samples
-        digest = hashlib.sha256()
-        return cls(list(_make_parts(samples, digest)), digest.hexdigest())
+        digest, folders = hashlib.sha256(), (i.folder for s in samples for i in s.images)
+        parts = list(_make_parts(samples, digest))
+        return cls(parts, digest.hexdigest(), folder=next(folders, Path()))
 
     @cached_property
     def ids(self) -> list[str]:
@@ -152,7 +159,19 @@ class SampleTable(_Samples):
             part["tokens"][window],
             part["spans"][window].astype(np.int32),
             None if np.isnan(temperature) else temperature,
+            tuple(ImageFile(self.folder, one) for one in self._image_names[number].get(row, ())),
         )
+
+    @property
+    def has_images(self) -> bool:
+        """Whether a sample has images."""
+        return any("images" in part for part in self.parts)
+
+    @cached_property
+    def _image_names(self) -> list[dict[int, list[str]]]:
+        """The names of the images of each part's samples, by their row, of those that have any."""
+        texts = (part["images"].tobytes() if "images" in part else b"[]" for part in self.parts)
+        return [dict(json.loads(text)) for text in texts]
 
 
 class Selection(_Samples):
@@ -166,7 +185,7 @@ class Selection(_Samples):
 
     def _sample(self, index: int) -> Sample:
         sample, n = self.table[self.rows[index]], self.max_length
-        return Sample(sample.id, sample.token_ids[:n], sample.spans[:n], sample.temperature)
+        return replace(sample, token_ids=sample.token_ids[:n], spans=sample.spans[:n])
 
 
 def write_index(
@@ -217,7 +236,7 @@ def read_index(folder: Path, made_of: dict[str, Any]) -> SampleTable | None:
             parts.append({key: file.get_tensor(key).numpy() for key in file.keys()})  # noqa: SIM118
         modes = index["template_arguments"]
         modes = modes if isinstance(modes, list) else None
-        return SampleTable(parts, index["samples_sha256"], index["notes"], modes)
+        return SampleTable(parts, index["samples_sha256"], index["notes"], modes, folder.parent)
     except (UserError, OSError, SafetensorError, KeyError, TypeError):
         return None
 
@@ -237,7 +256,8 @@ def _make_parts(samples: Iterable[Sample], digest: Any) -> Iterator[Columns]:
         digest.update(f"{sample.id!r} {sample.temperature!r} {length}\n".encode())
         digest.update(tokens.tobytes())
         digest.update(spans.tobytes())
-        part.append(Sample(sample.id, tokens, spans.astype(np.int16), sample.temperature))
+        digest.update("".join(image.sha256 for image in sample.images).encode())
+        part.append(replace(sample, token_ids=tokens, spans=spans.astype(np.int16)))
         num_tokens += length
         if num_tokens >= PART_TOKENS:
             yield _columns(part)
@@ -265,9 +285,17 @@ def _columns(part: Sequence[Sample]) -> Columns:
         "lowest": [np.min(sample.token_ids, initial=0) for sample in part],
         "highest": [np.max(sample.token_ids, initial=0) for sample in part],
     }
+    images = [(n, [i.name for i in sample.images]) for n, sample in enumerate(part)]
+    images = [(n, names) for n, names in images if names]
     return {
-        "ids": np.frombuffer(json.dumps([sample.id for sample in part]).encode(), np.uint8).copy(),
+        "ids": _json_column([sample.id for sample in part]),
+        **({"images": _json_column(images)} if images else {}),
         "tokens": tokens,
         "spans": spans,
         **{name: np.array(values[name], dtype) for name, dtype in _COLUMNS.items()},
     }
+
+
+def _json_column(value: Any) -> np.ndarray:
+    """Return a value as JSON in uint8."""
+    return np.frombuffer(json.dumps(value).encode(), np.uint8).copy()

@@ -17,7 +17,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftlab.kernels.linear import DeferredNorm, linear, linear_then_norm, swiglu_linear
@@ -124,7 +123,7 @@ class KnownDecoder(ABC):
     """The decoder of a target with known layers (see `has_known_layers`); a `DecodePath`."""
 
     def __init__(self, target: Target) -> None:
-        self.embeddings, rope = target.parts.embeddings, target.decoder.rotary_emb
+        self.embed, rope = target.model.get_input_embeddings(), target.decoder.rotary_emb
         self.inv_freq, self.scaling = rope.inv_freq.float(), float(rope.attention_scaling)
         self.eps = float(target.norm.variance_epsilon)
         attention = target.layers[0].self_attn
@@ -147,7 +146,7 @@ class KnownDecoder(ABC):
         cache: PagedCache,
     ) -> HiddenStates:
         """Run the decoder without synchronising with the host; see `DecodePath`."""
-        x = F.embedding(token_ids.flatten(), self.embeddings)
+        x = self.embed(token_ids.flatten())  # which reads images, too
         angles = rope_angles(positions.flatten(), self.inv_freq, self.scaling, x.dtype)
         empty = x.new_empty(1, self.num_kv_heads, 0, self.head_dim)
         for pool in cache.layers:

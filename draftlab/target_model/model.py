@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from draftlab.target_model.packed_rows import PackedRow
 from draftlab.target_model.paged_cache import PagedCache, RowCache, cache_name, row_bytes
 from draftlab.target_model.parts import TargetParts, model_parts, text_decoder
 from draftlab.target_model.recurrent_layer import recurrent_layers
+
+if TYPE_CHECKING:
+    from draftlab.target_model.images import ImageReader
 
 
 class DecodePath(Protocol):
@@ -53,6 +56,7 @@ class Target:
         decode_paths: checked fast paths by name; None: the path does not support this target.
         recurrent: whether layers keep a recurrent state.
         latent: whether layers cache compressed keys (multi-head latent attention).
+        images: what reads the images of prompts, once there are any (`images.py`).
     """
 
     def __init__(self, model: Any, folder: Path, name: str, notes: Sequence[str] = ()) -> None:
@@ -66,6 +70,7 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size = self.parts.lm_head.shape[0]
         self.decode_paths: dict[str, Any] = {}
+        self.images: ImageReader | None = None
         self._checked: set[Callable[[Target], None]] = set()
 
     @cached_property

@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.servers.settings import RegenerateSettings
+from draftlab.target_model.images import image_ids
+from draftlab.target_model.model import Target
 from draftlab.text.answer_message import AnswerParser
 from draftlab.text.chat_template import (
     Chat,
@@ -73,6 +75,7 @@ class AnswerGenerator:
         seed: of the sampling noise.
         stops: ids of the tokens that end an answer.
         max_length: maximum length of a prompt and its answer together, in tokens.
+        target: reads images; None: there are none.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -80,6 +83,7 @@ class AnswerGenerator:
     seed: int
     stops: frozenset[int]
     max_length: int
+    target: Target | None = None
 
     @cached_property
     def _parser(self) -> AnswerParser:
@@ -94,7 +98,7 @@ class AnswerGenerator:
             count_answer: called with the number of tokens of each answer.
         """
         for number in range(max(len(draft.rounds) for draft in chunk)):
-            pending: dict[str, tuple[Draft, Request]] = {}
+            pending: dict[str, tuple[Draft, tuple[int, ...], Request]] = {}
             asked = [draft for draft in chunk if not draft.end and number < len(draft.rounds)]
             for draft in asked:
                 draft.messages += draft.rounds[number]
@@ -106,17 +110,18 @@ class AnswerGenerator:
                 prompts = (Encoded("", tuple(draft.first)) for draft in asked)
             for draft, prompt in zip(asked, prompts, strict=True):
                 if request := self._request(draft, number, prompt):
-                    pending[request.id] = draft, request
+                    assert isinstance(prompt, Encoded)
+                    pending[request.id] = draft, prompt.ids, request
             if not pending:
                 return
-            requests = [request for _, request in pending.values()]
+            requests = [request for *_, request in pending.values()]
             max_length = max(len(r.prompt_ids) + r.max_new_tokens for r in requests)
             for generation in decode(requests, max_length):
-                draft, request = pending[generation.id]
+                draft, prompt_ids, _ = pending[generation.id]
                 if generation.finish == "no_room":
                     draft.end = NO_ROOM_ON_SERVER
                     continue
-                self._add_answer(draft, request, generation)
+                self._add_answer(draft, prompt_ids, generation)
                 count_answer(len(generation.token_ids))
 
     def _request(self, draft: Draft, number: int, prompt: Encoded | RenderError) -> Request | None:
@@ -132,6 +137,8 @@ class AnswerGenerator:
         if number and (roles := omitted_roles(prompt.text, new_messages)):
             draft.end = f"the chat template leaves out the {roles[0]} message"
             return None
+        if self.target is not None:
+            ids = image_ids(self.target, ids, draft.prompt.images)
         return Request(
             # The id is a key of the sampling noise, so each round has its own.
             f"{draft.prompt.id}/{number}" if number else draft.prompt.id,
@@ -141,15 +148,17 @@ class AnswerGenerator:
             self.stops,
         )
 
-    def _add_answer(self, draft: Draft, request: Request, generation: Generation) -> None:
+    def _add_answer(
+        self, draft: Draft, prompt_ids: tuple[int, ...], generation: Generation
+    ) -> None:
         ids = generation.token_ids
         finish = "stop" if generation.finish == "stop" else "length"
         stopped = finish == "stop"
         try:
-            message = self._parser.parse(request.prompt_ids, ids, stopped=stopped)
+            message = self._parser.parse(prompt_ids, ids, stopped=stopped)
         except RenderError as error:
             message, draft.end = self._parser.raw_message(ids), error.what
         if not (stopped or message["content"] or draft.end):
             draft.end = "the answer before them was cut in its reasoning"
         draft.messages.append(message)
-        draft.answers.append(Answer(request.prompt_ids, ids, finish))
+        draft.answers.append(Answer(prompt_ids, ids, finish))

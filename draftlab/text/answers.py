@@ -144,7 +144,8 @@ def regenerate(
         if answer_chunks is not None:
             finished = _in_order(answer_chunks, drafts, throughput)
         else:
-            generator = AnswerGenerator(tokenizer, settings, seed, stops, max_length)
+            reader = target if isinstance(target, Target) else None
+            generator = AnswerGenerator(tokenizer, settings, seed, stops, max_length, reader)
             if isinstance(decode, ServerAnswers):
                 finished = _answer_at_server(generator, drafts, decode, throughput)
             else:

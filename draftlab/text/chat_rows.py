@@ -99,16 +99,16 @@ def as_line(row: Any) -> dict[str, Any]:
 
     A line with `messages` stays as strict as it is: only what the chat APIs write otherwise is
     converted. Of other rows the id is left, since those of ShareGPT repeat; media in a column
-    become parts of the first message, as the chat APIs write them.
+    become parts of the first question, as the chat APIs write them.
     """
     if isinstance(row, Mapping) and isinstance(messages := row.get("messages"), list):
         return {**row, "messages": [_of_chat_api(message) for message in messages]}
     media = _media(row)
     chat = read_row({k: v for k, v in row.items() if k not in MEDIA} if media else row)
     if media:
-        first = chat.messages[0]
-        text = {"type": "text", "text": first["content"]}
-        chat.messages[0] = {**first, "content": [*({"type": kind} for kind in media), text]}
+        asked = next(i for i, one in enumerate(chat.messages) if one["role"] == "user")
+        first = chat.messages[asked]
+        chat.messages[asked] = {**first, "content": _with_media(row, media, first["content"])}
     fields: dict[str, Any] = {"messages": chat.messages}
     if isinstance(row.get("category"), str):
         fields["category"] = row["category"]
@@ -121,6 +121,20 @@ def _media(row: Any) -> list[str]:
     """Return the kinds of media in a row's columns: "image", "audio", "video"."""
     found = (name.removesuffix("s") for name in MEDIA if isinstance(row, Mapping) and row.get(name))
     return list(dict.fromkeys(found))
+
+
+def _with_media(row: Mapping[str, Any], media: list[str], text: str) -> list[dict[str, Any]]:
+    """Return the parts of a question with media; images stand where LLaVA's text has <image>."""
+    found = row.get("image") or row.get("images")
+    names = found if isinstance(found, list) else [found]
+    if media != ["image"] or not all(isinstance(name, str) for name in names):
+        return [*({"type": kind} for kind in media), {"type": "text", "text": text}]
+    texts = text.split("<image>")
+    texts = texts if len(texts) == len(names) + 1 else [""] * len(names) + [text]
+    parts: list[dict[str, Any]] = [{"type": "text", "text": texts[0]}]
+    for name, after in zip(names, texts[1:], strict=True):
+        parts += [{"type": "image", "image": name}, {"type": "text", "text": after}]
+    return parts
 
 
 def _of_chat_api(message: Any) -> Any:

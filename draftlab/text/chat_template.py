@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, read_fields, sha256_text
+from draftlab.target_model.image_files import MARK, Images, content_parts
+from draftlab.target_model.images import process
 from draftlab.target_model.settings import FOLDER, ROWS
 from draftlab.text.template_process import Fault, render_template
 
@@ -46,12 +48,14 @@ class Chat:
     tools: Tools | None = None
     arguments: Arguments = field(default_factory=dict)
     generation_prompt: bool = False
+    images: Images = ()
 
     @classmethod
     def of(cls, conversation: Conversation, messages: Messages | None = None) -> Chat:
         """Return a conversation with its tools and arguments; `messages` replace its own."""
         own = conversation.messages if messages is None else messages
-        return cls(own, conversation.tools, conversation.template_arguments)
+        arguments, images = conversation.template_arguments, conversation.images
+        return cls(own, conversation.tools, arguments, images=images)
 
 
 @dataclass(frozen=True)
@@ -188,21 +192,29 @@ def _for_template(message: Mapping[str, Any], parts: bool) -> dict[str, Any]:
     """Return a message as a template reads it: its reasoning is also under `thinking`.
 
     Args:
-        parts: whether its text becomes a list of one part.
+        parts: whether a text without images becomes a list of one part, too.
     """
     found = dict(message)
     if (reasoning := message.get("reasoning_content")) is not None:
         found["thinking"] = reasoning
-    if parts and isinstance(message.get("content"), str):
-        found["content"] = [{"type": "text", "text": message["content"]}]
+    content = message.get("content")
+    if isinstance(content, str) and MARK in content:
+        found["content"] = content_parts(content)
+    elif parts and isinstance(content, str):
+        found["content"] = [{"type": "text", "text": content}]
     return found
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, offsets: bool = True) -> Encoded:
+def encode(
+    tokenizer: PreTrainedTokenizerBase, text: str, *, offsets: bool = True, images: Images = ()
+) -> Encoded:
     """Tokenize a rendered text without adding special tokens: the template has written them.
 
+    The target's processor writes the tokens of its images; all are at the first one's characters.
+
     Raises:
-        RenderError: it has a token without an embedding, as Gemma 3 has one for images.
+        RenderError: it has a token without an embedding, as Gemma 3 has one for images; or the
+            processor changes other tokens than the images'.
     """
     if not tokenizer.is_fast:
         raise UserError(
@@ -211,21 +223,45 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, *, offsets: bool = Tru
             do="convert it with transformers' AutoTokenizer and save_pretrained",
         )
     out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
+    ids, ranges = tuple(out["input_ids"]), tuple(map(tuple, out.get("offset_mapping", ())))
+    if images:
+        ids, ranges = _with_images(tokenizer, text, images, ids, ranges)
     rows = getattr(tokenizer, ROWS, None)
-    if rows and (last := max(out["input_ids"], default=0)) >= rows:
+    if rows and (last := max(ids, default=0)) >= rows:
         name = tokenizer.convert_ids_to_tokens(last)
         raise RenderError(f"their text has {name!r}, for which the target has no embedding")
-    return Encoded(text, tuple(out["input_ids"]), tuple(map(tuple, out.get("offset_mapping", ()))))
+    return Encoded(text, ids, ranges)
+
+
+def _with_images(tokenizer: Any, text: str, images: Images, ids: tuple, ranges: tuple) -> tuple:
+    """Return ids and character ranges of a text with the tokens of its images."""
+    try:
+        found = tuple(process(getattr(tokenizer, FOLDER), images, text)["input_ids"][0].tolist())
+    except UserError as error:
+        raise RenderError(error.what, where=error.where, do=error.do) from None
+    before = _equal(ids, found)
+    after = _equal(ids[before:][::-1], found[before:][::-1])
+    if not ranges:
+        return found, ()
+    inner = ranges[before : before + 1] * (len(found) - before - after)
+    return found, (*ranges[:before], *inner, *ranges[len(ids) - after :])
+
+
+def _equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return how many first items are equal."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat]
 ) -> Iterator[Encoded | RenderError]:
     """Yield conversations with the generation prompt, as `render`."""
-    prompts = (replace(chat, generation_prompt=True) for chat in chats)
-    for result in render(tokenizer, prompts):
+    chats, again = tee(chats)
+    prompts = (replace(chat, generation_prompt=True) for chat in again)
+    for chat, result in zip(chats, render(tokenizer, prompts), strict=True):
         try:
-            yield encode(tokenizer, rendered(result), offsets=False)
+            yield encode(tokenizer, rendered(result), offsets=False, images=chat.images)
         except RenderError as error:
             yield error
 
@@ -265,8 +301,9 @@ def omitted_roles(text: str, messages: Messages) -> list[str]:
     roles = {}
     for message in messages:
         content = (message.get("content") or "").rpartition("</think>")[2].strip()
-        if content not in text and json.dumps(content, ensure_ascii=False)[1:-1] not in text:
-            roles[message["role"]] = True
+        for part in map(str.strip, content.split(MARK)):
+            if part not in text and json.dumps(part, ensure_ascii=False)[1:-1] not in text:
+                roles[message["role"]] = True
     return list(roles)
 
 

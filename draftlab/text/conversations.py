@@ -16,6 +16,7 @@ from draftlab.errors import UserError
 from draftlab.files import atomic_path, parse_json
 from draftlab.formatting import count_text
 from draftlab.settings import describe_errors
+from draftlab.target_model.image_files import MARK, ImageFile, Images, content_parts
 from draftlab.target_model.settings import TemplateArguments
 from draftlab.text.chat_rows import Dropped, as_line
 
@@ -27,12 +28,28 @@ class StrictModel(BaseModel):
 
 
 class ContentPart(BaseModel):
-    """One part of a multi-part message, as chat APIs write it: text, an image, audio …"""
+    """One part of a multi-part message, as chat APIs write it: text, an image, audio …
+
+    An image may have the name of its file, relative to that of the conversations.
+    """
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     type: Annotated[str, Field(min_length=1)]
     text: str | None = None
+    image: Any = None
+
+    @property
+    def file(self) -> str | None:
+        """Return the name of an image's file; None: it is none, or from elsewhere."""
+        name = self.image if self.type == "image" else None
+        known = isinstance(name, str) and name and "://" not in name and name[:5] != "data:"
+        return name if known else None
+
+    @property
+    def is_read(self) -> bool:
+        """Return whether it is a text or an image of a file."""
+        return self.type == "text" or self.file is not None
 
     @model_validator(mode="after")
     def _check_text(self) -> ContentPart:
@@ -78,17 +95,25 @@ class Message(StrictModel):
 
     @property
     def text(self) -> str:
-        """Return the text of all text parts."""
+        """Return the text of all text parts, with `MARK` for each image of a user's."""
         if isinstance(self.content, str):
             return self.content
-        return "".join(part.text or "" for part in self.content if part.type == "text")
+        texts = (MARK if part.file else part.text or "" for part in self.content if part.is_read)
+        return "".join(texts)
+
+    @property
+    def images(self) -> list[str]:
+        """Return the names of the files of images."""
+        parts = () if isinstance(self.content, str) else self.content
+        return [name for part in parts if (name := part.file)]
 
     @property
     def media(self) -> set[str]:
-        """Return the kinds of all parts that are not text: "image", "input_audio" …"""
-        if isinstance(self.content, str):
-            return set()
-        return {part.type.removesuffix("_url") for part in self.content} - {"text"}
+        """Return the kinds of all parts that are neither text nor a user's image of a file."""
+        parts = () if isinstance(self.content, str) else self.content
+        others = (p for p in parts if not p.is_read or (p.file and self.role != "user"))
+        kinds = {part.type.removesuffix("_url") for part in others}
+        return kinds | {"U+FDD0"} if self.text.count(MARK) != len(self.images) else kinds
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -149,7 +174,8 @@ class Conversation:
         source: the data set or file that the conversation comes from.
         temperature: the sampling temperature of `answers`; None if the target did not write them.
         answers: the target's own answers, one per assistant turn; empty for given answers.
-        media: kinds of the parts that are not text ("image", …); `messages` does not hold them.
+        media: kinds of the parts that are not read ("audio", …); `messages` does not hold them.
+        images: in order; each has a `MARK` in a user's message before the first answer.
         tools: JSON schemas of the functions that the answers may call.
         category: what the conversation is about; None: it is not known.
         template_arguments: values of the chat template's variables.
@@ -164,6 +190,7 @@ class Conversation:
     tools: tuple[dict[str, Any], ...] = ()
     category: str | None = None
     template_arguments: dict[str, Any] = field(default_factory=dict)
+    images: Images = ()
 
     @property
     def has_answer(self) -> bool:
@@ -174,9 +201,12 @@ class Conversation:
 
     def to_json(self) -> str:
         """Return one line of JSON, without the newline."""
+        names = iter(image.name for image in self.images)
         fields = {
             "id": self.id,
-            "messages": self.messages,
+            "messages": [_with_parts(m, names) for m in self.messages]
+            if self.images
+            else self.messages,
             "source": self.source,
             "temperature": self.temperature,
             "answers": [vars(answer) for answer in self.answers],
@@ -186,6 +216,17 @@ class Conversation:
         if self.template_arguments:
             fields["template_arguments"] = self.template_arguments
         return json.dumps(fields, ensure_ascii=False, separators=(",", ":"))
+
+
+def _with_parts(message: dict[str, Any], names: Iterator[str]) -> dict[str, Any]:
+    """Return a message with its images as parts, which take the next names."""
+    if MARK not in message["content"]:
+        return message
+    parts = [
+        {**part, "image": next(names)} if part["type"] == "image" else part
+        for part in content_parts(message["content"])
+    ]
+    return {**message, "content": parts}
 
 
 def split_rounds(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
@@ -224,16 +265,19 @@ def parse_conversation(
         parsed = ConversationLine.model_validate_json(line)
     except ValidationError:
         parsed = _parse_with_json(line, number, where=f"{path}:{number}", do=do)
+    asked = list(takewhile(lambda message: message.role != "assistant", parsed.messages))
+    late = {"later image" for one in parsed.messages[len(asked) :] if one.images}
     conversation = Conversation(
         parsed.id or f"{path.stem}:{number}",
         [message.for_template() for message in parsed.messages],
         parsed.source or path.name,
         parsed.temperature,
         parsed.answers,
-        tuple(sorted(set().union(*(message.media for message in parsed.messages)))),
+        tuple(sorted(set().union(*(message.media for message in parsed.messages)) | late)),
         tuple(parsed.tools),
         parsed.category,
         parsed.template_arguments,
+        tuple(ImageFile(path.parent, name) for one in parsed.messages for name in one.images),
     )
     return conversation, parsed.model_fields_set
 

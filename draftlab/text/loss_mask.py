@@ -102,7 +102,7 @@ def _last_turn(
     """Return the last message, an answer, from the texts before and after it."""
     index = len(chat.messages) - 1
     whole = _as_written(tokenizer, chat, before, whole)
-    prompt, full = encode(tokenizer, before), encode(tokenizer, whole)
+    prompt, full = (encode(tokenizer, text, images=chat.images) for text in (before, whole))
     start = len(prompt.ids)
     if not full.text.startswith(prompt.text):
         pairs = enumerate(zip(full.text, prompt.text, strict=False))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from importlib import resources
 from itertools import islice
 from pathlib import Path
@@ -29,6 +30,13 @@ from draftlab.text.settings import SELF, PromptSettings
 
 EMBEDDED_PROMPTS = {"embedded": "head.jsonl", "embedded:heldout": "heldout.jsonl"}
 """Prompt sets in draftlab/embedded/prompts: one to train a head, one held out for evaluation."""
+
+
+_READ = (
+    "draftlab reads text, and files of images where the target and its own engine do",
+    "images are files that `image` names, before the first answer",
+)
+"""Why parts are not read, by whether images are."""
 
 
 def prompt_file(source: str) -> Path:
@@ -94,6 +102,7 @@ def load_prompts(
     monitor: Monitor,
     *,
     reads_answers: bool = True,
+    reads_images: Callable[[], bool] = lambda: False,
     modes: Sequence[TemplateArguments] = ({},),
     seed: int = 0,
 ) -> list[Conversation]:
@@ -102,7 +111,9 @@ def load_prompts(
     Args:
         modes, seed: see `with_arguments`; a line's own arguments take precedence.
     """
-    prompts = select_prompts(settings, monitor, reads_answers=reads_answers)
+    prompts = select_prompts(
+        settings, monitor, reads_answers=reads_answers, reads_images=reads_images
+    )
     prompts = with_arguments(prompts, modes, seed)
     monitor.say(f"prompts: {count_text(len(prompts), 'conversation')} from {settings.source}")
     if any(prompt.template_arguments for prompt in prompts):
@@ -146,7 +157,11 @@ def describe_arguments(arguments: TemplateArguments) -> str:
 
 
 def select_prompts(
-    settings: PromptSettings, monitor: Monitor, *, reads_answers: bool = True
+    settings: PromptSettings,
+    monitor: Monitor,
+    *,
+    reads_answers: bool = True,
+    reads_images: Callable[[], bool] = lambda: False,
 ) -> list[Conversation]:
     """Return the prompts that a target can answer; report how many were dropped, and why.
 
@@ -154,11 +169,14 @@ def select_prompts(
         reads_answers: whether the given answers are used. Otherwise conversations that differ in
             them alone repeat each other: the target would answer one and the same prompt twice,
             in training and perhaps in validation.
+        reads_images: says whether images of files are kept, which are all opened then; it is
+            asked once there is one.
 
     Raises:
-        UserError: the source is missing, not valid or empty, or every conversation was dropped.
+        UserError: the source is missing, not valid or empty, every conversation was dropped, or
+            an image cannot be read.
     """
-    path = fetch_prompts(settings, monitor)
+    path, reads = fetch_prompts(settings, monitor), cache(reads_images)
     dropped: Counter[str] = Counter()
     per_source: Counter[str] = Counter()
     digests: set[bytes] = set()
@@ -167,9 +185,12 @@ def select_prompts(
         for conversation in iterate_conversations(path):
             roles = [m["role"] for m in conversation.messages if m["role"] != "system"]
             digest = _digest(conversation, reads_answers) if settings.deduplicate else b""
-            if conversation.media:
-                media = " and ".join(conversation.media)
-                dropped[f"have {media} parts: draftlab reads text only"] += 1
+            media = conversation.media
+            if conversation.images and not reads():
+                media = tuple(sorted({*media, "image"}))
+            if media:
+                reason = _READ[bool(conversation.images) and reads()]
+                dropped[f"have {' and '.join(media)} parts: {reason}"] += 1
             elif "user" not in roles:
                 dropped["have no user turn"] += 1
             elif roles[0] != "user":
@@ -182,6 +203,8 @@ def select_prompts(
                 per_source[conversation.source] += 1
                 if settings.deduplicate:
                     digests.add(digest)
+                for image in conversation.images:
+                    image.open()
                 yield conversation
 
     prompts = list(islice(usable(), settings.max_prompts))
@@ -198,7 +221,8 @@ def _digest(conversation: Conversation, reads_answers: bool) -> bytes:
     """Return a hash of what decides a conversation's answers; duplicates have equal ones."""
     messages = conversation.messages
     turns = messages if reads_answers else split_rounds(messages)
-    text = canonical_json([turns, conversation.tools, conversation.template_arguments])
+    parts = [turns, conversation.tools, conversation.template_arguments]
+    text = canonical_json([*parts, *(image.name for image in conversation.images)])
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
 

@@ -201,18 +201,21 @@ def _join_answers(
     name = conversation.id
     for number, answer in enumerate(answers, 1):
         if tokens and answer.prompt_ids[: len(tokens)] != tokens:
-            yield Sample(name, tokens, _spans(lengths), conversation.temperature)
+            yield _sample(conversation, name, tokens, lengths)
             tokens, lengths, name = (), [], f"{conversation.id}#{number}"
         lengths += [len(answer.prompt_ids) - len(tokens), len(answer.token_ids)]
         tokens = answer.prompt_ids + answer.token_ids
     if tokens:
-        yield Sample(name, tokens, _spans(lengths), conversation.temperature)
+        yield _sample(conversation, name, tokens, lengths)
 
 
-def _spans(lengths: list[int]) -> np.ndarray:
-    """Return the spans of a sample from the lengths of its prompts and answers in turn."""
-    spans = [(index + 1) // 2 if index % 2 else 0 for index in range(len(lengths))]
-    return np.repeat(np.array(spans, np.int32), lengths)
+def _sample(
+    conversation: Conversation, name: str, tokens: tuple[int, ...], lengths: list[int]
+) -> Sample:
+    """Return a sample, whose spans follow from the lengths of its prompts and answers in turn."""
+    numbers = [(index + 1) // 2 if index % 2 else 0 for index in range(len(lengths))]
+    spans = np.repeat(np.array(numbers, np.int32), lengths)
+    return Sample(name, tokens, spans, conversation.temperature, conversation.images)
 
 
 def highlight_answers(

@@ -10,6 +10,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ import numpy as np
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, known_sha256, sha256_text
 from draftlab.progress import Monitor
+from draftlab.target_model.images import image_ids, reads_images
+from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TemplateArguments
 from draftlab.text.benchmarks import BENCHMARKS, parse_benchmark, read_rows
 from draftlab.text.chat_template import (
@@ -128,6 +131,7 @@ def load_suite(
     max_prompt_tokens: int | None = None,
     modes: Sequence[TemplateArguments] = ({},),
     seed: int = 0,
+    target: Target | None = None,
 ) -> Suite:
     """Load a prompt suite as token ids.
 
@@ -139,6 +143,7 @@ def load_suite(
         max_prompt_tokens: longer prompts are left out, and their number is reported.
         modes, seed: template arguments, of which each prompt gets one (`with_arguments`); a
             conversation's own ones take precedence.
+        target: reads images; None: prompts with images are dropped and counted.
 
     Raises:
         UserError: the suite is unknown (the error lists all suites), a file has another layout, the
@@ -148,7 +153,8 @@ def load_suite(
     if benchmark is None:
         _check_known(source)
         settings = PromptSettings(source=source, deduplicate=False)
-        conversations = select_prompts(settings, monitor)
+        reads = partial(_reads_images, None if raw else target)
+        conversations = select_prompts(settings, monitor, reads_images=reads)
     else:
         rows = read_rows(benchmark)
         conversations = [
@@ -172,6 +178,7 @@ def load_suite(
         modes=modes,
         seed=seed,
         keep_own=True,
+        target=target,
     )
 
 
@@ -186,6 +193,7 @@ def conversation_suite(
     modes: Sequence[TemplateArguments] = ({},),
     seed: int = 0,
     keep_own: bool = False,
+    target: Target | None = None,
 ) -> Suite:
     """Return a suite of conversations; the other arguments and errors are those of `load_suite`.
 
@@ -193,11 +201,14 @@ def conversation_suite(
         source: the suite's name.
         keep_own: whether the conversations' own template arguments take precedence.
     """
+    if target is None and (dropped := sum(bool(one.images) for one in conversations)):
+        monitor.say(f"warning: {source}: left out {dropped:,} prompts with images")
+        conversations = [one for one in conversations if not one.images]
     conversations = with_arguments(conversations, modes, seed, keep_own=keep_own)
     if raw:
         encoded = [_encode_raw(tokenizer, one, source) for one in conversations]
     else:
-        encoded = _encode(tokenizer, conversations, source)
+        encoded = _encode(tokenizer, conversations, source, target)
     named = [(one.id, ids) for one, ids in zip(conversations, encoded, strict=True)]
     prompts = _drop_repeated(named, monitor)
     if max_prompt_tokens is not None:
@@ -210,6 +221,10 @@ def conversation_suite(
         source = f"{source} ({modes[0]})"
     categories = _categories(conversations, by_mode=len(modes) > 1)
     return Suite(source, template_sha256(tokenizer), prompts, categories, digests)
+
+
+def _reads_images(target: Target | None) -> bool:
+    return target is not None and reads_images(target.folder)
 
 
 def _categories(conversations: Sequence[Conversation], *, by_mode: bool = False) -> dict[str, str]:
@@ -254,19 +269,21 @@ def _prompt(conversation: Conversation) -> Messages:
 
 
 def prompt_digest(conversation: Conversation) -> bytes:
-    """Return a hash of the turns before a conversation's first answer."""
-    return hashlib.blake2b(canonical_json(_prompt(conversation)).encode(), digest_size=16).digest()
+    """Return a hash of the turns before a conversation's first answer, and of their images."""
+    parts = [*_prompt(conversation), *(image.sha256 for image in conversation.images)]
+    return hashlib.blake2b(canonical_json(parts).encode(), digest_size=16).digest()
 
 
 def _encode(
-    tokenizer: Any, conversations: Sequence[Conversation], source: str
+    tokenizer: Any, conversations: Sequence[Conversation], source: str, target: Target | None
 ) -> list[tuple[int, ...]]:
     chats = (Chat.of(one, _prompt(one)) for one in conversations)
     found = []
     for one, prompt in zip(conversations, encode_prompts(tokenizer, chats), strict=True):
         if isinstance(prompt, RenderError):
             raise UserError(prompt.what, where=f"{source}, prompt {one.id}", do=prompt.do)
-        found.append(prompt.ids)
+        ids = prompt.ids if target is None else image_ids(target, prompt.ids, one.images)
+        found.append(ids)
     return found
 
 

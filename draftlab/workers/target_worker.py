@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.engine.sampling import Generation, Request
+from draftlab.errors import UserError
 from draftlab.kernels.devices import free_memory
 from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import choose_boundaries
@@ -112,7 +113,9 @@ class TargetWorker:
     def _generator(self) -> AnswerGenerator:
         settings, target = self.recipe.regenerate, self.answering_target
         stops = stop_ids(self.tokenizer, target.folder)
-        return AnswerGenerator(self.tokenizer, settings, self.recipe.seed, stops, target.max_length)
+        reader = target if isinstance(target, Target) else None
+        seed, length = self.recipe.seed, target.max_length
+        return AnswerGenerator(self.tokenizer, settings, seed, stops, length, reader)
 
     def answer(self, chunk: list[Draft]) -> list[Draft]:
         """Return a chunk of prompts with the target's answers."""
@@ -186,7 +189,14 @@ class TargetWorker:
             dtype=self.recipe.record.dtype,
         )
         answers = self.run / STAGES["answers"].artefact
-        return identity, open_samples(answers, self.tokenizer, monitor)
+        samples = open_samples(answers, self.tokenizer, monitor)
+        if samples.has_images and self.recipe.record.backend != "transformers":
+            raise UserError(
+                "expected the states of answers to images, which vLLM is not sent here",
+                where="record.backend",
+                do="set record.backend=transformers",
+            )
+        return identity, samples
 
     def finish(self) -> None:
         """Wait until all shards are committed, and end vLLM or free the engine's memory."""

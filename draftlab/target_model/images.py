@@ -1,0 +1,268 @@
+"""Images in prompts: files that the checkpoint's own processor and vision tower read.
+
+Token ids are real ones wherever they are stored, with the config's image token at each position of
+an image, and a draft head reads its embedding there, as vLLM's EAGLE3 does. The target reads what
+its own forward pass gives to its decoder at those positions. In its inputs alone they are named by
+ids from `FIRST` on, which hold a hash of the images and the number of the position: prompts with
+equal ids have equal images, and no engine has to know of images.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoProcessor
+
+from draftlab.errors import UserError
+from draftlab.files import check_size, read_fields
+from draftlab.target_model.image_files import Images
+from draftlab.target_model.loading import quiet_transformers
+from draftlab.target_model.locate import explain_loading, load_config
+from draftlab.target_model.parts import text_decoder
+from draftlab.target_model.quantisation import quantisation_fields
+
+if TYPE_CHECKING:
+    from draftlab.target_model.model import Target
+
+FIRST = 1 << 62
+_POSITIONS = 1 << 16  # of the images of a prompt, which the lowest bits number
+MAX_KEPT = 64
+"""Prompts whose image embeddings stay in memory."""
+_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+_TOKENS = ("image_token_id", "image_token_index")
+_HARMLESS = ("inputs_embeds", "past_key_values", "cache_position", "logits_to_keep")
+"""Arguments of a decoder that no image changes; a flag or nothing does no harm either."""
+
+
+def reads_images(folder: Path) -> bool:
+    """Return whether a checkpoint has an image token, a processor, and positions of one dimension:
+    M-RoPE, as Qwen's models have it, numbers images by rows and columns.
+    """
+    fields = read_fields(folder / "config.json", {}, kind="target's config.json")
+    has_processor = any((folder / name).is_file() for name in _PROCESSORS)
+    has_token = any(type(fields.get(name)) is int for name in _TOKENS)
+    return has_processor and has_token and "mrope_section" not in str(fields)
+
+
+@lru_cache(maxsize=2)
+def _processor(folder: Path) -> Any:
+    for name in _PROCESSORS:
+        if (folder / name).is_file():
+            check_size(folder / name)
+    with quiet_transformers(), explain_loading("the target's processor of images", folder):
+        found = AutoProcessor.from_pretrained(
+            folder, trust_remote_code=False, local_files_only=True
+        )
+    if not isinstance(getattr(found, "image_token", None), str):
+        raise UserError(
+            f"expected a processor with a placeholder of images, found {type(found).__name__}",
+            where=folder,
+            do="leave prompts with images out",
+        )
+    return found
+
+
+def process(folder: Path, images: Images, text: str | None = None) -> Any:
+    """Return what a checkpoint's processor makes of images and a rendered text; None: of its
+    placeholders alone.
+
+    Raises:
+        UserError: an image is refused, or the processor does not take these.
+    """
+    processor, opened = _processor(folder), [image.open() for image in images]
+    text = processor.image_token * len(images) if text is None else text
+    if (number := text.count(processor.image_token)) != len(images):
+        raise UserError(
+            f"expected {processor.image_token!r} once for each image in a rendered prompt, found "
+            f"{len(images)} images and {number} of them",
+            do="write no placeholder in a text, and use the chat template of the checkpoint",
+        )
+    try:
+        return processor(text=[text], images=opened, add_special_tokens=False, return_tensors="pt")
+    except Exception as error:  # each processor has its own
+        raise UserError(
+            f"the target's processor does not take the images of a prompt: {error}",
+            where=images[0].folder / images[0].name,
+            do="leave the prompt out",
+        ) from error
+
+
+def image_ids(target: Target, ids: Sequence[int], images: Images, *, cut: bool = False) -> Any:
+    """Return token ids by which the target reads images; without images `ids`.
+
+    Args:
+        cut: whether `ids` may be the beginning of a prompt, without its last positions.
+    """
+    if not images:
+        return ids
+    if target.images is None:
+        target.images = ImageReader(target)
+    return target.images.name_positions(ids, images, cut=cut)
+
+
+def token_ids(target: Target, ids: Tensor) -> Tensor:
+    """Return ids of the vocabulary for ids of `image_ids`, int64 of any shape."""
+    return ids if target.images is None else target.images.without_names(ids)
+
+
+def has_images(target: Target, ids: Sequence[int]) -> bool:
+    """Return whether ids are those of `image_ids`, for images."""
+    return target.images is not None and max(ids) >= FIRST
+
+
+class _Stop(Exception):
+    """Ends a forward pass where its decoder begins."""
+
+
+class ImageReader:
+    """Gives a target the images of its prompts, in place of the image token's embedding."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        fields = read_fields(target.folder / "config.json", {}, kind="target's config.json")
+        self.token: int = next(fields[name] for name in _TOKENS if name in fields)
+        self._rows: OrderedDict[int, Tensor] = OrderedDict()  # by hash
+        self._images: dict[int, Images] = {}
+        self._found: tuple[Tensor, list[int]] | None = None
+        embeddings = target.model.get_input_embeddings()
+        embeddings.register_forward_pre_hook(self._take_names)
+        embeddings.register_forward_hook(self._put_rows)
+
+    def name_positions(self, ids: Sequence[int], images: Images, *, cut: bool) -> tuple[int, ...]:
+        """Return ids with the names of image positions; raise a `UserError` if their number is not
+        that of the images' embeddings.
+        """
+        digest = hashlib.sha256("".join(image.sha256 for image in images).encode()).digest()
+        key = int.from_bytes(digest[:6], "big") >> 2  # 46 bits
+        same = self._images.setdefault(key, images)
+        if [one.sha256 for one in same] != [one.sha256 for one in images]:
+            raise UserError(
+                f"expected images with another hash than those of {same[0].name}",
+                where=images[0].folder / images[0].name,
+                do="leave one of the prompts out",
+            )
+        number, named = len(self.rows(key)), list(map(int, ids))
+        at = [position for position, one in enumerate(named) if one == self.token]
+        if len(at) != number and not (cut and len(at) < number):
+            raise UserError(
+                f"expected {number:,} positions of images in a prompt, found {len(at):,}",
+                where=images[0].folder / images[0].name,
+                do="write no image token in the text of a prompt with images",
+            )
+        for row, position in enumerate(at):
+            named[position] = FIRST + key * _POSITIONS + row
+        return tuple(named)
+
+    def without_names(self, ids: Tensor) -> Tensor:
+        """Return the image token for every name."""
+        return ids.where(ids < FIRST, self.token)
+
+    def rows(self, key: int) -> Tensor:
+        """Return the embeddings of images, [N, H], which are kept for a while."""
+        if key not in self._rows:
+            self._rows[key] = self._read(self._images[key])
+            if len(self._rows) > MAX_KEPT:
+                self._rows.popitem(last=False)
+        self._rows.move_to_end(key)
+        return self._rows[key]
+
+    @torch.inference_mode()
+    def _read(self, images: Images) -> Tensor:
+        """Return what the checkpoint's model gives to its decoder at image positions.
+
+        Raises:
+            UserError: it gives more than embeddings, such as positions in two dimensions.
+        """
+        inputs = process(self.target.folder, images).to(self.target.device, self.target.dtype)
+        given: dict[str, Any] = {}
+
+        def stop(_module: Any, _args: tuple, kwargs: dict) -> None:
+            given.update(kwargs)
+            raise _Stop
+
+        handle = text_decoder(self._model)[0].register_forward_pre_hook(stop, with_kwargs=True)
+        try:
+            self._model(**inputs, use_cache=False)
+        except _Stop:
+            pass
+        finally:
+            handle.remove()
+        ids = inputs["input_ids"]
+        others = [name for name, value in given.items() if not _is_plain(name, value, ids)]
+        if others or "inputs_embeds" not in given:
+            raise UserError(
+                f"expected images that are embeddings alone, found a {type(self._model).__name__}, "
+                f"whose decoder is given {', '.join(others) or 'none'}",
+                where=self.target.folder,
+                do="leave prompts with images out: this target's are not supported",
+            )
+        rows = given["inputs_embeds"][ids == self.token]
+        if not 0 < len(rows) <= _POSITIONS:
+            raise UserError(
+                f"expected 1 to {_POSITIONS:,} positions of images, found {len(rows):,}",
+                where=images[0].folder / images[0].name,
+                do="leave this prompt out, or use smaller images",
+            )
+        return rows.cpu()
+
+    @cached_property
+    def _model(self) -> Any:
+        """The whole model without the decoder's layers, which the target has."""
+        folder, target = self.target.folder, self.target
+        with explain_loading("the target's model of images", folder):
+            config = load_config(folder, trust_remote_code=False)
+            if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or quantisation_fields(
+                config
+            ):
+                raise UserError(
+                    f"expected a model of images in 16 or 32 bits, found {config.model_type!r}",
+                    where=folder,
+                    do="leave prompts with images out, or use the checkpoint that is not quantised",
+                )
+            with quiet_transformers():
+                model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].from_pretrained(
+                    folder, dtype=target.dtype, local_files_only=True
+                )
+        del text_decoder(model)[1][:]
+        return model.to(target.device).eval().requires_grad_(False)
+
+    def _take_names(self, _module: Any, args: tuple) -> tuple | None:
+        """Replace the names in ids that are to be embedded by the image token."""
+        self._found, ids = None, args[0]
+        if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # a step of decoding, whose tokens the target wrote
+        named = ids >= FIRST
+        if not bool(named.any()):
+            return None
+        self._found = named, (ids[named] - FIRST).tolist()
+        return self.without_names(ids), *args[1:]
+
+    def _put_rows(self, _module: Any, _args: tuple, output: Tensor) -> Tensor:
+        """Put the embeddings of images at the positions that had names."""
+        if self._found is None:
+            return output
+        named, numbers = self._found
+        rows = {key: self.rows(key) for key in {number // _POSITIONS for number in numbers}}
+        chosen = torch.stack([rows[n // _POSITIONS][n % _POSITIONS] for n in numbers])
+        output = output.clone()
+        output[named] = chosen.to(output)
+        return output
+
+
+def _is_plain(name: str, value: Any, ids: Tensor) -> bool:
+    """Return whether an argument of a decoder says nothing but what the target's own pass has."""
+    if name in _HARMLESS or value is None or isinstance(value, bool):
+        return True
+    if name == "attention_mask" and isinstance(value, Tensor):
+        return value.ndim == 2 and bool((value != 0).all())
+    if name == "position_ids" and isinstance(value, Tensor):
+        own = torch.arange(ids.shape[1], device=value.device)
+        return value.ndim == 2 and bool((value == own).all())
+    return False
