@@ -21,6 +21,7 @@ from draftlab.export.settings import check_program
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import Family, get_family
 from draftlab.heads.vllm_config import native_config
+from draftlab.target_model.quantisation import StoredWeights
 
 CONFIG, README = "config.json", "README.md"
 USE_VLLM = "use --to vllm"
@@ -37,7 +38,7 @@ class Export:
         k: tokens that a server drafts by default.
         dtype: of floating tensors.
         serving: calibration and step times for servers; None: none were given.
-        stored: names of the tensors in the target's checkpoint, for an export of changed ones.
+        checkpoint: the target's weights, for an export of changed ones.
     """
 
     head: HeadConfig
@@ -46,7 +47,7 @@ class Export:
     k: int
     dtype: torch.dtype
     serving: ServingTables | None = None
-    stored: frozenset[str] = frozenset()
+    checkpoint: StoredWeights | None = None
 
     @property
     def text_config(self) -> dict[str, Any]:

@@ -94,6 +94,13 @@ def _sglang_eagle_config(export: Export) -> dict[str, Any]:
     return plain_config(export) | {"architectures": ["LlamaForCausalLMEagle"]}
 
 
+def _checkpoint_layout(tensors: dict[str, Tensor], export: Export) -> dict[str, Tensor]:
+    """Name and quantise the tensors as the target's checkpoint does."""
+    checkpoint = export.checkpoint
+    assert checkpoint is not None  # exports of changed tensors have it
+    return checkpoint.quantised(checkpoint_tensors(export.head, tensors, checkpoint.files))
+
+
 def _library(family: Family, config: Callable[..., dict[str, Any]], **options: Any) -> Layout:
     """Return the speculators layout of one of the library's model types."""
     title = (
@@ -191,7 +198,7 @@ def mtp_layouts(_: Family) -> dict[str, Layout | str]:
             "the changed tensors in the checkpoint's own layout (vLLM's method mtp)",
             vllm_delta_text,
             config=lambda export: export.target,
-            tensors=lambda tensors, export: checkpoint_tensors(export.head, tensors, export.stored),
+            tensors=_checkpoint_layout,
             is_delta=True,
         ),
         "sglang": f"in which order SGLang reads the old layer and the new is not known: {USE_VLLM}",

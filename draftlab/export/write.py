@@ -37,7 +37,8 @@ from draftlab.heads.validate import refuse_faults, tensor_faults
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import is_hub_id
-from draftlab.target_model.parts import load_parts, tensor_files
+from draftlab.target_model.parts import load_parts
+from draftlab.target_model.quantisation import StoredWeights
 
 IN_VLLM, V1_K = ("vllm", "speculators"), 128
 """Layouts that vLLM reads, and the drafts that its older runner verifies (`MAX_SPEC_LEN`)."""
@@ -176,8 +177,8 @@ def plan_export(
     elif not is_hub_id(target_name):  # readers open what is written here
         target_name = str(Path(target_folder).resolve())
     target_config = _target_config(head, target_folder)
-    stored = frozenset(tensor_files(target_folder) if layout.is_delta else ())
-    export = Export(head, target_config, target_name, k, dtype, serving, stored)
+    checkpoint = StoredWeights(target_folder) if layout.is_delta else None
+    export = Export(head, target_config, target_name, k, dtype, serving, checkpoint)
     if k >= export.positions:
         raise UserError(
             f"expected fewer speculative tokens than the target's {export.positions} positions, "

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,6 +67,8 @@ class Mtp(Family):
             # Qwen3-Next's config does not say that its checkpoints have one.
             count = getattr(target, kind.count_key, target.model_type == "qwen3_next") or 0
             found = f"{kind.count_key} {int(count)}" if count != 1 else _unlike(target)
+            if count > 1:  # vLLM's runner V1, its V2, SGLang
+                found += ": servers draft with the first alone, one for each draft, or not at all"
         if found:
             raise UserError(
                 f"expected a target with one MTP layer ({', '.join(sorted(TYPES))}), found "
@@ -98,23 +99,45 @@ class Mtp(Family):
 
         from draftlab.heads.mtp import MtpHead
         from draftlab.heads.mtp_checkpoint import checkpoint_names, load_checkpoint
-        from draftlab.target_model.parts import meta_tensor, read_tensor, tensor_files
+        from draftlab.target_model.quantisation import StoredWeights
 
-        files = tensor_files(folder)
-        names = checkpoint_names(config, files)
-        if not files.keys() & {*names}:
+        stored = StoredWeights(folder, meta=meta)
+        names = checkpoint_names(config, stored.files)
+        if not stored.files.keys() & {*names}:
             monitor.say(
                 f"warning: the checkpoint has none of the tensors of an MTP layer ({names[0]}, …), "
                 "as checkpoints that transformers wrote: training starts from random values"
             )
             return None
-        read = partial(meta_tensor if meta else read_tensor, folder, files=files)
         with torch.device("meta" if meta else "cpu"):
             head = MtpHead(config)
-            load_checkpoint(head, read, files)
+            load_checkpoint(head, stored.read, stored.files)
         if not meta:
+            for name in head.shared_tensors():  # so that a resumed training starts from equal ones
+                head.get_parameter(name).data.zero_()
             head.set_draft_vocabulary(torch.arange(config.vocab_size))
-            monitor.say(f"MTP layer: {len(names)} tensors of the target's checkpoint")
+            coded = sum(stored.factors_of(name) is not None for name in names)
+            text = f", {coded} of them in float8, to which the trained ones are rounded"
+            line = f"MTP layer: {len(names)} tensors of the target's checkpoint"
+            monitor.say(line + text * bool(coded))
+        return head
+
+    def as_exported(self, head: DraftHead, folder: Path) -> DraftHead:
+        from draftlab.heads.mtp_checkpoint import (
+            checkpoint_names,
+            checkpoint_tensors,
+            load_checkpoint,
+        )
+        from draftlab.heads.validate import D2T, T2D
+        from draftlab.target_model.quantisation import StoredWeights
+
+        stored = StoredWeights(folder)
+        if not any(map(stored.factors_of, checkpoint_names(head.config, stored.files))):
+            return head
+        not_own = head.shared_tensors() | {D2T, T2D}
+        own = {name: one for name, one in head.tensors().items() if name not in not_own}
+        written = stored.quantised(checkpoint_tensors(head.config, own, stored.files))
+        load_checkpoint(head, stored.replaced(written).read, stored.files)
         return head
 
 

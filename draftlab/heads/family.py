@@ -159,6 +159,11 @@ class Family(ABC):
         """
         return None
 
+    def as_exported(self, head: DraftHead, folder: Path) -> DraftHead:
+        """Return a trained head rounded to what exports for a target in this folder can hold, so
+        that it is measured as it is served."""
+        return head
+
     def foreign_fields(self, config: ForeignConfig, layout: str) -> dict[str, Any]:
         """Return the config fields of an imported head that only this family has.
 

@@ -23,7 +23,7 @@ GATE_UP, DOWN = "layers.0.mlp.gate_up", "layers.0.mlp.down"
 def checkpoint_tensors(
     config: MtpConfig, tensors: Mapping[str, Tensor], stored: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a head folder as the checkpoint has them, without computing.
+    """Return the tensors of a head folder as the checkpoint has them before it is quantised.
 
     Args:
         stored: names of the checkpoint's tensors.
@@ -45,19 +45,18 @@ def checkpoint_tensors(
 
 
 def load_checkpoint(head: MtpHead, read: Callable[[str], Tensor], stored: Collection[str]) -> None:
-    """Load the layer of a checkpoint; the target's own tensors become zeros.
+    """Load the layer of a checkpoint; the tensors that are the target's stay as they are.
 
     Args:
-        read: returns the checkpoint's tensor of a name.
+        read: returns the checkpoint's tensor of a name, dequantised.
         stored: names of the checkpoint's tensors.
 
     Raises:
         UserError: a tensor has another shape, or quantised values.
     """
     config = head.config
-    own = {name: parameter.data for name, parameter in head.named_parameters()}
-    for name in head.shared_tensors():  # zeros, so that a resumed training starts from equal values
-        own.pop(name).zero_()
+    shared = head.shared_tensors()
+    own = {name: one.data for name, one in head.named_parameters() if name not in shared}
     gate = own.pop(GATE, None)
     if CORRECTION in dict(head.named_buffers()):
         stored_bias = _checkpoint_name(config, CORRECTION)
@@ -78,8 +77,8 @@ def load_checkpoint(head: MtpHead, read: Callable[[str], Tensor], stored: Collec
 
 
 def _floating(read: Callable[[str], Tensor], name: str, shape: list[int]) -> Tensor:
-    """Return a tensor of the checkpoint; raise a `UserError` unless it has 16-bit or wider numbers
-    in this shape."""
+    """Return a tensor as `read` does; raise a `UserError` unless it has 16-bit or wider numbers in
+    this shape."""
     tensor = read(name)
     wide = tensor.is_floating_point() and tensor.element_size() >= 2
     if [*tensor.shape] != shape or not wide:
@@ -87,7 +86,7 @@ def _floating(read: Callable[[str], Tensor], name: str, shape: list[int]) -> Ten
             f"{name}: expected {shape} floating numbers of 16 bits or more, found "
             f"{[*tensor.shape]} of {tensor.dtype}",
             where="target",
-            do="name a checkpoint whose MTP layer is not quantised",
+            do="name a checkpoint whose MTP layer is in FP8 or 16 bits",
         )
     return tensor
 

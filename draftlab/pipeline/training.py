@@ -57,6 +57,8 @@ def train_and_save(
             ranks=ranks,
         )
         if ranks.is_main:
+            target = resolve_target(recipe.target)
+            head = get_family(head.config.family).as_exported(head, target)
             save_head(folder, head, torch.bfloat16)
 
 

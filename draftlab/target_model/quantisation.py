@@ -1,4 +1,4 @@
-"""Quantised checkpoints: what their configs say, and weights that are dequantised here.
+"""Quantised checkpoints: what their configs say, weights that are dequantised here, and back.
 
 transformers (5.23) knows no checkpoint of NVIDIA's Model Optimizer, leaves out a factor of NVFP4
 experts, needs further packages for float8, and quantises activations, whose rounding makes states
@@ -20,17 +20,28 @@ DeepSeek-V3, inference/kernel.py.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from safetensors import safe_open
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.target_model.parts import shard_files, without_wrappers
+from draftlab.files import read_fields
+from draftlab.kernels.fp8_linear import E4M3, LARGEST_E4M3
+from draftlab.target_model.parts import (
+    meta_tensor,
+    read_tensor,
+    shard_files,
+    tensor_files,
+    without_wrappers,
+)
 
 T = TypeVar("T")
 
@@ -47,6 +58,8 @@ _FACTOR = re.compile(r"(.*(?:weight|_proj))_(scale|scale_inv|scale_2|global_scal
 _LAYER = re.compile(r"\blayers\.(\d+)\.")
 _DROPPED = re.compile(r".*\.(input|output|activation|[qkv])_(global_)?scale")
 """Factors of activations and of KV caches, which are not quantised here."""
+_LARGEST_ROUNDED = 464
+"""The largest number that is rounded to one of E4M3."""
 _E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 _BYTES = torch.stack(
     torch.meshgrid(*[torch.cat([_E2M1, -_E2M1])] * 2, indexing="ij")[::-1], -1
@@ -198,12 +211,127 @@ def dequantise(
     if values.dtype == torch.uint8:
         pairs = _BYTES[values.int()].flatten(-2)  # [R, C]
         return (pairs.unflatten(-1, (scale.shape[-1], -1)) * scale[..., None]).flatten(-2)
-    if block is not None and values.ndim > 1:
-        rows, columns = values.shape[-2:]
-        if scale.shape[-2:] == (-(-rows // block[0]), -(-columns // block[1])):
-            scale = scale.repeat_interleave(block[0], -2)[..., :rows, :]
-            scale = scale.repeat_interleave(block[1], -1)[..., :columns]
-    return values.float() * scale
+    size = _shared_size([*values.shape], [*scale.shape], block)
+    return values.float() * (scale if size is None else _spread(scale, values.shape, size))
+
+
+def quantise(
+    weights: Tensor, scale: Tensor, block: tuple[int, int] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return codes of weights in float8 (E4M3), and their factors in the dtype of `scale`.
+
+    A block keeps its factor, doubled until its values fit. So what `dequantise` returned becomes
+    the same bits again, even rounded to bfloat16, since codes differ by 1/16 or more. Factors that
+    are powers of two stay so.
+
+    Args:
+        weights: [..., R, C]. scale, block: of earlier ones, as `dequantise` takes them.
+    """
+    size = _shared_size([*weights.shape], [*scale.shape], block)
+    assert size is not None  # the caller has checked the shapes
+    ratio = weights.float() / _spread(scale.float(), weights.shape, size)
+    largest = F.max_pool2d(ratio.abs()[None], size, ceil_mode=True).view(scale.shape)
+    growth = torch.exp2((largest / _LARGEST_ROUNDED).log2().ceil().clamp(min=0))
+    ratio = (ratio / _spread(growth, weights.shape, size)).clamp(-LARGEST_E4M3, LARGEST_E4M3)
+    return ratio.to(E4M3), (scale.float() * growth).to(scale.dtype)
+
+
+class StoredWeights:
+    """Weights of a checkpoint by their names, whether they are stored as they are or in float8.
+
+    Attributes:
+        files: names of the checkpoint's tensors, each with its file.
+    """
+
+    def __init__(self, folder: Path, *, meta: bool = False) -> None:
+        """Open a folder; with `meta` only headers are read, and tensors are on the meta device."""
+        self.folder, self.files = folder, tensor_files(folder)
+        self._read = partial(meta_tensor if meta else read_tensor, folder, files=self.files)
+        fields = read_fields(folder / "config.json", {}, kind="target's config.json")
+        parts = (part for part in (fields, fields.get("text_config")) if isinstance(part, dict))
+        found = (part.get("quantization_config") for part in parts)
+        self._block = next((_block(one) for one in found if isinstance(one, dict)), None)
+
+    def factors_of(self, name: str) -> str | None:
+        """Return the name of a weight's factors; None: it is not in 8 bits."""
+        names = (f"{name}_scale_inv", f"{name}_scale")
+        return next((one for one in names if one in self.files), None)
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor, dequantised to float32 if it is in float8.
+
+        Raises:
+            UserError: the tensor is missing, not finite, or without the factors that it needs.
+        """
+        values = self._read(name)
+        if values.dtype != E4M3 and self.factors_of(name) is None:
+            return values
+        if values.dtype != E4M3:
+            raise self._fault(name, "float8 (E4M3) beside factors", f"{values.dtype}")
+        plain = dequantise(values, self._factors(name, values.shape), block=self._block)
+        if not (plain.is_meta or plain.isfinite().all()):
+            raise self._fault(name, "numbers", "NaN or infinity")
+        return plain
+
+    def quantised(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return weights as the checkpoint stores them: some in float8 beside their factors."""
+        stored = dict(tensors)
+        for name, tensor in tensors.items():
+            if factors := self.factors_of(name):
+                scale = self._factors(name, tensor.shape).to(tensor.device)
+                stored[name], stored[factors] = quantise(tensor, scale, self._block)
+        return stored
+
+    def replaced(self, tensors: Mapping[str, Tensor]) -> StoredWeights:
+        """Return the weights of the checkpoint after some of its tensors have been replaced."""
+        new, read = copy.copy(self), self._read
+        new._read = lambda name: tensors[name] if name in tensors else read(name)
+        return new
+
+    def _factors(self, name: str, shape: torch.Size) -> Tensor:
+        """Return the factors of a weight; raise a `UserError` unless they are positive numbers that
+        fit its shape."""
+        if (factors := self.factors_of(name)) is None:
+            raise self._fault(name, f"factors in {name}_scale_inv or _scale", "none")
+        scale = self._read(factors)
+        size = _shared_size([*shape], [*scale.shape], self._block)
+        if size is None or not scale.is_floating_point():
+            expected = f"floating factors for each {self._block or 'row'} of {[*shape]}"
+            raise self._fault(name, expected, f"{[*scale.shape]} of {scale.dtype}")
+        positive = (scale.float() > 0) & scale.float().isfinite()
+        if not (scale.is_meta or positive.all()):
+            raise self._fault(name, "positive factors", "others")
+        return scale
+
+    def _fault(self, name: str, expected: str, found: str) -> UserError:
+        return UserError(
+            f"{name}: expected {expected}, found {found}",
+            where=self.folder,
+            do="fetch the checkpoint again from a source that you trust, or use it in 16 bits",
+        )
+
+
+def _spread(scale: Tensor, shape: torch.Size, size: tuple[int, int]) -> Tensor:
+    """Return factors that broadcast to weights of a shape."""
+    for axis in (-2, -1) if scale.ndim > 1 else ():
+        if scale.shape[axis] > 1:
+            scale = scale.repeat_interleave(size[axis], axis).narrow(axis, 0, shape[axis])
+    return scale
+
+
+def _shared_size(
+    shape: list[int], scale: list[int], block: tuple[int, int] | None
+) -> tuple[int, int] | None:
+    """Return the rows and columns of 8-bit weights that share a factor; None: shapes do not fit."""
+    if len(shape) < 2:
+        return None
+    rows, columns = shape[-2:]
+    if scale in ([], [1]):
+        return rows, columns
+    for size in filter(None, ((1, columns), block)):
+        if scale == [*shape[:-2], -(-rows // size[0]), -(-columns // size[1])]:
+            return size
+    return None
 
 
 def _has_only_scales(weights: Mapping[str, Any], layout: Any) -> bool:
@@ -233,7 +361,14 @@ def _block(fields: Mapping[str, Any]) -> tuple[int, int] | None:
     groups = [group.get("weights") or {} for group in _groups(fields)]
     for found in (fields.get("weight_block_size"), *(g.get("block_structure") for g in groups)):
         if found:
-            return found[0], found[1]
+            sizes = [*found] if isinstance(found, list | tuple) else []
+            if len(sizes) != 2 or not all(isinstance(n, int) and n > 0 for n in sizes):
+                raise UserError(
+                    f"expected the rows and columns of a block of weights, found {found}",
+                    where="quantization_config",
+                    do="fetch config.json again from a source that you trust",
+                )
+            return sizes[0], sizes[1]
     return None
 
 
@@ -265,8 +400,7 @@ def _fits(
 ) -> bool:
     """Return whether `dequantise` takes values and factors of these dtypes and shapes."""
     if dtype in ("F8_E4M3", "I8"):
-        blocks = [-(-n // size) for n, size in zip(shape[-2:], block or (1, 1), strict=False)]
-        return scale_shape in ([], [1], [shape[0], 1], [*shape[:-2], *blocks])
+        return _shared_size(shape, scale_shape, block) is not None
     size = {"F8_E4M3": 16, "U8": 32}.get(scale_dtype)
     return (
         dtype == "U8"

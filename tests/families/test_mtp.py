@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from draftlab.export.write import write_export
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import save_head
 from draftlab.heads.mtp import MtpConfig, MtpHead
+from draftlab.pipeline import training
 from draftlab.plan.preflight import check_before_run, check_head
 from draftlab.progress import Monitor
 from draftlab.servers.vllm_process import PYTHON_VARIABLE
@@ -37,6 +41,7 @@ from tests.helpers.greedy_answers import answers, greedy_records, recording_draf
 from tests.helpers.mtp_toys import (
     KINDS,
     PlainMtp,
+    layer_tensors,
     mtp_folder,
     mtp_recipe,
     mtp_tensors,
@@ -48,7 +53,10 @@ from tests.helpers.zoo import load_on_cpu, zoo_config
 TRUST = {"trust_remote_code": True}
 
 
-@pytest.fixture(scope="module", params=KINDS)
+EIGHT_BITS = ("deepseek_v3 fp8", "qwen3_5_moe_text fp8", "glm4_moe fp8")
+
+
+@pytest.fixture(scope="module", params=(*KINDS, *EIGHT_BITS))
 def target(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Target:
     kind, place = request.param, tmp_path_factory.mktemp(request.param)
     # With these widths of the random weights greedy answers can be learned.
@@ -147,12 +155,14 @@ def whole_folder(export: Path) -> Path:
 
 
 def test_an_untrained_export_is_the_checkpoint_bit_for_bit(target: Target, tmp_path: Path) -> None:
-    kind = json.loads((target.folder / "config.json").read_text())["model_type"]
     out = exported(target, native_head(target), tmp_path, torch.bfloat16)
-    written, own = load_file(out / DELTA), mtp_tensors(kind)
+    written, own = load_file(out / DELTA), layer_tensors(target.folder)
     assert written.keys() == own.keys()
     for name, tensor in own.items():
-        assert torch.equal(written[name].view(torch.int16), tensor.view(torch.int16)), name
+        is_plain = tensor.itemsize > 1 and "_scale" not in name
+        tensor = tensor.bfloat16() if is_plain else tensor
+        assert written[name].dtype == tensor.dtype
+        assert torch.equal(written[name].view(torch.uint8), tensor.view(torch.uint8)), name
     before = {p.name: p.read_bytes() for p in target.folder.iterdir()}
     with pytest.raises(UserError, match=r"expected a folder that joins .*export-whole"):
         launch_arguments(out, "vllm")
@@ -203,6 +213,7 @@ def test_fine_tuning_raises_acceptance_and_is_written_back(target: Target, tmp_p
 
     before = acceptance(native_head(target))
     tuned = trained_head(target, native_head(target), 30)
+    tuned = get_family("mtp").as_exported(tuned, target.folder)
     assert acceptance(tuned) > before + 0.05
     whole = whole_folder(exported(target, tuned, tmp_path, torch.float32))
     again = native_head(load_on_cpu(whole, **TRUST))
@@ -220,7 +231,11 @@ def test_a_file_that_vllm_would_read_later_is_refused(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("glm4_moe", {"num_nextn_predict_layers": 2}, "num_nextn_predict_layers 2"),
+    (
+        "glm4_moe",
+        {"num_nextn_predict_layers": 2},
+        "num_nextn_predict_layers 2: servers draft with the first alone, one for each draft, or",
+    ),
     ("deepseek_v3", {"num_nextn_predict_layers": 1, "attention_bias": True}, "attention_bias True"),
     ("deepseek_v3", {"num_nextn_predict_layers": 1, "index_topk": 8}, "index_topk 8"),
     (
@@ -282,19 +297,86 @@ def test_quantised_and_missing_tensors_are_named(tmp_path: Path) -> None:
     get_family("mtp").head_of_target(config, folder, Monitor(), meta=True)
     tensors = load_file(file)
     save_file(tensors | {"mtp.fc.weight": tensors["mtp.fc.weight"].to(torch.float8_e4m3fn)}, file)
-    with pytest.raises(UserError, match=r"mtp.fc.weight: expected \[32, 64\] floating"):
+    missing = r"mtp.fc.weight: expected factors in mtp.fc.weight_scale_inv or _scale, found none"
+    with pytest.raises(UserError, match=missing):
         native_head(target)
-    with pytest.raises(UserError, match=r"64\] floating .* found \[32, 64\] of torch.float8"):
+    with pytest.raises(UserError, match=missing):
         get_family("mtp").head_of_target(config, folder, Monitor(), meta=True)
+    save_file(tensors | {"mtp.fc.weight": torch.zeros(32, 64, dtype=torch.int8)}, file)
+    with pytest.raises(UserError, match=r"mtp.fc.weight: expected \[32, 64\] floating numbers"):
+        native_head(target)
     save_file({n: t for n, t in tensors.items() if n != "mtp.fc.weight"}, file)
     with pytest.raises(UserError, match=r"expected one tensor named mtp\.fc\.weight"):
         native_head(target)
 
 
+Q_A = "model.layers.4.self_attn.q_a_proj.weight"
+HOSTILE: list[tuple[dict[str, Tensor], str, bool]] = [
+    ({f"{Q_A}_scale_inv": torch.ones(1, 1)}, r"factors for each \(16, 16\) of \[16, 32\]", True),
+    ({f"{Q_A}_scale_inv": torch.ones(1, 2, dtype=torch.uint8)}, "of torch.uint8", True),
+    ({Q_A: torch.zeros(16, 32)}, r"float8 \(E4M3\) beside factors, found torch.float32", True),
+    ({f"{Q_A}_scale_inv": torch.tensor([[1.0, torch.nan]])}, "expected positive factors", False),
+    ({f"{Q_A}_scale_inv": torch.tensor([[1.0, 0.0]])}, "expected positive factors", False),
+    ({Q_A: torch.full((16, 32), torch.nan).to(torch.float8_e4m3fn)}, "found NaN", False),
+]
+
+
+def test_hostile_factors_are_refused_by_name(tmp_path: Path) -> None:
+    folder = mtp_folder(tmp_path / "target", "deepseek_v3 fp8")
+    target, file = load_on_cpu(folder), folder / "model.safetensors"
+    config, tensors = native_head(target).config, load_file(file)
+    for changes, message, in_header in HOSTILE:
+        save_file(tensors | changes, file)
+        for meta in (False, True)[: 1 + in_header]:
+            with pytest.raises(UserError, match=f"{Q_A}: expected .*") as error:
+                get_family("mtp").head_of_target(config, folder, Monitor(), meta=meta)
+            assert re.search(message, error.value.what)
+    fields = json.loads((folder / "config.json").read_text())
+    for size in ([0, 16], ["a"], "16"):
+        fields["quantization_config"]["weight_block_size"] = size
+        (folder / "config.json").write_text(json.dumps(fields))
+        with pytest.raises(UserError, match="expected the rows and columns of a block"):
+            get_family("mtp").head_of_target(config, folder, Monitor())
+
+
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_a_trained_head_is_saved_as_its_export_stores_it(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = load_on_cpu(mtp_folder(tmp_path / "target", kind))
+    trained, first = native_head(target), native_head(target)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name in trained.state_dict().keys() - trained.shared_tensors():
+            if "layers.0" in name and trained.state_dict()[name].ndim > 1:
+                one = trained.state_dict()[name]
+                one.mul_(1 + 3 * torch.rand(one.shape, generator=generator) ** 8)
+    monkeypatch.setattr(training, "window_recording", lambda *_: nullcontext())
+    monkeypatch.setattr(training, "train_head", lambda *_, **__: trained)
+    recording = SimpleNamespace(open_store=lambda: None, tokenizer=None)
+    training.train_and_save(
+        mtp_recipe(target.folder),
+        recording,
+        tmp_path,
+        tmp_path / "head",
+        monitor=Monitor(),
+        ranks=SimpleNamespace(is_main=True),
+        new_pool=None,
+    )
+    settings, name = ExportSettings(k=3), str(target.folder)
+    places = tmp_path / "head", target.folder, tmp_path / "export"
+    write_export(*places, "vllm", target_name=name, settings=settings)
+    served = native_head(load_on_cpu(whole_folder(tmp_path / "export")))
+    saved, before = load_file(tmp_path / "head/model.safetensors"), first.state_dict()
+    assert all(torch.equal(served.state_dict()[n].bfloat16(), t) for n, t in saved.items())
+    assert any(not torch.equal(before[n].bfloat16(), t) for n, t in saved.items())
+
+
 def test_a_run_that_changes_nothing_ends_with_the_checkpoints_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mtp_folder(tmp_path / "toy", "qwen3_5_text")
+    mtp_folder(tmp_path / "toy", "qwen3_5_text fp8")
+    own = layer_tensors(tmp_path / "toy")
     write_prompts(tmp_path / "prompts.jsonl", [f"def f{i}(use): the user {i}" for i in range(12)])
     text = RECIPE.replace("draft_vocab: {size: 128}\n", "head: {family: mtp}\n")
     text = text.replace("steps: 6", "steps: 1\n  learning_rate: 1.0e-12")
@@ -302,13 +384,13 @@ def test_a_run_that_changes_nothing_ends_with_the_checkpoints_bits(
     result = draftlab(tmp_path, "run", "small.yaml")
     assert result.exit_code == 0, result.output
     output = " ".join(result.output.split())
-    assert "MTP layer: 15 tensors of the target's checkpoint" in output
+    assert "MTP layer: 15 tensors of the target's checkpoint, 7 of them in float8" in output
     assert "tokens of 100.0% of 3 prompts equal" in output
     export = tmp_path / "runs/small/export/vllm"
     assert '{"method": "mtp", "num_speculative_tokens": 2}' in (export / "launch.md").read_text()
-    written, own = load_file(export / DELTA), mtp_tensors("qwen3_5_text")
+    written = load_file(export / DELTA)
     assert written.keys() == own.keys()
-    assert all(torch.equal(written[name], tensor) for name, tensor in own.items())
+    assert all(torch.equal(written[name].float(), tensor.float()) for name, tensor in own.items())
     command = ("push", "small", "org/name", "--to", "vllm", "--dry-run", "--out", "pushed")
     assert draftlab(tmp_path, *command).exit_code == 0
     launch = (tmp_path / "pushed/launch.md").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -158,10 +159,70 @@ def mtp_tensors(kind: str, seed: int = 1) -> dict[str, Tensor]:
     return tensors
 
 
+def layer_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of the MTP layer in a target's file, but for the router's bias."""
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    names, stored = mtp_tensors(kind).keys(), load_file(folder / "model.safetensors")
+    return {n: t for n, t in stored.items() if n in names or n.rpartition("_scale")[0] in names}
+
+
+def to_eight_bits(folder: Path, block: tuple[int, int] = (16, 16)) -> None:
+    """Store the layer's matrices as FP8 checkpoints do: GLM's with a factor for each row, others
+    with one for each block, DeepSeek's with powers of two, and Qwen's with bfloat16 numbers."""
+    file, config = folder / "model.safetensors", json.loads((folder / "config.json").read_text())
+    stored, kind = load_file(file), config["model_type"]
+    for name, weight in layer_tensors(folder).items():
+        if weight.ndim < 2 or not name.removesuffix(".weight").endswith("_proj") or "eh_" in name:
+            continue
+        rows, columns = block = (1, weight.shape[-1]) if kind == "glm4_moe" else block
+        shape = [*weight.shape[:-2], -(-weight.shape[-2] // rows), -(-weight.shape[-1] // columns)]
+        scale, codes = torch.empty(shape), weight.to(torch.float8_e4m3fn)
+        for place in itertools.product(*map(range, shape)):
+            *expert, i, j = place
+            part = weight[(*expert, slice(i * rows, (i + 1) * rows), slice(j * columns, None))]
+            part = part[..., :columns]
+            factor = part.abs().max() / 448
+            if kind == "deepseek_v3":
+                factor = 2 ** factor.log2().ceil()
+            elif kind != "glm4_moe":
+                factor = factor.bfloat16().float()
+            scale[place] = factor
+            where = slice(i * rows, (i + 1) * rows), slice(j * columns, (j + 1) * columns)
+            codes[(*expert, *where)] = (part / factor).clamp(-448, 448).to(codes.dtype)
+        inverse = "_scale" if kind == "glm4_moe" else "_scale_inv"
+        stored[name] = codes
+        stored[f"{name}{inverse}"] = scale.bfloat16() if kind.startswith("qwen") else scale
+    save_file(stored, file, metadata={"format": "pt"})
+    weights = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    quantisation: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [*block]}
+    if kind == "glm4_moe":
+        group = {"targets": ["Linear"], "weights": weights}
+        quantisation = {"quant_method": "compressed-tensors", "format": "float-quantized"}
+        quantisation |= {"config_groups": {"group_0": group}}
+    config["quantization_config"] = quantisation
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def plain_weights(stored: dict[str, Tensor], block: list[int]) -> dict[str, Tensor]:
+    """Return what the tensors of a file stand for, in float64."""
+    plain = {name: tensor.double() for name, tensor in stored.items()}
+    for name, scale in stored.items():
+        weight, _, kind = name.rpartition("_scale")
+        if weight in stored:
+            rows, columns = block if kind else (1, stored[weight].shape[-1])
+            factors = torch.kron(scale.double(), torch.ones(rows, columns).double())
+            plain[weight] *= factors[..., : plain[weight].shape[-2], : plain[weight].shape[-1]]
+    return plain
+
+
 def mtp_folder(
     path: Path, kind: str, *, own: bool = True, tokenizer: bool = True, **changes: Any
 ) -> Path:
-    """Save a random target of a kind, with the toy tokenizer and an MTP layer, or without one."""
+    """Save a random target of a kind, with the toy tokenizer and an MTP layer, or without one.
+
+    Of a kind with " fp8" behind it the layer is stored in 8 bits.
+    """
+    kind, _, in_eight_bits = kind.partition(" ")
     save = zoo_folder_with_tokenizer if tokenizer else zoo_folder
     if kind == "mimo":
         shape = {"num_key_value_heads": KV_HEADS, "tie_word_embeddings": False}
@@ -180,6 +241,8 @@ def mtp_folder(
         name = f"{_NAMES[kind]['layer']}.mlp.gate.e_score_correction_bias"
         tensors[name] = torch.linspace(-0.2, 0.2, EXPERTS)
     save_file({n: t.float() for n, t in tensors.items()}, file, metadata={"format": "pt"})
+    if in_eight_bits:
+        to_eight_bits(path)
     return path
 
 
@@ -195,8 +258,9 @@ class PlainMtp:
 
     def __init__(self, folder: Path, tensors: dict[str, Tensor] | None = None) -> None:
         stored = load_file(folder / "model.safetensors") | (tensors or {})
-        self.w = {name: t.double() for name, t in stored.items()}
         self.config = json.loads((folder / "config.json").read_text())
+        block = self.config.get("quantization_config", {}).get("weight_block_size", [])
+        self.w = plain_weights(stored, block)
         self.kind = self.config["model_type"]
         self.names, self.gated = _NAMES[self.kind], self.kind.startswith("qwen")
         self.offset = float(self.gated)

@@ -20,6 +20,7 @@ from draftlab.engine.engine import Engine
 from draftlab.errors import UserError
 from draftlab.target_model.fused_decoder import has_known_layers
 from draftlab.target_model.parts import load_parts
+from draftlab.target_model.quantisation import dequantise, quantise
 from tests.helpers.greedy_answers import STOPS, requests, run
 from tests.helpers.small_run import draftlab, new_workshop, refused
 from tests.helpers.toys import toy_target_folder
@@ -168,6 +169,34 @@ def test_blocks_of_8_bits_are_dequantised(dtype: str, hidden: int, tmp_path: Pat
     own = dict(target.model.named_parameters())
     for name, weight in meant.items():
         torch.testing.assert_close(own[name].float(), weight.float(), rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("size", "shape"),
+    [((16, 16), (3, 17)), ((1, 264), (33, 1)), ((33, 264), (1,)), ((33, 264), ())],
+)
+def test_dequantised_weights_become_their_bits_again(
+    size: tuple[int, int], shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    """Every code, with random factors and with powers of two."""
+    codes = torch.arange(256, dtype=torch.uint8).repeat(33, 1)
+    codes[codes % 128 == 127] = 0  # NaN
+    codes = torch.nn.functional.pad(codes, (0, 8)).view(torch.float8_e4m3fn)  # [33, 264]
+    for scale in (torch.rand(shape) + 1e-3, torch.full(shape, 2.0**-12), torch.rand(shape) / 1e5):
+        for stored in (scale, scale.bfloat16()):
+            weights = dequantise(codes, stored, block=size).to(dtype)
+            again, factors = quantise(weights, stored, size)
+            assert torch.equal(again.view(torch.uint8), codes.view(torch.uint8))
+            assert factors.dtype == stored.dtype
+            assert torch.equal(factors, stored)
+    # Values that do not fit double the factors of their blocks alone.
+    weights[0, 0] = 3 * 448 * stored.float().max()
+    again, factors = quantise(weights, stored, size)
+    assert float(factors.flatten()[0] / stored.flatten()[0]).is_integer()
+    assert torch.equal(factors.flatten()[1:], stored.flatten()[1:])
+    found = dequantise(again, factors, block=size)
+    torch.testing.assert_close(found, weights.float(), rtol=1 / 16, atol=float(factors.max()) / 512)
 
 
 @pytest.mark.parametrize("shape", ["channel", "tensor"])
