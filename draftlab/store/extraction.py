@@ -128,7 +128,7 @@ class HiddenStateExtractor:
 
     def _ids(self, sample: Sample) -> Sequence[int] | np.ndarray:
         """Return the ids of a sample, which may be cut, by which the target reads its images."""
-        return image_ids(self.target, sample.token_ids, sample.images, cut=True)
+        return image_ids(self.target, sample.token_ids, sample.images, prompt=False)
 
     def _copy_to_host(self, states: dict[str, Tensor], finite: Tensor) -> StatesFuture:
         """Start the copies to the host."""

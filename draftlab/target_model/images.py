@@ -94,17 +94,18 @@ def process(folder: Path, images: Images, text: str | None = None) -> Any:
         ) from error
 
 
-def image_ids(target: Target, ids: Sequence[int], images: Images, *, cut: bool = False) -> Any:
+def image_ids(target: Target, ids: Sequence[int], images: Images, *, prompt: bool = True) -> Any:
     """Return token ids by which the target reads images; without images `ids`.
 
     Args:
-        cut: whether `ids` may be the beginning of a prompt, without its last positions.
+        prompt: whether `ids` are a prompt; else they are its beginning, or go on behind it, where
+            an answer may have the image token without an image.
     """
     if not images:
         return ids
     if target.images is None:
         target.images = ImageReader(target)
-    return target.images.name_positions(ids, images, cut=cut)
+    return target.images.name_positions(ids, images, prompt=prompt)
 
 
 def token_ids(target: Target, ids: Tensor) -> Tensor:
@@ -135,7 +136,9 @@ class ImageReader:
         embeddings.register_forward_pre_hook(self._take_names)
         embeddings.register_forward_hook(self._put_rows)
 
-    def name_positions(self, ids: Sequence[int], images: Images, *, cut: bool) -> tuple[int, ...]:
+    def name_positions(
+        self, ids: Sequence[int], images: Images, *, prompt: bool
+    ) -> tuple[int, ...]:
         """Return ids with the names of image positions; raise a `UserError` if their number is not
         that of the images' embeddings.
         """
@@ -150,13 +153,13 @@ class ImageReader:
             )
         number, named = len(self.rows(key)), list(map(int, ids))
         at = [position for position, one in enumerate(named) if one == self.token]
-        if len(at) != number and not (cut and len(at) < number):
+        if prompt and len(at) != number:
             raise UserError(
                 f"expected {number:,} positions of images in a prompt, found {len(at):,}",
                 where=images[0].folder / images[0].name,
                 do="write no image token in the text of a prompt with images",
             )
-        for row, position in enumerate(at):
+        for row, position in enumerate(at[:number]):
             named[position] = FIRST + key * _POSITIONS + row
         return tuple(named)
 
@@ -192,6 +195,12 @@ class ImageReader:
             self._model(**inputs, use_cache=False)
         except _Stop:
             pass
+        except Exception as error:  # each model has its own
+            raise UserError(
+                f"the target's model does not take the images of a prompt: {error}",
+                where=images[0].folder / images[0].name,
+                do="leave the prompt out, or fetch the target's files again",
+            ) from error
         finally:
             handle.remove()
         ids = inputs["input_ids"]

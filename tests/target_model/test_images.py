@@ -119,7 +119,9 @@ def test_every_engine_reads_images(device: str, tmp_path: Path) -> None:
     first = token_ids(target, torch.tensor(prompts["turned"])).tolist()
     assert image_ids(target, first, images) == prompts["turned"]
     within = prompts["turned"].index(turned[0]) + 2
-    assert image_ids(target, first[:within], images, cut=True) == prompts["turned"][:within]
+    assert image_ids(target, first[:within], images, prompt=False) == prompts["turned"][:within]
+    answered = image_ids(target, [*first, 289, 5], images, prompt=False)
+    assert answered == (*prompts["turned"], 289, 5)
     with pytest.raises(UserError, match="expected 8 positions of images in a prompt, found 2"):
         image_ids(target, first[:within], images)
     config = make_config(
@@ -215,6 +217,14 @@ def test_a_placeholder_in_a_text_is_no_image(folder: Path) -> None:
     assert "expected '<image>' once for each image in a rendered prompt" in result.stderr
     kept = (folder / "runs/small/answers.jsonl").read_text().splitlines()
     assert [json.loads(line)["id"] for line in kept] == ["good", "text"]
+
+
+def test_a_rehearsal_reads_images(folder: Path) -> None:
+    new_workshop(folder)
+    write_prompts(folder)
+    result = draftlab(folder, "run", "small.yaml", "--rehearse", "target=vl", "eval.max_prompts=4")
+    assert result.exit_code == 0, result.output
+    assert (folder / "runs/rehearsals/small/images").is_dir()
 
 
 def test_a_text_target_is_given_no_image(folder: Path) -> None:
