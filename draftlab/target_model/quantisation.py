@@ -229,11 +229,13 @@ def quantise(
     """
     size = _shared_size([*weights.shape], [*scale.shape], block)
     assert size is not None  # the caller has checked the shapes
-    ratio = weights.float() / _spread(scale.float(), weights.shape, size)
-    largest = F.max_pool2d(ratio.abs()[None], size, ceil_mode=True).view(scale.shape)
-    growth = torch.exp2((largest / _LARGEST_ROUNDED).log2().ceil().clamp(min=0))
-    ratio = (ratio / _spread(growth, weights.shape, size)).clamp(-LARGEST_E4M3, LARGEST_E4M3)
-    return ratio.to(E4M3), (scale.float() * growth).to(scale.dtype)
+    largest = F.max_pool2d(weights.float().abs()[None], size, ceil_mode=True)
+    largest = largest.view(scale.shape) if scale.ndim > 1 else largest.max()
+    factors = scale.float().double()  # quotients by the smallest ones overflow float32
+    growth = (largest / (_LARGEST_ROUNDED * factors)).log2().ceil().clamp(min=0)
+    grown = (factors * torch.exp2(growth)).to(scale.dtype)
+    ratio = weights.float() / _spread(grown.float(), weights.shape, size)
+    return ratio.clamp(-LARGEST_E4M3, LARGEST_E4M3).to(E4M3), grown
 
 
 class StoredWeights:
@@ -323,14 +325,14 @@ def _shared_size(
     shape: list[int], scale: list[int], block: tuple[int, int] | None
 ) -> tuple[int, int] | None:
     """Return the rows and columns of 8-bit weights that share a factor; None: shapes do not fit."""
-    if len(shape) < 2:
+    if len(shape) < 2 or not all(shape):
         return None
     rows, columns = shape[-2:]
     if scale in ([], [1]):
         return rows, columns
     for size in filter(None, ((1, columns), block)):
         if scale == [*shape[:-2], -(-rows // size[0]), -(-columns // size[1])]:
-            return size
+            return min(size[0], rows), min(size[1], columns)
     return None
 
 

@@ -199,6 +199,25 @@ def test_dequantised_weights_become_their_bits_again(
     torch.testing.assert_close(found, weights.float(), rtol=1 / 16, atol=float(factors.max()) / 512)
 
 
+@pytest.mark.parametrize(
+    ("shape", "scale", "size"),
+    [
+        ((3, 33, 264), torch.tensor(1e-3), None),
+        ((33, 264), torch.full((1, 1), 1e-3), (10**18, 10**18)),
+        ((33, 264), torch.full((3, 17), 1e-42), (16, 16)),
+        ((33, 264), torch.full((3, 17), 2.0**-127).to(torch.float8_e8m0fnu), (16, 16)),
+    ],
+)
+def test_factors_of_every_shape_and_size_grow(
+    shape: tuple[int, ...], scale: torch.Tensor, size: tuple[int, int] | None
+) -> None:
+    weights = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    codes, factors = quantise(weights, scale, size)
+    assert (factors.shape, factors.dtype) == (scale.shape, scale.dtype)
+    found = dequantise(codes, factors, block=size)
+    torch.testing.assert_close(found, weights, rtol=1 / 16, atol=float(factors.float().max()) / 512)
+
+
 @pytest.mark.parametrize("shape", ["channel", "tensor"])
 @pytest.mark.parametrize(("kind", "dtype"), [("float", torch.float8_e4m3fn), ("int", torch.int8)])
 def test_rows_of_8_bits_are_dequantised_without_a_library(
