@@ -20,7 +20,7 @@ from draftlab.store.shard_cache import SIZE, ShardCache
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.store.urls import local_folder
-from draftlab.target_model.images import reads_images
+from draftlab.target_model.images import no_images
 from draftlab.target_model.locate import TOKENIZER_FILES, resolve_target
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
@@ -73,7 +73,7 @@ class Recording(TargetWorker):
             settings,
             self.monitor,
             reads_answers=not self.recipe.regenerate.enabled,
-            reads_images=self._reads_images,
+            no_images=self._no_images,
             modes=modes,
             seed=self.recipe.seed,
         )
@@ -82,12 +82,13 @@ class Recording(TargetWorker):
                 self.monitor.say(f"warning: prompts: the chat template does not read {name!r}")
         return prompts
 
-    def _reads_images(self) -> bool:
-        """Return whether images of prompts are read; vLLM and other servers are not sent any."""
+    def _no_images(self) -> str:
+        """Return why images of prompts are not read; "": they are."""
         recipe = self.recipe
         own = recipe.regenerate.backend == "paged" or not recipe.regenerate.enabled
-        own = own and recipe.record.backend == "transformers"
-        return own and reads_images(resolve_target(recipe.target, TOKENIZER_FILES))
+        if not own or recipe.record.backend != "transformers":
+            return "draftlab sends none to vLLM or other servers"
+        return no_images(resolve_target(recipe.target, TOKENIZER_FILES))
 
     def write_answers(self, path: Path, pool: WorkerPool | None) -> None:
         """Write the target's answers to the prompts, by the pool's workers or in this process."""

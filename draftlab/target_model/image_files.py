@@ -38,18 +38,19 @@ class ImageFile:
         """Return the bytes of the file.
 
         Raises:
-            UserError: it is missing, larger than `MAX_BYTES`, or outside of the folder.
+            UserError: it cannot be read, is larger than `MAX_BYTES`, or outside of the folder.
         """
-        if "\0" in self.name:
-            raise self._error("the name of an image", "one with a null character")
-        path, folder = (self.folder / self.name).resolve(), self.folder.resolve()
-        if not path.is_relative_to(folder):
-            raise self._error(f"an image below {folder}", "a path that leaves it")
-        if not path.is_file():
-            raise self._error("an image", "no such file")
-        if (size := path.stat().st_size) > MAX_BYTES:
-            raise self._error(f"an image of at most {MAX_BYTES:,} bytes", f"{size:,}")
-        return path.read_bytes()
+        try:
+            path, folder = (self.folder / self.name).resolve(), self.folder.resolve()
+            if not path.is_relative_to(folder):
+                raise self._error(f"an image below {folder}", "a path that leaves it")
+            if not path.is_file():
+                raise self._error("an image", "no such file")
+            if (size := path.stat().st_size) > MAX_BYTES:
+                raise self._error(f"an image of at most {MAX_BYTES:,} bytes", f"{size:,}")
+            return path.read_bytes()
+        except (OSError, ValueError, RuntimeError) as error:  # such as a loop of links
+            raise self._error("an image", str(error)) from None
 
     @cached_property
     def sha256(self) -> str:
@@ -70,7 +71,7 @@ class ImageFile:
             raise self._error("a JPEG, PNG or WebP image", "another file") from None
         except Image.DecompressionBombError:
             raise self._error(f"an image of at most {MAX_PIXELS:,} pixels", "more") from None
-        except (OSError, ValueError, SyntaxError) as error:  # as Pillow says that it is damaged
+        except Exception as error:  # Pillow has many for what is damaged
             raise self._error("a whole image", str(error)) from None
 
     def copy_to(self, folder: Path) -> ImageFile:

@@ -9,7 +9,9 @@ equal ids have equal images, and no engine has to know of images.
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import inspect
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, AutoProcessor
+from transformers import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from draftlab.errors import UserError
 from draftlab.files import check_size, read_fields
@@ -37,30 +39,47 @@ MAX_KEPT = 64
 """Prompts whose image embeddings stay in memory."""
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _TOKENS = ("image_token_id", "image_token_index")
+_TOLD = ("token_type_ids", "mm_token_type_ids", "cross_attention_mask")
+"""Arguments that say to a model which tokens are an image's: its decoder is given more of them than
+embeddings, such as positions in two dimensions (Qwen) or a mask of both directions (Gemma)."""
 _HARMLESS = ("inputs_embeds", "past_key_values", "cache_position", "logits_to_keep")
 """Arguments of a decoder that no image changes; a flag or nothing does no harm either."""
 
 
-def reads_images(folder: Path) -> bool:
-    """Return whether a checkpoint has an image token, a processor, and positions of one dimension:
-    M-RoPE, as Qwen's models have it, numbers images by rows and columns.
+def no_images(folder: Path) -> str:
+    """Return why a checkpoint's images are not read, from its config and processor; "": they are.
+
+    What shows in a forward pass alone is an error of `image_ids`.
     """
     fields = read_fields(folder / "config.json", {}, kind="target's config.json")
-    has_processor = any((folder / name).is_file() for name in _PROCESSORS)
-    has_token = any(type(fields.get(name)) is int for name in _TOKENS)
-    return has_processor and has_token and "mrope_section" not in str(fields)
+    if not any(type(fields.get(name)) is int for name in _TOKENS):
+        return "the target's config has no image token"
+    try:
+        config = load_config(folder, trust_remote_code=False)
+        model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+        if model is None or quantisation_fields(config):
+            return f"{config.model_type!r} is no model of images in 16 or 32 bits"
+        told = set(_TOLD).intersection(inspect.signature(model.forward).parameters)
+        if told or "mrope_section" in str(fields):
+            return f"the decoder of a {model.__name__} is given more of images than embeddings"
+        _processor(folder)
+    except UserError as error:
+        return error.what
+    return ""
 
 
 @lru_cache(maxsize=2)
 def _processor(folder: Path) -> Any:
-    for name in _PROCESSORS:
-        if (folder / name).is_file():
-            check_size(folder / name)
+    from transformers import AutoProcessor  # which text alone does not need
+
+    files = [folder / name for name in _PROCESSORS if (folder / name).is_file()]
+    for file in files:
+        check_size(file)
     with quiet_transformers(), explain_loading("the target's processor of images", folder):
         found = AutoProcessor.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    if not isinstance(getattr(found, "image_token", None), str):
+    if not files or not isinstance(getattr(found, "image_token", None), str):
         raise UserError(
             f"expected a processor with a placeholder of images, found {type(found).__name__}",
             where=folder,
@@ -132,6 +151,7 @@ class ImageReader:
         self._rows: OrderedDict[int, Tensor] = OrderedDict()  # by hash
         self._images: dict[int, Images] = {}
         self._found: tuple[Tensor, list[int]] | None = None
+        self._refusal: UserError | None = None
         embeddings = target.model.get_input_embeddings()
         embeddings.register_forward_pre_hook(self._take_names)
         embeddings.register_forward_hook(self._put_rows)
@@ -183,6 +203,8 @@ class ImageReader:
         Raises:
             UserError: it gives more than embeddings, such as positions in two dimensions.
         """
+        if self._refusal is not None:
+            raise self._refusal
         inputs = process(self.target.folder, images).to(self.target.device, self.target.dtype)
         given: dict[str, Any] = {}
 
@@ -195,6 +217,8 @@ class ImageReader:
             self._model(**inputs, use_cache=False)
         except _Stop:
             pass
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # each model has its own
             raise UserError(
                 f"the target's model does not take the images of a prompt: {error}",
@@ -206,12 +230,13 @@ class ImageReader:
         ids = inputs["input_ids"]
         others = [name for name, value in given.items() if not _is_plain(name, value, ids)]
         if others or "inputs_embeds" not in given:
-            raise UserError(
+            self._refusal = UserError(
                 f"expected images that are embeddings alone, found a {type(self._model).__name__}, "
                 f"whose decoder is given {', '.join(others) or 'none'}",
                 where=self.target.folder,
                 do="leave prompts with images out: this target's are not supported",
             )
+            raise self._refusal
         rows = given["inputs_embeds"][ids == self.token]
         if not 0 < len(rows) <= _POSITIONS:
             raise UserError(
@@ -226,18 +251,14 @@ class ImageReader:
         """The whole model without the decoder's layers, which the target has."""
         folder, target = self.target.folder, self.target
         with explain_loading("the target's model of images", folder):
-            config = load_config(folder, trust_remote_code=False)
-            if type(config) not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING or quantisation_fields(
-                config
-            ):
-                raise UserError(
-                    f"expected a model of images in 16 or 32 bits, found {config.model_type!r}",
-                    where=folder,
-                    do="leave prompts with images out, or use the checkpoint that is not quantised",
-                )
+            config = copy.deepcopy(load_config(folder, trust_remote_code=False))
+            text = config.get_text_config()
+            text.num_hidden_layers, own = 1, text.num_hidden_layers
+            if len(kinds := getattr(text, "layer_types", None) or ()) == own:
+                text.layer_types = kinds[:1]
             with quiet_transformers():
                 model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)].from_pretrained(
-                    folder, dtype=target.dtype, local_files_only=True
+                    folder, config=config, dtype=target.dtype, local_files_only=True
                 )
         del text_decoder(model)[1][:]
         return model.to(target.device).eval().requires_grad_(False)

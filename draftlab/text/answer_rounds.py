@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.engine.sampling import Generation, Request, Sampling
+from draftlab.errors import UserError
 from draftlab.servers.settings import RegenerateSettings
 from draftlab.target_model.images import image_ids
 from draftlab.target_model.model import Target
@@ -137,8 +138,12 @@ class AnswerGenerator:
         if number and (roles := omitted_roles(prompt.text, new_messages)):
             draft.end = f"the chat template leaves out the {roles[0]} message"
             return None
-        if self.target is not None:
-            ids = image_ids(self.target, ids, draft.prompt.images)
+        try:
+            if self.target is not None:
+                ids = image_ids(self.target, ids, draft.prompt.images)
+        except UserError as error:  # of these images, or of the target's positions for any
+            draft.end = error.what
+            return None
         return Request(
             # The id is a key of the sampling noise, so each round has its own.
             f"{draft.prompt.id}/{number}" if number else draft.prompt.id,

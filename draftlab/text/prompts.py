@@ -30,12 +30,8 @@ from draftlab.text.settings import SELF, PromptSettings
 
 EMBEDDED_PROMPTS = {"embedded": "head.jsonl", "embedded:heldout": "heldout.jsonl"}
 """Prompt sets in draftlab/embedded/prompts: one to train a head, one held out for evaluation."""
-
-
-_READ = (
-    "draftlab reads text, and files of images where the target and its own engine do",
-    "images are files that `image` names, before the first answer",
-)
+IMAGE_FILES = "images are files that `image` names, before the first answer"
+TEXT_ALONE = f"draftlab reads text; {IMAGE_FILES}"
 """Why parts are not read, by whether images are."""
 
 
@@ -102,7 +98,7 @@ def load_prompts(
     monitor: Monitor,
     *,
     reads_answers: bool = True,
-    reads_images: Callable[[], bool] = lambda: False,
+    no_images: Callable[[], str] = lambda: TEXT_ALONE,
     modes: Sequence[TemplateArguments] = ({},),
     seed: int = 0,
 ) -> list[Conversation]:
@@ -111,9 +107,7 @@ def load_prompts(
     Args:
         modes, seed: see `with_arguments`; a line's own arguments take precedence.
     """
-    prompts = select_prompts(
-        settings, monitor, reads_answers=reads_answers, reads_images=reads_images
-    )
+    prompts = select_prompts(settings, monitor, reads_answers=reads_answers, no_images=no_images)
     prompts = with_arguments(prompts, modes, seed)
     monitor.say(f"prompts: {count_text(len(prompts), 'conversation')} from {settings.source}")
     if any(prompt.template_arguments for prompt in prompts):
@@ -161,7 +155,7 @@ def select_prompts(
     monitor: Monitor,
     *,
     reads_answers: bool = True,
-    reads_images: Callable[[], bool] = lambda: False,
+    no_images: Callable[[], str] = lambda: TEXT_ALONE,
 ) -> list[Conversation]:
     """Return the prompts that a target can answer; report how many were dropped, and why.
 
@@ -169,14 +163,14 @@ def select_prompts(
         reads_answers: whether the given answers are used. Otherwise conversations that differ in
             them alone repeat each other: the target would answer one and the same prompt twice,
             in training and perhaps in validation.
-        reads_images: says whether images of files are kept, which are all opened then; it is
-            asked once there is one.
+        no_images: says why images of files are not read, "" if they are, which are all opened
+            then; it is asked once there is one.
 
     Raises:
         UserError: the source is missing, not valid or empty, every conversation was dropped, or
             an image cannot be read.
     """
-    path, reads = fetch_prompts(settings, monitor), cache(reads_images)
+    path, refusal = fetch_prompts(settings, monitor), cache(no_images)
     dropped: Counter[str] = Counter()
     per_source: Counter[str] = Counter()
     digests: set[bytes] = set()
@@ -185,12 +179,11 @@ def select_prompts(
         for conversation in iterate_conversations(path):
             roles = [m["role"] for m in conversation.messages if m["role"] != "system"]
             digest = _digest(conversation, reads_answers) if settings.deduplicate else b""
-            media = conversation.media
-            if conversation.images and not reads():
+            media, reason = conversation.media, refusal() if conversation.images else TEXT_ALONE
+            if conversation.images and reason:
                 media = tuple(sorted({*media, "image"}))
             if media:
-                reason = _READ[bool(conversation.images) and reads()]
-                dropped[f"have {' and '.join(media)} parts: {reason}"] += 1
+                dropped[f"have {' and '.join(media)} parts: {reason or IMAGE_FILES}"] += 1
             elif "user" not in roles:
                 dropped["have no user turn"] += 1
             elif roles[0] != "user":

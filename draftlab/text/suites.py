@@ -20,7 +20,7 @@ import numpy as np
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, known_sha256, sha256_text
 from draftlab.progress import Monitor
-from draftlab.target_model.images import image_ids, reads_images
+from draftlab.target_model.images import image_ids, no_images
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TemplateArguments
 from draftlab.text.benchmarks import BENCHMARKS, parse_benchmark, read_rows
@@ -153,8 +153,8 @@ def load_suite(
     if benchmark is None:
         _check_known(source)
         settings = PromptSettings(source=source, deduplicate=False)
-        reads = partial(_reads_images, None if raw else target)
-        conversations = select_prompts(settings, monitor, reads_images=reads)
+        reading = {} if raw or target is None else {"no_images": partial(no_images, target.folder)}
+        conversations = select_prompts(settings, monitor, **reading)
     else:
         rows = read_rows(benchmark)
         conversations = [
@@ -221,10 +221,6 @@ def conversation_suite(
         source = f"{source} ({modes[0]})"
     categories = _categories(conversations, by_mode=len(modes) > 1)
     return Suite(source, template_sha256(tokenizer), prompts, categories, digests)
-
-
-def _reads_images(target: Target | None) -> bool:
-    return target is not None and reads_images(target.folder)
 
 
 def _categories(conversations: Sequence[Conversation], *, by_mode: bool = False) -> dict[str, str]:

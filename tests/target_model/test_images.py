@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoProcessor, LlavaForConditionalGeneration
+from transformers import CONFIG_MAPPING, AutoProcessor, LlavaForConditionalGeneration
 
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
@@ -19,9 +19,9 @@ from draftlab.errors import UserError
 from draftlab.heads.folder import new_head
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
-from draftlab.target_model import image_files
+from draftlab.target_model import image_files, images
 from draftlab.target_model.image_files import ImageFile
-from draftlab.target_model.images import FIRST, _is_plain, image_ids, token_ids
+from draftlab.target_model.images import FIRST, _is_plain, image_ids, no_images, token_ids
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.conversations import iterate_conversations
@@ -152,6 +152,8 @@ def test_every_engine_reads_images(device: str, tmp_path: Path) -> None:
         ("link.png", "a path that leaves it"),
         ("/etc/hostname", "a path that leaves it"),
         ("pictures", "expected an image, found no such file"),
+        ("loop.png", "expected an image, found Symlink loop"),
+        ("a" * 300, "expected an image, found .*File name too long"),
         ("text.png", "expected a JPEG, PNG or WebP image, found another file"),
         ("cut.png", "expected a whole image"),
         ("large.png", "expected an image of at most 2,000 pixels, found more"),
@@ -168,6 +170,7 @@ def test_only_images_below_the_folder_are_read(
     picture(folder / "large.png", 0, (50, 41))
     (tmp_path / "outside.png").write_bytes(whole.read_bytes())
     (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    (folder / "loop.png").symlink_to("loop.png")
     (folder / "text.png").write_text("GIF89a")
     (folder / "cut.png").write_bytes(whole.read_bytes()[:2000])
     (folder / "long.png").write_bytes(bytes(9001))
@@ -175,7 +178,7 @@ def test_only_images_below_the_folder_are_read(
     lines = [{"messages": [{"role": "user", "content": content}]}]
     settings = PromptSettings(source=str(write_lines(folder / "p.jsonl", lines)))
     with pytest.raises(UserError, match=words) as caught:
-        load_prompts(settings, Monitor(), reads_images=lambda: True)
+        load_prompts(settings, Monitor(), no_images=str)
     assert caught.value.where == str(folder / name)
 
 
@@ -194,7 +197,7 @@ def test_what_is_not_read_is_dropped_and_counted(tmp_path: Path) -> None:
     ]
     settings = PromptSettings(source=str(write_lines(tmp_path / "p.jsonl", lines)))
     monitor = RecordingMonitor()
-    prompts = load_prompts(settings, monitor, reads_images=lambda: True)
+    prompts = load_prompts(settings, monitor, no_images=str)
     texts = [one.messages[0]["content"] for one in prompts]
     assert texts == ["\ufdd0What?", "See \ufdd0\nWhat?", "\ufdd0What is it?"]
     for kind in ("image", "later image", "U+FDD0"):
@@ -233,6 +236,47 @@ def test_a_text_target_is_given_no_image(folder: Path) -> None:
     result = draftlab(folder, "prepare", "small.yaml")
     assert result.exit_code == 0, result.output
     assert "dropped 5 conversations that have image parts" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("internvl", ""),
+        ("gemma3", "given more of images than embeddings"),
+        ("qwen3_5", "given more of images than embeddings"),
+        ("quantised", "is no model of images in 16 or 32 bits"),
+        ("llama", "has no image token"),
+    ],
+)
+def test_a_config_says_whether_images_are_read(
+    kind: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(images, "_processor", lambda folder: None)
+    config = CONFIG_MAPPING["llava" if kind == "quantised" else kind]()
+    if kind == "quantised":
+        config.quantization_config = {"quant_method": "fp8"}
+    config.save_pretrained(tmp_path)
+    assert reason in no_images(tmp_path)
+    assert bool(reason) == bool(no_images(tmp_path))
+
+
+def test_a_run_goes_on_without_the_images_of_a_target_that_has_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_workshop(folder)
+    write_prompts(folder)
+    monkeypatch.setattr(images, "_TOLD", ("pixel_values",))
+    result = draftlab(folder, "run", "small.yaml", "target=vl", "export.formats=[]")
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert said.count("dropped 5 conversations that have image parts: the decoder of a Llava") == 2
+    monkeypatch.undo()
+    monkeypatch.setattr(images, "_is_plain", lambda name, *_: name == "inputs_embeds")
+    words = ("target=vl", "name=late", "prompts.max_prompts=7")
+    result = draftlab(folder, "prepare", "small.yaml", *words)
+    assert result.exit_code == 0, result.output
+    said = " ".join(result.stderr.split())
+    assert "answers: dropped 5 prompts (first: one-0): expected images that are embeddings" in said
 
 
 @pytest.mark.parametrize(
