@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -292,8 +294,9 @@ def without_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
-def _open(file: Path) -> Any:
-    """Open a safetensors file."""
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    """Open a safetensors file; raise a `UserError` if it lacks what is read of it."""
     if found := other_kind(file):
         raise UserError(
             f"expected a shard of the checkpoint, found {found}",
@@ -301,7 +304,8 @@ def _open(file: Path) -> Any:
             do="fetch the checkpoint again",
         )
     try:
-        return safe_open(file, "pt")
+        with safe_open(file, "pt") as tensors:
+            yield tensors
     except SafetensorError as error:
         raise UserError(
             f"a safetensors file is truncated or corrupt: {error}",

@@ -119,8 +119,12 @@ class Validation:
         return " · ".join(parts)
 
     def gap_line(self, trained: float | None) -> str | None:
-        """Return a line if the first step's α is far below that of the answers trained on."""
-        if trained is None or trained - self.alpha[0] < GAP:
+        """Return a line if the first step's α is far below that of the answers trained on; None
+        also if too few prompts are held out to tell.
+        """
+        prompts = {*group_by_prompt([record.id for record in (*self.greedy, *self.sampled)])}
+        few = len(prompts) < MIN_INTERVAL_PROMPTS
+        if few or trained is None or trained - self.alpha[0] < GAP:
             return None
         return (
             f"α is {trained:.3f} on the answers trained on and {self.alpha[0]:.3f} on held-out "

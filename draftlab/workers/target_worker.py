@@ -202,4 +202,4 @@ class TargetWorker:
         """Wait until all shards are committed, and end vLLM or free the engine's memory."""
         self._recorder = None
         self._open.close()
-        self.free("decode")
+        self.free("decode", "_generator")  # the generator holds the target

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import weakref
+from array import array
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,12 @@ from draftlab.errors import UserError
 from draftlab.pipeline import recording, training
 from draftlab.plan import preflight
 from draftlab.run.folder import lock
+from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text import decode
+from draftlab.text.answer_rounds import Draft
+from draftlab.text.conversations import Conversation
 from draftlab.train.distributed.backends import TrainBackend
 from draftlab.workers import target_worker
 from tests.helpers.monitors import RecordingMonitor
@@ -118,6 +122,22 @@ def test_the_target_is_freed_where_others_need_the_memory(
     with pytest.raises(KeyboardInterrupt):
         run.make(stage)
     assert alive == [None]
+
+
+def test_a_worker_that_has_answered_frees_the_target_too(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "find_python", Path)
+    recipe = pipeline("name=freed", "record.backend=vllm").recipe
+    worker = target_worker.TargetWorker(recipe, folder, Monitor())
+    turns = [{"role": "user", "content": "a"}]
+    conversation = Conversation("a", turns, "s")
+    (draft,) = worker.answer([Draft(conversation, 0.0, [turns], array("i", [5, 6]))])
+    assert draft.answers
+    model = weakref.ref(worker.target.model)
+    worker.finish()
+    assert isinstance(worker.recorded_target, TargetMetadata)
+    assert model() is None
 
 
 def test_answers_free_their_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from draftlab.files import (
     write_json,
 )
 from draftlab.target_model.fingerprint import fingerprint
-from draftlab.target_model.parts import load_parts, model_parts, read_tensor
+from draftlab.target_model.parts import load_parts, meta_tensor, model_parts, read_tensor
 from tests.helpers.zoo import SHAPE, ZOO, load_on_cpu, zoo_folder, zoo_target
 
 
@@ -89,6 +89,13 @@ def test_missing_or_broken_shards_are_named(shard: str, tmp_path: Path) -> None:
         file.unlink()
     with pytest.raises(UserError, match="found n"):
         load_parts(folder)
+
+
+def test_a_tensor_that_an_index_alone_has_is_named(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors")
+    for read in (read_tensor, meta_tensor):
+        with pytest.raises(UserError, match="does not contain tensor b"):
+            read(tmp_path, "b", files={"b": "model.safetensors"})
 
 
 def test_equal_content_has_one_fingerprint(tmp_path: Path) -> None:

@@ -103,16 +103,16 @@ def test_certain_drafts_are_walked_as_greedy_answers_are() -> None:
 
 def test_a_head_that_knows_its_answers_by_heart_needs_more_prompts(tmp_path: Path) -> None:
     target = orthogonal_parts()
-    answers = [toy_answer(target, i) for i in range(6)]
     lines = []
-    for steps in (1, 60):
-        monitor = RecordingMonitor()
+    for steps, prompts in ((1, 12), (60, 10), (60, 12)):
+        monitor, answers = RecordingMonitor(), [toy_answer(target, i) for i in range(prompts)]
         settings = {"steps": steps, "ttt_steps": 2, "validation_share": 0.5}
-        trained(tmp_path / str(steps), ListStore(answers), target, monitor, **settings)
+        folder = tmp_path / f"{steps} {prompts}"
+        trained(folder, ListStore(answers), target, monitor, **settings)
         lines.append([line for line in monitor.lines if "more prompts would help" in line])
-    assert lines[0] == []
-    (line,) = lines[1]
-    rows = (tmp_path / "60" / "metrics.jsonl").read_text().splitlines()
+    assert lines[:2] == [[], []]  # not trained; too few prompts to tell
+    (line,) = lines[2]
+    rows = (folder / "metrics.jsonl").read_text().splitlines()
     last, validation = (json.loads(row) for row in rows[-2:])
     known, new = last["alpha"][0], validation["validation"]["alpha"][0]
     assert known - new > 0.03
