@@ -30,9 +30,9 @@ from draftlab.text.settings import SELF, PromptSettings
 
 EMBEDDED_PROMPTS = {"embedded": "head.jsonl", "embedded:heldout": "heldout.jsonl"}
 """Prompt sets in draftlab/embedded/prompts: one to train a head, one held out for evaluation."""
-IMAGE_FILES = "images are files that `image` names, before the first answer"
-TEXT_ALONE = f"draftlab reads text; {IMAGE_FILES}"
-"""Why parts are not read, by whether images are."""
+NO_IMAGES = "no images are read here"
+MEDIA = "draftlab reads text, and images of files that `image` names, before the first answer"
+"""Why parts of messages are not read."""
 
 
 def prompt_file(source: str) -> Path:
@@ -98,7 +98,7 @@ def load_prompts(
     monitor: Monitor,
     *,
     reads_answers: bool = True,
-    no_images: Callable[[], str] = lambda: TEXT_ALONE,
+    no_images: Callable[[], str] = lambda: NO_IMAGES,
     modes: Sequence[TemplateArguments] = ({},),
     seed: int = 0,
 ) -> list[Conversation]:
@@ -155,7 +155,7 @@ def select_prompts(
     monitor: Monitor,
     *,
     reads_answers: bool = True,
-    no_images: Callable[[], str] = lambda: TEXT_ALONE,
+    no_images: Callable[[], str] = lambda: NO_IMAGES,
 ) -> list[Conversation]:
     """Return the prompts that a target can answer; report how many were dropped, and why.
 
@@ -179,11 +179,11 @@ def select_prompts(
         for conversation in iterate_conversations(path):
             roles = [m["role"] for m in conversation.messages if m["role"] != "system"]
             digest = _digest(conversation, reads_answers) if settings.deduplicate else b""
-            media, reason = conversation.media, refusal() if conversation.images else TEXT_ALONE
-            if conversation.images and reason:
+            media, reason = conversation.media, refusal() if conversation.images else ""
+            if reason:
                 media = tuple(sorted({*media, "image"}))
             if media:
-                dropped[f"have {' and '.join(media)} parts: {reason or IMAGE_FILES}"] += 1
+                dropped[f"have {' and '.join(media)} parts: {reason or MEDIA}"] += 1
             elif "user" not in roles:
                 dropped["have no user turn"] += 1
             elif roles[0] != "user":

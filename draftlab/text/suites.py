@@ -19,6 +19,7 @@ import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.files import canonical_json, known_sha256, sha256_text
+from draftlab.formatting import count_text
 from draftlab.progress import Monitor
 from draftlab.target_model.images import image_ids, no_images
 from draftlab.target_model.model import Target
@@ -34,6 +35,7 @@ from draftlab.text.chat_template import (
 from draftlab.text.conversations import Conversation
 from draftlab.text.prompts import (
     EMBEDDED_PROMPTS,
+    NO_IMAGES,
     describe_arguments,
     prompt_file,
     select_prompts,
@@ -201,9 +203,13 @@ def conversation_suite(
         source: the suite's name.
         keep_own: whether the conversations' own template arguments take precedence.
     """
-    if target is None and (dropped := sum(bool(one.images) for one in conversations)):
-        monitor.say(f"warning: {source}: left out {dropped:,} prompts with images")
-        conversations = [one for one in conversations if not one.images]
+    texts = [one for one in conversations if not one.images]
+    left_out = len(conversations) - len(texts)
+    if left_out and (reason := NO_IMAGES if target is None else no_images(target.folder)):
+        monitor.say(f"{source}: dropped {count_text(left_out, 'prompt')} with images: {reason}")
+        conversations = texts
+    if not conversations:
+        raise UserError("expected prompts, found none without images", where=source, do=_HELP)
     conversations = with_arguments(conversations, modes, seed, keep_own=keep_own)
     if raw:
         encoded = [_encode_raw(tokenizer, one, source) for one in conversations]

@@ -27,7 +27,7 @@ from draftlab.target_model.settings import TargetSettings
 from draftlab.text.conversations import iterate_conversations
 from draftlab.text.prompts import load_prompts
 from draftlab.text.settings import PromptSettings
-from draftlab.text.suites import load_suite
+from draftlab.text.suites import conversation_suite, load_suite
 from tests.helpers.gpu import on_devices
 from tests.helpers.greedy_answers import outcomes, run
 from tests.helpers.head_toys import make_config, randomise
@@ -258,6 +258,15 @@ def test_a_config_says_whether_images_are_read(
     config.save_pretrained(tmp_path)
     assert reason in no_images(tmp_path)
     assert bool(reason) == bool(no_images(tmp_path))
+
+
+def test_a_suite_without_a_target_has_no_images(folder: Path) -> None:
+    tokenizer, monitor = load_tokenizer(TargetSettings(path=str(folder / "vl"))), RecordingMonitor()
+    found = list(iterate_conversations(write_prompts(folder)))
+    assert len(conversation_suite("own", found, tokenizer, monitor).prompts) == 5
+    assert "own: dropped 5 prompts with images: no images are read here" in monitor.text
+    with pytest.raises(UserError, match="expected prompts, found none without images"):
+        conversation_suite("own", found[:3], tokenizer, monitor)
 
 
 def test_a_run_goes_on_without_the_images_of_a_target_that_has_others(
