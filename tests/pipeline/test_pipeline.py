@@ -143,6 +143,7 @@ def test_a_worker_that_has_answered_frees_the_target_too(
 def test_answers_free_their_engine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its KV cache takes most of a GPU's memory."""
     engines, alive, new_engine = [], [], decode.answer_engine
+    free_memory = target_worker.free_memory
 
     def build(*arguments: object) -> Engine:
         engine = new_engine(*arguments)
@@ -150,14 +151,13 @@ def test_answers_free_their_engine(folder: Path, monkeypatch: pytest.MonkeyPatch
         engines.append(weakref.ref(engine))
         return engine
 
-    def stop(*_: object, **__: object) -> None:
+    def free_and_record() -> None:
+        free_memory()
         alive.extend(engine() for engine in engines)
-        raise KeyboardInterrupt
 
     monkeypatch.setattr(decode, "answer_engine", build)
-    monkeypatch.setattr(recording, "record", stop)
-    with pytest.raises(KeyboardInterrupt):
-        pipeline("name=freed").make("store")
+    monkeypatch.setattr(target_worker, "free_memory", free_and_record)
+    pipeline("name=freed").make("store")
     assert alive
     assert set(alive) == {None}
 

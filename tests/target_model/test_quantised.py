@@ -20,7 +20,7 @@ from draftlab.engine.engine import Engine
 from draftlab.errors import UserError
 from draftlab.target_model.fused_decoder import has_known_layers
 from draftlab.target_model.parts import load_parts
-from draftlab.target_model.quantisation import dequantise, quantise
+from draftlab.target_model.quantisation import StoredWeights, dequantise, quantise
 from tests.helpers.greedy_answers import STOPS, requests, run
 from tests.helpers.small_run import draftlab, new_workshop, refused
 from tests.helpers.toys import toy_target_folder
@@ -216,6 +216,15 @@ def test_factors_of_every_shape_and_size_grow(
     assert (factors.shape, factors.dtype) == (scale.shape, scale.dtype)
     found = dequantise(codes, factors, block=size)
     torch.testing.assert_close(found, weights, rtol=1 / 16, atol=float(factors.float().max()) / 512)
+
+
+def test_a_multimodal_config_may_hold_the_block_of_its_text_model(tmp_path: Path) -> None:
+    fields = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [2, 3]}}
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": fields}))
+    codes, scale = torch.ones(4, 6).to(torch.float8_e4m3fn), torch.rand(2, 2)
+    save_file({"a": codes, "a_scale_inv": scale}, tmp_path / "model.safetensors")
+    expected = scale.repeat_interleave(2, 0).repeat_interleave(3, 1)
+    assert torch.equal(StoredWeights(tmp_path).read("a"), expected)
 
 
 @pytest.mark.parametrize("shape", ["channel", "tensor"])

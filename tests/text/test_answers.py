@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -275,11 +277,15 @@ def test_short_memory_is_reported_once(tmp_path: Path, short_memory: str) -> Non
 def test_pieces_share_an_engine_until_one_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
     target = load_target(TargetSettings(path="embedded", device="cpu"))
     made: list[tuple[int, int]] = []
-    new_engine = decode.answer_engine
+    engines, new_engine = [], decode.answer_engine
 
     def counted(target: Target, batch: int, max_length: int, monitor: Monitor) -> Engine:
+        gc.collect()
+        assert not any(engine() for engine in engines)  # this one needs their memory
         made.append((batch, max_length))
-        return new_engine(target, batch, max_length, monitor)
+        engine = new_engine(target, batch, max_length, monitor)
+        engines.append(weakref.ref(engine))
+        return engine
 
     def answers(decoder: decode.Decode, count: int, length: int, most: int) -> dict[str, Any]:
         prompts = [tuple(range(i + 5, i + 5 + length)) for i in range(count)]
@@ -290,7 +296,7 @@ def test_pieces_share_an_engine_until_one_needs_more(monkeypatch: pytest.MonkeyP
         ]
         return {g.id: g.token_ids for g in decoder(requests, most)}
 
-    pieces = [(2, 5, 20), (2, 7, 20), (3, 3, 15), (2, 4, 15), (3, 7, 30), (3, 6, 20)]
+    pieces = [(2, 5, 20), (2, 7, 20), (4, 3, 15), (2, 4, 15), (2, 7, 30), (4, 6, 20)]
     alone = [answers(engine_decode(target, 3), *piece) for piece in pieces]
     monkeypatch.setattr(decode, "answer_engine", counted)
     shared = engine_decode(target, 3)
