@@ -12,8 +12,8 @@ from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 
 Decode = Callable[[Sequence[Request], int], Iterator[Generation]]
-"""A function that decodes requests, in any order. Its second argument is the maximum length of a
-prompt and its answer together, in tokens."""
+"""A function that decodes requests, in any order. Its second argument is the largest length that a
+prompt and its answer can reach together, in tokens; requests have their own limits."""
 
 T = TypeVar("T")
 
