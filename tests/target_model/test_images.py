@@ -16,18 +16,20 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request
 from draftlab.errors import UserError
+from draftlab.formatting import count_text
 from draftlab.heads.folder import new_head
 from draftlab.progress import Monitor
+from draftlab.store.sample_table import Sample, SampleTable
 from draftlab.store.store import Store
 from draftlab.target_model import image_files, images
 from draftlab.target_model.image_files import ImageFile
 from draftlab.target_model.images import FIRST, _is_plain, image_ids, no_images, token_ids
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
-from draftlab.text.conversations import iterate_conversations
+from draftlab.text.conversations import Conversation, iterate_conversations
 from draftlab.text.prompts import load_prompts
 from draftlab.text.settings import PromptSettings
-from draftlab.text.suites import conversation_suite, load_suite
+from draftlab.text.suites import conversation_suite, load_suite, prompt_digest
 from tests.helpers.gpu import on_devices
 from tests.helpers.greedy_answers import outcomes, run
 from tests.helpers.head_toys import make_config, randomise
@@ -46,8 +48,11 @@ def folder(tmp_path: Path) -> Path:
 
 def write_prompts(folder: Path) -> Path:
     """Write prompts with an image, two or none."""
+    turns = [{"role": "assistant", "content": "a cat"}, *asked("Where?")["messages"]]
+    one = [asked("What is ", f"pictures/{n}.png", f" for {n}?", id=f"one-{n}") for n in range(3)]
+    one[2]["messages"] += turns
     lines = [
-        *(asked("What is ", f"pictures/{n}.png", f" for {n}?", id=f"one-{n}") for n in range(3)),
+        *one,
         asked("pictures/0.png", "pictures/1.png", "differ?", id="two"),
         asked("pictures/1.png", "pictures/0.png", "differ?", id="turned"),
         *(asked(f"def f{n}(use)", id=f"text-{n}") for n in range(5)),
@@ -67,7 +72,12 @@ def test_a_run_records_the_states_of_transformers_own_forward_pass(folder: Path)
     new_workshop(folder)
     write_prompts(folder)
     words = ("target=vl", "record.boundaries=[1,2,3]", "record.dtype=float32")
-    words += ("regenerate.temperatures=[0]", "export.formats=[vllm]", "eval.max_prompts=10")
+    words += (
+        "regenerate.temperatures=[0]",
+        "train.row_tokens=256",
+        "export.formats=[vllm]",
+        "eval.max_prompts=10",
+    )
     result = draftlab(folder, "run", "small.yaml", *words)
     assert result.exit_code == 0, result.output
     assert "of 10 prompts equal those of" in " ".join(result.output.split())
@@ -75,7 +85,7 @@ def test_a_run_records_the_states_of_transformers_own_forward_pass(folder: Path)
     whole = LlavaForConditionalGeneration.from_pretrained(folder / "vl", dtype=torch.float32)
     store, answers = Store.open(place / "store"), iterate_conversations(place / "answers.jsonl")
     records = dict(zip(store.ids, store.views(range(len(store.ids))), strict=True))
-    assert len(records) == 10
+    assert len(records) == 11  # the second answer of one conversation is a sample of its own
     for answer in answers:
         record = records[answer.id]
         ids = record.tokens.long()[None]
@@ -90,12 +100,12 @@ def test_a_run_records_the_states_of_transformers_own_forward_pass(folder: Path)
         torch.testing.assert_close(
             record.features, torch.cat([states[b][0] for b in (1, 2, 3)], -1), atol=1e-5, rtol=1e-5
         )
-        prompt = answer.answers[0].prompt_ids
-        with torch.inference_mode():
-            inputs |= {"input_ids": torch.tensor([prompt])}
-            inputs |= {"attention_mask": torch.ones_like(inputs["input_ids"])}
-            written = whole.generate(**inputs, do_sample=False, max_new_tokens=24)
-        assert written[0, len(prompt) :].tolist() == list(answer.answers[0].token_ids)
+        for one in answer.answers:
+            with torch.inference_mode():
+                inputs |= {"input_ids": torch.tensor([one.prompt_ids])}
+                inputs |= {"attention_mask": torch.ones_like(inputs["input_ids"])}
+                written = whole.generate(**inputs, do_sample=False, max_new_tokens=24)
+            assert written[0, len(one.prompt_ids) :].tolist() == list(one.token_ids)
 
 
 @on_devices
@@ -124,6 +134,10 @@ def test_every_engine_reads_images(device: str, tmp_path: Path) -> None:
     assert answered == (*prompts["turned"], 289, 5)
     with pytest.raises(UserError, match="expected 8 positions of images in a prompt, found 2"):
         image_ids(target, first[:within], images)
+    key = (turned[0] - FIRST) >> 16
+    target.images._images[key] = images[:1]
+    with pytest.raises(UserError, match="expected images with another hash"):
+        image_ids(target, first, images)
     config = make_config(
         boundaries=(1, 2, 3), target_num_layers=4, target_hidden_size=size, hidden_size=size,
         intermediate_size=size, num_attention_heads=4, head_dim=64, vocab_size=target.vocab_size,
@@ -194,14 +208,20 @@ def test_what_is_not_read_is_dropped_and_counted(tmp_path: Path) -> None:
         {"image": "a.png", "conversations": [{"from": "human", "value": "See <image>\nWhat?"}]},
         {"images": ["a.png"], "question": "What is it?"},
         asked("a \ufdd0 in a text"),
+        {
+            "messages": [
+                {**asked("a.png")["messages"][0], "role": "system"},
+                *asked("hi")["messages"],
+            ]
+        },
     ]
     settings = PromptSettings(source=str(write_lines(tmp_path / "p.jsonl", lines)))
     monitor = RecordingMonitor()
     prompts = load_prompts(settings, monitor, no_images=str)
     texts = [one.messages[0]["content"] for one in prompts]
     assert texts == ["\ufdd0What?", "See \ufdd0\nWhat?", "\ufdd0What is it?"]
-    for kind in ("image", "later image", "U+FDD0"):
-        assert f"dropped 1 conversation that have {kind} parts" in monitor.text
+    for number, kind in ((2, "image"), (1, "later image"), (1, "U+FDD0")):
+        assert f"dropped {count_text(number, 'conversation')} that have {kind} p" in monitor.text
     path = tmp_path / "again.jsonl"
     path.write_text("".join(one.to_json() + "\n" for one in prompts))
     assert [one.to_json() for one in iterate_conversations(path)] == [
@@ -302,6 +322,21 @@ def test_a_run_goes_on_without_the_images_of_a_target_that_has_others(
 )
 def test_a_decoder_is_given_nothing_but_embeddings(name: str, value: Any, plain: bool) -> None:
     assert _is_plain(name, value, torch.zeros(1, 4, dtype=torch.int64)) == plain
+
+
+def test_a_photo_stands_upright(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # as cameras that were held upright write it
+    Image.new("RGB", (40, 30)).save(tmp_path / "a.jpg", exif=exif)
+    assert ImageFile(tmp_path, "a.jpg").open().size == (30, 40)
+
+
+def test_other_images_are_other_samples_and_prompts(tmp_path: Path) -> None:
+    one, other = ((ImageFile(tmp_path, picture(tmp_path / f"{n}.png", n).name),) for n in (0, 1))
+    hashes = [SampleTable.of([Sample("a", [1], [0], images=i)]).sha256 for i in ((), one, other)]
+    asks = [{"role": "user", "content": "?"}]
+    digests = [prompt_digest(Conversation("a", asks, "", images=i)) for i in ((), one, other)]
+    assert len({*hashes}) == len({*digests}) == 3
 
 
 def test_a_copy_in_the_run_folder_has_the_bytes(tmp_path: Path) -> None:
