@@ -162,7 +162,7 @@ def test_a_whole_step(
     for owner in (slots, slots.keys, drafter):
         pretend(owner)
     # Tokens are not computed, so they are none that have an embedding.
-    monkeypatch.setattr(F, "embedding", lambda ids, table: on_gpu(*ids.shape, table.shape[1]))
+    monkeypatch.setattr(F, "embedding", lambda ids, table, *_: on_gpu(*ids.shape, table.shape[1]))
     step(on_gpu(2, **INT), limited=False)
     launched = {name: len(variants) for name, variants in kernels.items()}
     # Target layers, and the head's: three passes over one, or one pass over two.
