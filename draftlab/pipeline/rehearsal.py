@@ -162,7 +162,8 @@ def make_stand_in(recipe: Recipe, folder: Path) -> None:
     Weights are float32 and drawn from the recipe's seed. Raises a `UserError` as
     `rehearsal_recipe`.
     """
-    config, own = stand_in_config(target_config(recipe.target)), target_config(recipe.target)
+    own = target_config(recipe.target)
+    config = stand_in_config(own)
     for name in ("image_size", "patch_size"):  # which the processor's files have
         if (size := getattr(getattr(own, "vision_config", None), name, None)) is not None:
             setattr(config.vision_config, name, size)
