@@ -164,7 +164,7 @@ class SampleTable(_Samples):
 
     @property
     def has_images(self) -> bool:
-        """Whether a sample has images."""
+        """Return whether any sample has images."""
         return any("images" in part for part in self.parts)
 
     @cached_property

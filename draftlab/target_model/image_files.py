@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftlab.errors import UserError
+from draftlab.files import atomic_path
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 MARK = "\ufdd0"
-"""What stands for an image in a message's text: no character, as Unicode says for such a use."""
+"""Placeholder of an image in a message's text. Unicode keeps this code point for internal use."""
 FORMATS = ("JPEG", "PNG", "WEBP")
 MAX_BYTES, MAX_PIXELS = 2**26, 2**26
 _HELP = "give a JPEG, PNG or WebP file in or below the folder of the prompts' file"
@@ -34,6 +34,11 @@ class ImageFile:
     folder: Path
     name: str
 
+    @property
+    def path(self) -> Path:
+        """Return where the file is."""
+        return self.folder / self.name
+
     def read(self) -> bytes:
         """Return the bytes of the file.
 
@@ -41,7 +46,7 @@ class ImageFile:
             UserError: it cannot be read, is larger than `MAX_BYTES`, or outside of the folder.
         """
         try:
-            path, folder = (self.folder / self.name).resolve(), self.folder.resolve()
+            path, folder = self.path.resolve(), self.folder.resolve()
             if not path.is_relative_to(folder):
                 raise self._error(f"an image below {folder}", "a path that leaves it")
             if not path.is_file():
@@ -76,19 +81,14 @@ class ImageFile:
 
     def copy_to(self, folder: Path) -> ImageFile:
         """Copy the file to `images/` of a run folder under its hash; return the copy."""
-        name = f"images/{self.sha256}"
-        path = folder / name
-        if not path.exists():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = path.with_name(f".{path.name}.{os.getpid()}")
-            temporary.write_bytes(self.read())
-            os.replace(temporary, path)
-        return ImageFile(folder, name)
+        copy = ImageFile(folder, f"images/{self.sha256}")
+        if not copy.path.exists():
+            with atomic_path(copy.path) as temporary:
+                temporary.write_bytes(self.read())
+        return copy
 
     def _error(self, expected: str, found: str) -> UserError:
-        return UserError(
-            f"expected {expected}, found {found}", where=self.folder / self.name, do=_HELP
-        )
+        return UserError(f"expected {expected}, found {found}", where=self.path, do=_HELP)
 
 
 Images = tuple[ImageFile, ...]

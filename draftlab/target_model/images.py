@@ -39,7 +39,7 @@ MAX_KEPT = 64
 """Prompts whose image embeddings stay in memory."""
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _TOKENS = ("image_token_id", "image_token_index")
-_TOLD = ("token_type_ids", "mm_token_type_ids", "cross_attention_mask")
+_TOKEN_KINDS = ("token_type_ids", "mm_token_type_ids", "cross_attention_mask")
 """Arguments that say to a model which tokens are an image's: its decoder is given more of them than
 embeddings, such as positions in two dimensions (Qwen) or a mask of both directions (Gemma)."""
 _HARMLESS = ("inputs_embeds", "past_key_values", "cache_position", "logits_to_keep")
@@ -59,8 +59,8 @@ def no_images(folder: Path) -> str:
         model = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
         if model is None or quantisation_fields(config):
             return f"{config.model_type!r} is no model of images in 16 or 32 bits"
-        told = set(_TOLD).intersection(inspect.signature(model.forward).parameters)
-        if told or "mrope_section" in str(fields):
+        kinds = set(_TOKEN_KINDS).intersection(inspect.signature(model.forward).parameters)
+        if kinds or "mrope_section" in str(fields):
             return f"the decoder of a {model.__name__} is given more of images than embeddings"
         _processor(folder)
     except UserError as error:
@@ -76,16 +76,16 @@ def _processor(folder: Path) -> Any:
     for file in files:
         check_size(file)
     with quiet_transformers(), explain_loading("the target's processor of images", folder):
-        found = AutoProcessor.from_pretrained(
+        processor = AutoProcessor.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
         )
-    if not files or not isinstance(getattr(found, "image_token", None), str):
+    if not files or not isinstance(getattr(processor, "image_token", None), str):
         raise UserError(
-            f"expected a processor with a placeholder of images, found {type(found).__name__}",
+            f"expected a processor with a placeholder of images, found {type(processor).__name__}",
             where=folder,
             do="leave prompts with images out",
         )
-    return found
+    return processor
 
 
 def process(folder: Path, images: Images, text: str | None = None) -> Any:
@@ -108,7 +108,7 @@ def process(folder: Path, images: Images, text: str | None = None) -> Any:
     except Exception as error:  # each processor has its own
         raise UserError(
             f"the target's processor does not take the images of a prompt: {error}",
-            where=images[0].folder / images[0].name,
+            where=images[0].path,
             do="leave the prompt out",
         ) from error
 
@@ -168,7 +168,7 @@ class ImageReader:
         if [one.sha256 for one in same] != [one.sha256 for one in images]:
             raise UserError(
                 f"expected images with another hash than those of {same[0].name}",
-                where=images[0].folder / images[0].name,
+                where=images[0].path,
                 do="leave one of the prompts out",
             )
         number, named = len(self.rows(key)), list(map(int, ids))
@@ -176,7 +176,7 @@ class ImageReader:
         if prompt and len(at) != number:
             raise UserError(
                 f"expected {number:,} positions of images in a prompt, found {len(at):,}",
-                where=images[0].folder / images[0].name,
+                where=images[0].path,
                 do="write no image token in the text of a prompt with images",
             )
         for row, position in enumerate(at[:number]):
@@ -222,7 +222,7 @@ class ImageReader:
         except Exception as error:  # each model has its own
             raise UserError(
                 f"the target's model does not take the images of a prompt: {error}",
-                where=images[0].folder / images[0].name,
+                where=images[0].path,
                 do="leave the prompt out, or fetch the target's files again",
             ) from error
         finally:
@@ -241,7 +241,7 @@ class ImageReader:
         if not 0 < len(rows) <= _POSITIONS:
             raise UserError(
                 f"expected 1 to {_POSITIONS:,} positions of images, found {len(rows):,}",
-                where=images[0].folder / images[0].name,
+                where=images[0].path,
                 do="leave this prompt out, or use smaller images",
             )
         return rows.cpu()

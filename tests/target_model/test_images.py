@@ -294,7 +294,7 @@ def test_a_run_goes_on_without_the_images_of_a_target_that_has_others(
 ) -> None:
     new_workshop(folder)
     write_prompts(folder)
-    monkeypatch.setattr(images, "_TOLD", ("pixel_values",))
+    monkeypatch.setattr(images, "_TOKEN_KINDS", ("pixel_values",))
     result = draftlab(folder, "run", "small.yaml", "target=vl", "export.formats=[]")
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
