@@ -196,11 +196,6 @@ class Recipe(Settings):
             raise ValueError(
                 f"train.loss: {family.title} heads have a loss of their own, found {train.loss}"
             )
-        if train.dpace is not None and not family.has_own_loss:
-            raise ValueError(
-                f"train.dpace: {family.title} heads have no D-PACE weights; "
-                "train.acceptance_weighting weighs drafts by how often they are reached"
-            )
         if self.record.dtype == "fp8" and family.reads_last_state and not self.record.boundaries:
             raise ValueError(
                 f"record.dtype: fp8 is for features at boundaries, and {family.name} heads need "
@@ -227,6 +222,7 @@ REMOVED_SETTINGS = {
     "eval.draft_temperature": "drafts are sampled at the temperature of their row",
     "head.layer_types": "all layers of a block head have head.sliding_window, or none",
     "train.weight_decay": "train.early_stopping or more conversations help against overfitting",
+    "train.dpace": "train.acceptance_weighting weighs drafts by how often they are reached",
     "train.replay": "a head trains on recorded answers alone",
     "record.overlong": "samples longer than record.max_length are cut at their end",
     "record.online": "record.window=4GB stores no more than that, and records while training reads",

@@ -148,10 +148,6 @@ class TrainSettings(Settings):
     acceptance_weighting: float = Field(default=0.0, ge=0, le=1)
     """Share of a row's weight that is multiplied by the probability that its draft is reached: the
     product of its anchor's α at the steps before."""
-    dpace: float | None = Field(default=None, gt=0, le=1)
-    """dspark, dflash: D-PACE's weights in place of gamma^k: the expected number of drafts accepted
-    from step k on, if each is accepted with probability (1 − dpace) · q(token) + dpace. 0.5 is
-    usual; None: gamma^k."""
     cod_ratio: float = Field(default=0.8, gt=0, le=1)
     """peagle: share of the anchors that keep depth d is cod_ratio^d (conditional drop); 1: all."""
     cod_min: float = Field(default=0.2, ge=0, le=1)
@@ -227,10 +223,6 @@ class TrainSettings(Settings):
         if self.validate_every and not self.validation_share:
             raise ValueError(
                 "validate_every validates on held-out records: expected a validation_share above 0"
-            )
-        if self.dpace is not None and self.acceptance_weighting:
-            raise ValueError(
-                "expected dpace or acceptance_weighting, found both: leave one of the two out"
             )
         if self.optimizer == "muon" and self.parallel.startswith("zero"):
             raise ValueError(

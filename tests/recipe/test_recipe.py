@@ -110,11 +110,6 @@ def test_an_unknown_setting_unlike_any_lists_the_known(tmp_path: Path) -> None:
             "{head: {family: dspark}, train: {loss: lk}}",
             "fit:\n  train.loss: DSpark heads have a loss of their own, found lk\n",
         ),
-        ("train: {dpace: 0.5}", "train.dpace: EAGLE3 heads have no D-PACE weights"),
-        (
-            "{head: {family: dspark}, train: {dpace: 0.5, acceptance_weighting: 1}}",
-            "train: expected dpace or acceptance_weighting, found both",
-        ),
         (
             "{head: {family: eagle}, record: {dtype: fp8}}",
             "record.dtype: fp8 is for features at boundaries, and eagle heads need none",
@@ -350,7 +345,7 @@ def test_a_removed_setting_is_refused_with_what_to_do(
         ("train: {steps: 0}", ["seed=1"], "{path}"),
         ("train: {steps: 0}", ["seed=-1"], "the override seed=-1 and {path}"),
         ("seed: 0", ["train={steps: 0}"], "the override train={steps: 0}"),
-        ("seed: 0", ["train.dpace=0.5"], "the override train.dpace=0.5"),
+        ("seed: 0", ["train.loss=lk", "head.family=dspark"], "the override train.loss=lk"),
         ("seed: 0", ["run.url=s3://me:secret@b/x"], "the override run.url=…"),
         ("seed: 0", ["eval.k=[" + "1," * 50 + "x]"], "the override eval.k=…"),
     ],

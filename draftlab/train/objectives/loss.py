@@ -59,7 +59,6 @@ class LossTerms:
         loss: ℓ of `kernels/distill/`; "lk" weighs its terms by the mean α of the batch's steps.
         acceptance_weighting: share of a row's weight that is multiplied by the probability that its
             draft is reached.
-        dpace: floor of the acceptance probability in D-PACE's weights of rows; None: no weights.
         cross_entropy, l1: weights of ce_l1's terms.
         confidence: weight of the binary cross-entropy between a confidence head and α.
         selector: weight of the cross-entropy of a candidate selector (`objectives/selector.py`).
@@ -69,7 +68,6 @@ class LossTerms:
     distillation: float = 1.0
     regression: bool = False
     acceptance_weighting: float = 0.0
-    dpace: float | None = None
     cross_entropy: float = 0.0
     l1: float = 0.0
     confidence: float = 0.0
@@ -192,23 +190,11 @@ def weighted_loss(
     with torch.autocast(output.device.type, enabled=False):  # autocast widens the norm on a GPU
         normed = head.normed(output)
         hidden, trained, frozen = head.loss_product(normed, tokens[row])
-    data = labels = None
-    if terms.loss == "ce_l1" or terms.dpace is not None:
-        data = target.draft_index[tokens[row + 1]]
+    labels = None
     if terms.loss == "ce_l1":
-        labels = Labels(data, terms.cross_entropy, terms.l1)
-    if terms.dpace is not None or terms.loss == "lk" or terms.acceptance_weighting:
-        step = step_of_row(sizes, device)
-        anchor, slots = row - 1 - step, batch.tokens.numel()
-    if terms.dpace is not None:
-        entropy = Labels(data, cross_entropy=1.0, l1=0.0)
-        with torch.no_grad():
-            probe = distill_linear(
-                hidden, trained, teacher, plan, weight, loss="ce_l1", labels=entropy, frozen=frozen
-            )
-        q = torch.where(data < 0, 0, (-probe.loss).exp())
-        weight = weight * dpace_weight(q, terms.dpace, step, anchor, len(sizes), slots)
+        labels = Labels(target.draft_index[tokens[row + 1]], terms.cross_entropy, terms.l1)
     if terms.loss == "lk" or terms.acceptance_weighting:
+        step = step_of_row(sizes, device)
         rows, some = plan.thinned(len(row) if terms.acceptance_weighting else LK_TEACHERS)
         with torch.no_grad():
             found = distill_linear(
@@ -217,6 +203,7 @@ def weighted_loss(
         if terms.loss == "lk":
             kl_weight = lk_weight(found.alpha, step[rows], len(sizes))[step]
         if share := terms.acceptance_weighting:
+            anchor, slots = row - 1 - step, batch.tokens.numel()
             reach = reach_probability(found.alpha, step, anchor, len(sizes), slots)
             weight = torch.where(weight != 0, weight * (1 - share + share * reach), 0)  # no 0 · NaN
     out = distill_linear(
@@ -272,23 +259,6 @@ def reach_probability(
     passed = alpha.new_ones(num_steps + 1, slots)
     passed[step + 1, anchor] = alpha
     return passed.cumprod(0)[step, anchor]
-
-
-def dpace_weight(
-    q: Tensor, floor: float, step: Tensor, anchor: Tensor, num_steps: int, slots: int
-) -> Tensor:
-    """Return D-PACE's weight of each row (arXiv 2605.18810).
-
-    It is the expected number of drafts accepted from the row's step k on, Σ_{j≥k} Π_{i≤j} s_i over
-    the steps of its anchor, with s = (1 − floor) · q + floor.
-
-    Args:
-        q: [R], the head's probability of the row's label. step, anchor, num_steps, slots: as in
-            `reach_probability`.
-    """
-    passed = q.new_zeros(num_steps, slots)
-    passed[step, anchor] = (1 - floor) * q + floor
-    return passed.cumprod(0).flip(0).cumsum(0).flip(0)[step, anchor]
 
 
 def step_of_row(sizes: Sequence[int], device: torch.device) -> Tensor:

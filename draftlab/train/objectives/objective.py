@@ -50,16 +50,14 @@ class Objective:
         return self.sampling.shares(settings) if self.sampling else [1.0] * settings.ttt_steps
 
     def weights_of_steps(self, settings: TrainSettings, counts: Sequence[int]) -> list[float]:
-        """Return `step_weights`; D-PACE gives each row a weight of its own instead of γ^k."""
-        gamma = settings.gamma if settings.dpace is None else 1.0
-        return self.step_weights(gamma, counts)
+        """Return `step_weights` with the γ of the settings."""
+        return self.step_weights(settings.gamma, counts)
 
     def loss_terms(self, settings: TrainSettings) -> LossTerms:
         """Return the terms of a row's loss."""
         weighting = settings.acceptance_weighting
         if self.own_terms is not None:
-            own = self.own_terms
-            return replace(own, acceptance_weighting=weighting, dpace=settings.dpace)
+            return replace(self.own_terms, acceptance_weighting=weighting)
         if self.imitates_states:
             return LossTerms(settings.loss, settings.distillation, True, weighting)
         return LossTerms(settings.loss, acceptance_weighting=weighting)

@@ -72,16 +72,9 @@ def records_of(target: TargetParts) -> list[Record]:
 
 
 def reference(
-    model: BlockHead,
-    target: TargetParts,
-    records: list[Record],
-    kept: dict[str, Tensor],
-    floor: float | None = None,
+    model: BlockHead, target: TargetParts, records: list[Record], kept: dict[str, Tensor]
 ) -> tuple[Tensor, list[int]]:
-    """Σ w ℓ / Σ w over the slots that carry loss, and the number of slots of each step.
-
-    With D-PACE's `floor`: Σ w ℓ over the number of slots.
-    """
+    """Σ w ℓ / Σ w over the slots that carry loss, and the number of slots of each step."""
     plain = PlainBlock(dict(model.named_parameters()), model.config)
     ids, spark = torch.nonzero(model.t2d)[:, 0], bool(model.config.markov_rank)
     ce, l1, confidence = (0.1, 0.9, 1.0) if spark else (1.0, 0.0, 0.0)
@@ -95,7 +88,7 @@ def reference(
                 continue
             newest = int(r.tokens[t + 1])
             outputs = plain.block(r.features[: t + 1], newest, model.config.block_size)
-            losses, chances = [], []
+            losses = []
             for k in range(steps):
                 hidden = outputs[model.config.first_slot + k]
                 previous, label = int(r.tokens[t + 1 + k]), int(r.tokens[t + 2 + k])
@@ -119,14 +112,9 @@ def reference(
                     c = alpha.detach()
                     loss = loss - c * F.logsigmoid(s) - (1 - c) * F.logsigmoid(-s)
                 losses.append(loss)
-                of_label = float(q[int((ids == label).nonzero())]) if label in ids else 0.0
-                chances.append((1 - (floor or 0)) * of_label + (floor or 0))
                 counts[k] += 1
             for k, loss in enumerate(losses):
-                w = GAMMA**k
-                if floor is not None:
-                    w = sum(math.prod(chances[: j + 1]) for j in range(k, steps))
-                total, weight = total + w * loss, weight + (GAMMA**k if floor is None else 1)
+                total, weight = total + GAMMA**k * loss, weight + GAMMA**k
     return total / weight, counts
 
 
@@ -141,34 +129,27 @@ SOME = {f"r{seed}": (torch.arange(40) + seed) % 3 != 0 for seed in range(len(TUR
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize(("kept", "floor"), [(ALL, None), (SOME, 0.5)], ids=["all", "D-PACE"])
+@pytest.mark.parametrize("kept", [ALL, SOME], ids=["all", "some"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_equal_blocks_run_one_by_one(
-    kind: str, kept: dict[str, Tensor], floor: float | None
-) -> None:
+def test_loss_and_gradients_equal_blocks_run_one_by_one(kind: str, kept: dict[str, Tensor]) -> None:
     target, model = parts(), random_head(kind)
-    settings = TrainSettings(gamma=GAMMA, dpace=floor)
+    settings = TrainSettings(gamma=GAMMA)
     records = records_of(target)
     batch = pack(
         [records[:3], records[3:]], 64, K,
         max_steps=lambda r: (kept[r.id][: len(r.tokens)] * K).long(),
     )  # fmt: skip
-    loss, sums = family_loss(
-        model,
-        target,
-        batch,
-        gamma=GAMMA if floor is None else 1.0,
-        terms=model.family.objective().loss_terms(settings),
-    )
+    terms = model.family.objective().loss_terms(settings)
+    loss, sums = family_loss(model, target, batch, gamma=GAMMA, terms=terms)
     (loss / batch.num_anchors).backward()
     actual = gradients(model)
-    expected, counts = reference(model, target, records, kept, floor)
+    expected, counts = reference(model, target, records, kept)
     expected.backward()
     expected_gradients = gradients(model)
     assert sums.count.tolist() == batch.counts == counts
     assert min(counts) > 2
     weights = model.family.objective().weights_of_steps(settings, counts)
-    assert weights == block_weights(GAMMA if floor is None else 1.0, counts)
+    assert weights == block_weights(GAMMA, counts)
     assert float(loss.detach()) / batch.num_anchors == pytest.approx(
         float(expected.detach()), rel=1e-12
     )
