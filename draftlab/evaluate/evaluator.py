@@ -14,7 +14,6 @@ from operator import itemgetter
 from typing import Any
 
 from draftlab.engine.engine import Engine
-from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Generation
 from draftlab.errors import UserError
 from draftlab.evaluate.adviser import advise
@@ -41,7 +40,7 @@ from draftlab.evaluate.warnings import (
     trained_prompt_warnings,
     with_slow_step_warnings,
 )
-from draftlab.evaluate.workload import ENGINE_NAMES, EngineResults, Workload, measure_draftlab
+from draftlab.evaluate.workload import OWN_ENGINE, EngineResults, Workload, measure_draftlab
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS
 from draftlab.progress import Monitor
@@ -165,10 +164,10 @@ class Evaluator:
 
     def _products(self) -> str | None:
         """Return which matrix products the engine uses; None where there is no choice."""
-        target, settings = self.workload.target, self.workload.settings
-        if target.device.type != "cpu" or settings.engine == "reference":
+        target = self.workload.target
+        if target.device.type != "cpu":
             return None
-        return describe_products(target, cpu_prepacked=settings.packed)
+        return describe_products(target, cpu_prepacked=self.workload.settings.packed)
 
     def _certify(self) -> dict[str, dict[str, Any]]:
         """Return each head's certificate by name, if `certify` is set; print its lines."""
@@ -180,8 +179,6 @@ class Evaluator:
         settings, sampled = workload.settings, workload.sampled_configs
         size = CertifySettings(seed=settings.seed, num_rows=max(len(sampled), 1))
         engine = partial(Engine, cpu_prepacked=settings.packed)
-        if settings.engine == "reference":
-            engine = ReferenceEngine
         same = workload.stop_ids, size, workload.monitor, engine
         for head in workload.heads:
             rows = [self._sampled(t, config) for t, config in sampled if config.head is head]
@@ -247,7 +244,7 @@ def _with_certificate(row: Row, certificates: dict[str, dict[str, Any]]) -> Row:
     At T = 0 tokens are compared with plain decoding's in every row.
     """
     certificate = certificates.get(row.head or "")
-    if not certificate or row.temperature == 0 or row.engine not in ENGINE_NAMES.values():
+    if not certificate or row.temperature == 0 or row.engine != OWN_ENGINE:
         return row
     conditions = (row.temperature, row.k, row.draft_probs)
     lossless = next(

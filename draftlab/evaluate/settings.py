@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
 from draftlab.settings import Settings, SingleOrList
 from draftlab.target_model.settings import TemplateMix, VllmSettings
@@ -25,9 +25,9 @@ _Temperature = Annotated[float, Field(ge=0)]
 class EvalSettings(Settings):
     """Settings of `draftlab eval` and of the recipe's section `eval`."""
 
-    engine: Literal["paged", "reference", "vllm"] = "paged"
-    """Decoding engine: draftlab's own (paged), its eager reference (reference), or an installed
-    vLLM in addition to the paged engine, with the same prompts and heads (vllm)."""
+    engine: Literal["paged", "vllm"] = "paged"
+    """Decoding engine: draftlab's own (paged), or an installed vLLM in addition to it, with the
+    same prompts and heads (vllm)."""
     suite: Annotated[tuple[str, ...] | None, SingleOrList, _Distinct] = Field(
         default=None, min_length=1
     )
@@ -96,13 +96,6 @@ class EvalSettings(Settings):
     parity runs. It has no effect on a GPU or for layers without packed products."""
     vllm: VllmSettings = VllmSettings()
     """Settings of the engine vllm."""
-
-    @field_validator("calibrate")
-    @classmethod
-    def _states_confidence(cls, calibrate: bool, info: ValidationInfo) -> bool:
-        if calibrate and info.data.get("engine") == "reference":
-            raise ValueError("expected the engine paged or vllm: reference states no confidence")
-        return calibrate
 
     @model_validator(mode="after")
     def _one_suite(self) -> EvalSettings:

@@ -10,7 +10,6 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine, decoding_threads, one_thread
 from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
-from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.adviser import Probe
 from draftlab.evaluate.bandwidth import floor_ms
@@ -210,18 +209,18 @@ class Workload:
                 results.probes.append(Probe(*conditions, config.draft_probs, config.k, one))
 
 
-ENGINE_NAMES = {"paged": "draftlab", "reference": "draftlab-reference", "vllm": "draftlab"}
-"""Engine name in rows, by setting; "vllm" also measures the paged engine."""
+OWN_ENGINE = "draftlab"
+"""Name of draftlab's engine in rows."""
 
 
 def new_engine(
-    workload: Workload, config: DecodingConfig, batch: int, pool: PagedCache | None, *, expect: bool
+    workload: Workload, config: DecodingConfig, batch: int, pool: PagedCache, *, expect: bool
 ) -> Decoder:
     """Return an engine for a configuration.
 
     Args:
         batch: requests decoded at once.
-        pool: the KV cache that all paged engines share.
+        pool: the KV cache that all engines share.
         expect: whether to compute expected acceptance, and with `calibrate` each draft's
             confidence; a step is slightly cheaper without them.
     """
@@ -234,28 +233,24 @@ def new_engine(
             verification=settings.verification,
             confidence=settings.calibrate and expect,
         )
-    size = {"batch": batch, "max_length": workload.max_length}
-    if settings.engine == "reference":
-        return ReferenceEngine(target, drafter, **size)
     return Engine(
         target,
         drafter,
-        **size,
+        batch=batch,
+        max_length=workload.max_length,
         cache=pool,
         expect=expect,
         cpu_prepacked=settings.packed,
     )
 
 
-def shared_pool(workload: Workload) -> PagedCache | None:
-    """Return a KV cache for all engines, which take turns; None for the reference engine.
+def shared_pool(workload: Workload) -> PagedCache:
+    """Return a KV cache for all engines, which take turns.
 
     CUDA graphs hold its addresses, so it stays while any engine lives. The draft KV caches, of a
     layer or a few, are each engine's own.
     """
     settings = workload.settings
-    if settings.engine == "reference":
-        return None
     timed = settings.timing_batches if settings.timing_prompts else ()
     extra = _extra_configs(workload, settings.temperatures[0])
     alive = dict.fromkeys(workload.configs + extra)
@@ -271,7 +266,7 @@ def shared_pool(workload: Workload) -> PagedCache | None:
 def measure_draftlab(workload: Workload) -> EngineResults:
     """Decode and time every configuration with draftlab's engine."""
     settings = workload.settings
-    results = EngineResults(ENGINE_NAMES[settings.engine], package_version())
+    results = EngineResults(OWN_ENGINE, package_version())
     pool = shared_pool(workload)
     for config in workload.configs:
         engine = new_engine(workload, config, workload.batch, pool, expect=True)
@@ -281,9 +276,7 @@ def measure_draftlab(workload: Workload) -> EngineResults:
     return results
 
 
-def _time_batch(
-    workload: Workload, results: EngineResults, batch: int, pool: PagedCache | None
-) -> None:
+def _time_batch(workload: Workload, results: EngineResults, batch: int, pool: PagedCache) -> None:
     """Time every configuration at one batch size; add timings and probes to the results."""
     first = workload.settings.temperatures[0]
     extra = _extra_configs(workload, first)

@@ -269,15 +269,11 @@ def _check_target(planned: Planned) -> Iterable[str]:
     recipe, settings = planned.recipe, planned.recipe.target
     trust = settings.trust_remote_code
     answers = planned.runs("answers") and recipe.regenerate.enabled
-    engine = None
-    if planned.runs("eval"):  # a comparison with vLLM is with draftlab's engine
-        engine = "reference" if recipe.eval.engine == "reference" else "paged"
-    elif answers and recipe.regenerate.backend == "paged":
-        engine = "paged"
+    decodes = planned.runs("eval") or (answers and recipe.regenerate.backend == "paged")
     with explain_loading("the target", settings.path):
         text_decoder(meta_model(planned.config, trust_remote_code=trust))
         untested = planned.runs("answers", "store", "head", "eval") and check_architecture(
-            planned.config, settings.path, engine=engine, trust_remote_code=trust
+            planned.config, settings.path, decodes=decodes, trust_remote_code=trust
         )
     if get_family(recipe.head.family).uses_target_lm_head:
         check_llama_style(planned.config, settings.path, trust_remote_code=trust)

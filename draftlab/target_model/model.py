@@ -106,7 +106,7 @@ class Target:
             raise UserError(
                 "the reference engine keeps no recurrent states, which this target has",
                 where=self.folder,
-                do="use eval.engine=paged",
+                do="decode with `Engine`",
             )
         self._check_once(check_rows)
         return RowCache(self.num_layers, num_rows, max_length)

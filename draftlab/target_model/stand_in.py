@@ -112,14 +112,14 @@ def _cut(fields: dict[str, Any], layers: int, vocab_size: int) -> dict[str, Any]
 
 
 def check_architecture(
-    config: Any, name: str, *, engine: str | None, trust_remote_code: bool = False
+    config: Any, name: str, *, decodes: bool, trust_remote_code: bool = False
 ) -> str | None:
     """Check on a small random model what draftlab needs of a target's architecture.
 
     Args:
         config: the target's.
         name: the target's, for errors.
-        engine: the engine that is to decode with the target; None: none is.
+        decodes: whether draftlab's engine is to decode with the target.
 
     Returns:
         Why nothing was checked: transformers makes no such model of small widths. Else None.
@@ -152,10 +152,8 @@ def check_architecture(
         replace_layers(model)
         target = Target(model.requires_grad_(False), Path(name), name)
         target.check_parts()
-        if engine == "paged":
+        if decodes:
             target.new_paged_cache(2, 1)
-        elif engine == "reference":
-            target.new_cache(1, 1)
     return None
 
 

@@ -275,15 +275,6 @@ def test_the_workload_and_warnings_are_announced(target: Target, head: Eagle3Hea
     assert "few timed prompts (2)" in text
 
 
-def test_the_reference_engine_counts_the_same(target: Target, head: Eagle3Head) -> None:
-    paged, reference = (
-        evaluate(target, head, engine=engine, timing_prompts=0) for engine in ("paged", "reference")
-    )
-    assert [r.counters for r in paged.rows] == [r.counters for r in reference.rows]
-    assert {r.engine for r in paged.rows} == {"draftlab"}
-    assert {r.engine for r in reference.rows} == {"draftlab-reference"}
-
-
 def test_each_sampled_row_has_the_test_of_its_own_sampling(
     target: Target, head: Eagle3Head, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,7 +101,7 @@ def test_a_stand_in_of_falcon_h1_keeps_the_width_of_its_states(config: FalconH1C
     ],
 )
 def test_a_small_model_of_default_shapes_decodes(config: PreTrainedConfig) -> None:
-    assert check_architecture(config, "target", engine="paged") is None
+    assert check_architecture(config, "target", decodes=True) is None
 
 
 def test_an_installed_deepspeed_says_nothing_when_a_stand_in_is_saved(tmp_path: Path) -> None:

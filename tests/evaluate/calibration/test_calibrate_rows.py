@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from draftlab.cli import app
@@ -79,11 +78,6 @@ def test_confidence_at_temperature_0_tells_what_is_accepted(
     assert first.skill is not None
     assert first.skill > 0.05
     assert first.error_after < 2 * first.error_perfect_high
-
-
-def test_the_reference_engine_states_no_confidence() -> None:
-    with pytest.raises(ValidationError, match="reference states no confidence"):
-        EvalSettings(engine="reference", calibrate=True)
 
 
 def test_too_few_steps_are_reported_and_left_out(target: Target, head: Eagle3Head) -> None:
