@@ -17,7 +17,6 @@ from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation
 from draftlab.errors import UserError
 from draftlab.evaluate.adviser import advise
-from draftlab.evaluate.bandwidth import copy_rate
 from draftlab.evaluate.calibration.calibrate import calibrate_rows
 from draftlab.evaluate.certificate.result import Sampled
 from draftlab.evaluate.decoding_config import PLAIN_DECODING, DecodingConfig, NamedHead
@@ -226,7 +225,6 @@ class Evaluator:
         settings, device = self.workload.settings, self.workload.target.device
         if not settings.timing_prompts:
             return None
-        rate = copy_rate(device)
         prompts = max(len(one.suite.prompts) for one in self.workloads)
         return {
             "batch": " / ".join(map(str, settings.timing_batches)),
@@ -234,7 +232,6 @@ class Evaluator:
             "tokens": settings.timing_tokens,
             "threads": 1 if device.type == "cpu" else None,
             "stop_tokens": "end an answer",
-            "copy_rate_gb_s": rate and round(rate / 1e9, 1),
         }
 
 

@@ -103,7 +103,6 @@ def timing(
     batch: int,
     counted: Sequence[Generation] | None = None,
     distinct: int | None = None,
-    floor_ms: float | None = None,
 ) -> Timing | None:
     """Return the times of one configuration; None if no prompt has a second output token.
 
@@ -115,7 +114,6 @@ def timing(
             None: the suite is the timed prompts.
         distinct: prompts after which the timed generations begin again with the first one; None:
             all differ. Intervals are over different prompts.
-        floor_ms: bandwidth floor of a step, in milliseconds.
     """
     timed = Decoded.of(run.generations, distinct)
     suite = Decoded.of(counted) if counted is not None else timed
@@ -127,7 +125,6 @@ def timing(
         "prompts": len(run.generations),
         "ttft_ms": 1e3 * float(np.mean([g.first_token_s for g in run.generations])),
         "step_ms": step_ms,
-        "floor_ms": floor_ms,
         "throughput_tok_s": sum(len(g.token_ids) for g in run.generations) / run.wall_s,
         "tokens_per_step": timed.tokens.sum() / timed.steps.sum(),
         "acceptance_at": Counters.total(g.counters for g in run.generations).acceptance_at,

@@ -55,8 +55,7 @@ class Timing(BaseModel):
     tokens a step, with the step times of the timed prompts. `step_ms`, `ttft_ms`,
     `throughput_tok_s` (output tokens over wall time, prefill included), `tokens_per_step`, the
     unconditional `acceptance_at` each position and `timed_speedup` are of the timed prompts.
-    `step_ratio_ci` is the interval of `step_ms` over a step of plain decoding. `floor_ms` is the
-    time to read the weights of a step once at the measured copy rate of the device.
+    `step_ratio_ci` is the interval of `step_ms` over a step of plain decoding.
 
     Intervals are None for fewer than six prompts. `disturbance` says why there are no speed-ups,
     where the machine was disturbed while the batch was timed (`metrics.without_disturbed`).
@@ -70,7 +69,6 @@ class Timing(BaseModel):
     tpot_ms_ci: tuple[float, float] | None
     ttft_ms: float
     step_ms: float
-    floor_ms: float | None = None
     throughput_tok_s: float | None = None
     tokens_per_step: float | None = None
     acceptance_at: list[float] | None = None
@@ -155,7 +153,6 @@ class Row(BaseModel):
     tpot_ms_ci: tuple[float, float] | None = None
     ttft_ms: float | None = None
     step_ms: float | None = None
-    floor_ms: float | None = None
     throughput_tok_s: float | None = None
     baseline_tpot_ms: float | None = None
     speedup: float | None = None

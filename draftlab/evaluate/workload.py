@@ -12,7 +12,6 @@ from draftlab.engine.engine import Engine, decoding_threads, one_thread
 from draftlab.engine.kv_pool import draft_kv_bytes, new_kv_pool
 from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.adviser import Probe
-from draftlab.evaluate.bandwidth import floor_ms
 from draftlab.evaluate.decoding_config import (
     PLAIN_DECODING,
     DecodingConfig,
@@ -193,7 +192,6 @@ class Workload:
                 batch=batch,
                 counted=[answers[id_] for id_, _ in self.timed_prompts] if answers else None,
                 distinct=distinct,
-                floor_ms=floor_ms(self.target, config.head and config.head.head, config.k, batch),
             )
             if one is not None:
                 known[config] = one

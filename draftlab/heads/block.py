@@ -188,9 +188,6 @@ class BlockHead(DraftHead):
         own = [] if self.markov_head is None else [self.markov_head.markov_w2]
         return [*super().draft_tables(), *own]
 
-    def weights_of_each_draft(self) -> list[nn.Parameter]:
-        return [] if self.markov_head is None else [self.markov_head.markov_w2.weight]
-
     def shared_tensors(self) -> frozenset[str]:
         whole = self.config.draft_vocab_size == self.config.vocab_size
         return super().shared_tensors() | ({LM_HEAD} if whole else frozenset())

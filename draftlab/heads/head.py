@@ -192,10 +192,6 @@ class DraftHead(nn.Module):
     def check_drafts(self, k: int) -> None:
         """Raise a `UserError` if the head cannot draft `k` tokens a step."""
 
-    def weights_of_each_draft(self) -> list[nn.Parameter]:
-        """Return the weights that a parallel head reads once for each draft."""
-        return []
-
     def draft_tables(self) -> list[nn.Module]:
         """Return the modules whose `weight` [D, …] has a row for each draft-vocabulary token."""
         return [self.lm_head]

@@ -76,13 +76,11 @@ TIMES: dict[str, Callable[[Any], str]] = {
     "speed-up": lambda t: fmt.speedup(t.speedup, t.speedup_ci),
     "TTFT": lambda t: fmt.with_interval(t.ttft_ms),
     "step": lambda t: fmt.with_interval(t.step_ms),
-    "step floor": lambda t: fmt.with_interval(t.floor_ms),
     "tokens / s": lambda t: fmt.number(t.throughput_tok_s, 1),
 }
 TIMES_TEXT = (
     "Milliseconds by the number of prompts decoded at once (batch). Tokens per second are over the "
-    "wall time of the timed prompts, prefill included. Floor: time to read the weights of a step "
-    "once at the measured copy rate of the device. A dash means not measured."
+    "wall time of the timed prompts, prefill included. A dash means not measured."
 )
 COUNTERS: dict[str, Callable[[Row], str]] = {
     "prompts": lambda row: f"{row.prompts:,}",

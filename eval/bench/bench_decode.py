@@ -33,6 +33,7 @@ from statistics import fmean, median
 from typing import Any
 
 import torch
+from bandwidth import copy_rate, head_bytes, target_bytes
 from random_models import (
     HEADS,
     SMALL_HEAD,
@@ -47,7 +48,6 @@ from draftlab.engine.drafter import HeadDrafter, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.kv_pool import draft_kv_bytes
 from draftlab.engine.sampling import Request, Sampling
-from draftlab.evaluate.bandwidth import copy_rate, head_bytes, target_bytes
 from draftlab.evaluate.timing import warm_up_batches
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.verify import verify
@@ -197,7 +197,7 @@ def row_of(
             prompt=options.prompt_tokens,
             new=options.tokens,
         )
-        moved = (target_bytes(target()) or 0) + (head_bytes(head(name), k) if k else 0)
+        moved = target_bytes(target()) + (head_bytes(head(name), k) if k else 0)
         position = sum(target().kv_bytes.values())
         if k:
             chain = head(name).family.drafting == "chain"

@@ -1,8 +1,7 @@
-"""Evaluation of a parallel head: rows, warnings, bandwidth, certificate."""
+"""Evaluation of a parallel head: rows, warnings, certificate."""
 
 from __future__ import annotations
 
-from draftlab.evaluate.bandwidth import head_bytes
 from draftlab.evaluate.certificate.certify import Certification, CertifySettings, Sampled
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.peagle import PeagleHead
@@ -44,15 +43,6 @@ def test_sampled_drafts_pass_the_self_check(target: Target, parallel_head: Peagl
         assert row.self_check is not None
         assert row.self_check.passed
         assert sum(row.expected_acceptance or []) > 0
-
-
-def test_a_step_reads_a_parallel_head_once_for_any_k(
-    head: Eagle3Head, parallel_head: PeagleHead
-) -> None:
-    assert head_bytes(parallel_head, 8) == head_bytes(parallel_head, 1)
-    weights = [p for n, p in parallel_head.named_parameters() if not n.startswith("embed_tokens")]
-    assert head_bytes(parallel_head, 1) == 4 * sum(p.numel() for p in weights)
-    assert head_bytes(head, 8) > head_bytes(head, 1)
 
 
 def test_a_parallel_head_is_certified(target: Target, parallel_head: PeagleHead) -> None:

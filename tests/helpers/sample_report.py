@@ -189,7 +189,6 @@ def with_timing(
         "tpot_ms_ci": (0.96 * tpot, 1.05 * tpot),
         "ttft_ms": 31.4,
         "step_ms": step_ms,
-        "floor_ms": 0.8 * step_ms,
         "throughput_tok_s": 1000 * batch / tpot,
         "tokens_per_step": row.tokens_per_step,
         "acceptance_at": row.counters.acceptance_at,

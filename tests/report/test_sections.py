@@ -80,7 +80,6 @@ def test_times_of_every_batch() -> None:
         f"{timing.speedup:.2f}× [{low:.2f}, {high:.2f}]",
         "31.40",
         f"{timing.step_ms:.2f}",
-        f"{timing.floor_ms:.2f}",
         f"{timing.throughput_tok_s:.1f}",
     ]
     assert [line.style for line in section(report, "Times").table.lines[:4]] == [

@@ -1,9 +1,8 @@
-"""The bandwidth floor of a decode step: read its weights once at the device's copy rate.
+"""What the bandwidth floor of a decode step is made of: bytes of weights, and the rate of a copy.
 
 A step of few rows is bound by reading weights: the target's once, and the head's once per pass. A
 chain head has one pass per draft, a parallel head one pass for all. The fc of EAGLE3 runs in the
-first pass only; later passes get the head's own output. The recurrent states of a batch are read
-and written once. The floor leaves out keys and values, which are small at the timed lengths.
+first pass only; later passes get the head's own output.
 """
 
 from __future__ import annotations
@@ -51,14 +50,11 @@ def _bytes(parameters: Iterable[nn.Parameter]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters)
 
 
-def target_bytes(target: Target) -> int | None:
+def target_bytes(target: Target) -> int:
     """Return the bytes of target weights that a step reads.
 
-    The embedding table counts only if it is also the output projection. The result is None for
-    mixtures of experts, which read what their router picks.
+    The embedding table counts only if it is also the output projection.
     """
-    if any(".experts." in name for name, _ in target.decoder.named_parameters()):
-        return None
     embeddings = target.model.get_input_embeddings().weight
     output = target.model.get_output_embeddings()
     tied = output is not None and output.weight.data_ptr() == embeddings.data_ptr()
@@ -72,16 +68,7 @@ def head_bytes(head: DraftHead, k: int) -> int:
     tables = {id(module.weight) for module in head.modules() if isinstance(module, nn.Embedding)}
     once = _bytes(p for p in head.parameters() if id(p) not in tables)
     if head.family.drafting == "parallel":
-        return once + (k - 1) * _bytes(head.weights_of_each_draft())
+        markov = getattr(head, "markov_head", None)  # a DSpark head's bias, made for each draft
+        return once + (k - 1) * _bytes([markov.markov_w2.weight] if markov else [])
     later = [] if head.fc_in_every_pass else head.fc.parameters()
     return k * once - (k - 1) * _bytes(later)
-
-
-def floor_ms(target: Target, head: DraftHead | None, k: int, batch: int) -> float | None:
-    """Return the least milliseconds of a step; None if copy rate or weights are unknown."""
-    rate, moved = copy_rate(target.device), target_bytes(target)
-    if rate is None or moved is None:
-        return None
-    if target.recurrent:
-        moved += 2 * batch * sum(target.state_bytes.values())
-    return 1e3 * (moved + (head_bytes(head, k) if head and k else 0)) / rate
