@@ -37,7 +37,6 @@ from draftlab.evaluate.warnings import (
     row_warnings,
     suite_warnings,
     trained_prompt_warnings,
-    with_slow_step_warnings,
 )
 from draftlab.evaluate.workload import OWN_ENGINE, EngineResults, Workload, measure_draftlab
 from draftlab.files import known_sha256
@@ -122,10 +121,7 @@ class Evaluator:
         number = sum(len(one.sampled_configs) for one in self.workloads)
         rows, probes, calibrations = [], [], []
         for one, results in zip(self.workloads, measured, strict=True):
-            of_suite = [
-                _with_certificate(row, certificates) for row in new_rows(one, results, number)
-            ]
-            rows += with_slow_step_warnings(of_suite)
+            rows += [_with_certificate(row, certificates) for row in new_rows(one, results, number)]
             probes += [probe for engine in results for probe in engine.probes]
             if one.settings.calibrate:
                 calibrations += calibrate_rows(one, results[0])

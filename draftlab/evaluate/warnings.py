@@ -5,9 +5,6 @@ Equal texts of several rows are printed once, so that figures of a row are left 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-
-from draftlab.evaluate.adviser import Shape, conditions
 from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.results import Row, drafting_pays
 from draftlab.evaluate.self_check import failure_message
@@ -17,8 +14,6 @@ from draftlab.text.suites import Suite
 
 MIN_PROMPTS = 30
 MIN_TIMED_PROMPTS = 10
-UNDERCUT = 0.8
-"""A step is slow if one with no smaller batch and K takes less than this share of its time."""
 
 
 def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
@@ -92,35 +87,3 @@ def row_warnings(row: Row) -> list[str]:
                 f"the intervals do not show whether drafting pays at batch {timing.batch}"
             )
     return warnings
-
-
-def with_slow_step_warnings(rows: Sequence[Row]) -> list[Row]:
-    """Return rows with warnings about steps that a larger step undercuts.
-
-    Steps are compared with those of the same head under the same conditions.
-    """
-    groups: dict[tuple[object, ...], dict[Shape, float]] = {}
-    for row in rows:
-        groups.setdefault(conditions(row), {}).update(_steps(row))
-    return [
-        row.model_copy(update={"warnings": [*row.warnings, *_slow(row, groups[conditions(row)])]})
-        for row in rows
-    ]
-
-
-def _steps(row: Row) -> dict[Shape, float]:
-    """Return the milliseconds of a row's measured steps."""
-    return {(timing.batch, row.k): timing.step_ms for timing in row.timings if timing.step_ms}
-
-
-def _slow(row: Row, steps: Mapping[Shape, float]) -> Iterator[str]:
-    """Yield a warning for each step of a row that a step of at least its batch and K undercuts."""
-    for (batch, k), ms in _steps(row).items():
-        larger = {s: other for s, other in steps.items() if s[0] >= batch and s[1] >= k}
-        b, i = min(larger, key=larger.__getitem__)
-        if larger[b, i] < UNDERCUT * ms:
-            yield (
-                f"a step at batch {batch}, K = {k} takes {ms:.2f} ms, longer than one at batch "
-                f"{b}, K = {i} ({larger[b, i]:.2f} ms): a kernel is slow at this shape, or the "
-                "machine was busy"
-            )
