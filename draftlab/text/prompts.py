@@ -172,7 +172,6 @@ def select_prompts(
     """
     path, refusal = fetch_prompts(settings, monitor), cache(no_images)
     dropped: Counter[str] = Counter()
-    per_source: Counter[str] = Counter()
     digests: set[bytes] = set()
 
     def usable() -> Iterator[Conversation]:
@@ -190,10 +189,7 @@ def select_prompts(
                 dropped["begin with an answer"] += 1
             elif digest in digests:
                 dropped["repeat an earlier one (prompts.deduplicate)"] += 1
-            elif per_source[conversation.source] == settings.per_source:
-                dropped["exceed prompts.per_source for their source"] += 1
             else:
-                per_source[conversation.source] += 1
                 if settings.deduplicate:
                     digests.add(digest)
                 for image in conversation.images:

@@ -31,8 +31,6 @@ class PromptSettings(Settings):
     """Number of conversations, from the start of the source; None: all."""
     deduplicate: bool = True
     """Whether to drop conversations that repeat an earlier one."""
-    per_source: Annotated[int, Field(ge=1)] | None = None
-    """Number of conversations per data set (the lines' `source`), from its start; None: all."""
 
     @model_validator(mode="after")
     def _number_is_known(self) -> PromptSettings:
