@@ -19,7 +19,6 @@ from draftlab.store.sample_table import SampleTable
 from draftlab.store.shard_cache import SIZE, ShardCache
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store, StoreIdentity
-from draftlab.store.urls import local_folder
 from draftlab.target_model.images import no_images
 from draftlab.target_model.locate import TOKENIZER_FILES, resolve_target
 from draftlab.target_model.metadata import TargetMetadata
@@ -200,7 +199,7 @@ class Recording(TargetWorker):
         record, folder = self.recipe.record, self.run / STAGES["store"].artefact
         self.free("target", "metadata")
         self.__dict__.pop("prompts", None)
-        if record.window is None and (record.url is None or local_folder(record.url)):
+        if record.window is None and record.url is None:
             return Store.open(folder, url=record.url)
         # Counting tokens must not download all shards of a URL; a window's may not be there.
         answers = self.run / STAGES["answers"].artefact

@@ -30,7 +30,6 @@ from draftlab.recipe.recipe import LATEST, RECIPE, Recipe, load_recipe
 from draftlab.run.held_out_prompts import default_suite
 from draftlab.run.stages import STAGES, read_record
 from draftlab.store.shard_cache import DEFAULT_SIZE, SIZE
-from draftlab.store.urls import local_folder
 from draftlab.target_model.locate import (
     config_folder,
     explain_loading,
@@ -194,10 +193,9 @@ class RecipeSizes:
             tokens *= self.recipe.train.validation_share
         disk: float | None = tokens * self.token_bytes
         if record.url is not None:
-            of += f"; {size_text(tokens * self.token_bytes)} at {record.url}"
-            if local_folder(record.url) is None:
-                disk, size = None, os.environ.get(SIZE) or DEFAULT_SIZE
-                of += f", and a cache of {size} on each machine ({SIZE})"
+            disk, size = None, os.environ.get(SIZE) or DEFAULT_SIZE
+            of += f"; {size_text(tokens * self.token_bytes)} at {record.url}, and a cache of "
+            of += f"{size} on each machine ({SIZE})"
         return Estimate(
             "store",
             f"up to about {as_count(tokens)} tokens of {size_text(self.token_bytes)}, {states}{of}",

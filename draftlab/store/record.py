@@ -31,6 +31,7 @@ from draftlab.store.sample_table import Sample
 from draftlab.store.settings import NotFinitePolicy, RecordSettings
 from draftlab.store.shard_files import (
     METADATA,
+    RemoteShardFiles,
     ShardFiles,
     open_shard_files,
     read_copy,
@@ -95,7 +96,7 @@ def record(
     adopt = partial(
         _adopt_manifest, folder, files, lambda other: check_same_recording(other, plan, folder)
     )
-    with lock_folder(folder), _lock_elsewhere(folder, files):
+    with lock_folder(folder):
         adopted = adopt()
         receipts = Receipts(folder, resume_plan(folder, plan, monitor, files), files)
         receipts.remove_temporary()
@@ -189,7 +190,7 @@ def _adopt_manifest(folder: Path, files: ShardFiles, check: Callable[[Manifest],
     So a run whose `record.url` names the store of an equal recording, by another run, uses it. If
     the URL has the store of another recording, `check` raises a `UserError`.
     """
-    if files.is_in(folder):
+    if not isinstance(files, RemoteShardFiles):
         return False
     content, own = files.read_manifest(), folder / MANIFEST
     if content is None or (own.is_file() and own.read_bytes() == content):
@@ -210,14 +211,6 @@ def _adopt_manifest(folder: Path, files: ShardFiles, check: Callable[[Manifest],
             if (Path(copy) / name).is_file():
                 os.replace(Path(copy) / name, folder / name)
         return True
-
-
-def _lock_elsewhere(folder: Path, files: ShardFiles) -> AbstractContextManager[None]:
-    """Return a lock of the shards' folder, if it is another one than the store's."""
-    if files.is_local and not files.is_in(folder):
-        files.folder.mkdir(parents=True, exist_ok=True)
-        return lock_folder(files.folder)
-    return nullcontext()
 
 
 def _claim_url(files: ShardFiles, plan: str, adopt: Callable[[], bool], monitor: Monitor) -> None:
@@ -251,15 +244,14 @@ def _check_disk(
     if window is not None and window.rolls:
         needed += min(window.size, int(sizes[num_kept:].sum()))
     if files.is_local:
-        files.folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(files.folder).free
         if free < needed:
             raise UserError(
                 f"expected {size_text(needed)} of free disk for "
                 f"{count_text(len(missing), 'shard')}, found {size_text(free)}",
                 where=files.folder,
-                do="free disk space, name a folder on another disk, store fp8 features "
-                "(record.dtype), or record fewer samples or boundaries",
+                do="free disk space, make the folder a link to one on another disk, store fp8 "
+                "features (record.dtype), or record fewer samples or boundaries",
             )
     committed = num_kept - len(missing)
     monitor.say(

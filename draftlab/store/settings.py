@@ -58,7 +58,7 @@ class RecordSettings(Settings):
     """What happens to samples whose states have NaN or infinity. refuse: the recording stops and
     names the sample and the layer. skip: the sample is counted and not used for training."""
     url: str | None = None
-    """Folder of the shards at a URL that fsspec knows: s3://bucket/folder, gs://, hf://, file://.
+    """Folder of the shards at a URL that fsspec knows: s3://bucket/folder, gs://, hf://.
     Copies of the manifest make it a store by itself. Training reads through a cache on each machine
     (environment variables DRAFTLAB_CACHE, its folder, and DRAFTLAB_CACHE_SIZE, 20GB). Credentials
     are in the environment. None: the shards are in the run folder."""

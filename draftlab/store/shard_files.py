@@ -28,7 +28,7 @@ from draftlab.store.object_store import UrlClaim, UrlFolder
 from draftlab.store.record_index import RECORDS
 from draftlab.store.shard import NO_TIME, SHARDS, Listing, Shard, list_shards, shard_number
 from draftlab.store.shard_cache import ShardCache, machine_cache
-from draftlab.store.urls import address_of, local_folder
+from draftlab.store.urls import address_of
 
 METADATA = (RECORDS, SHARDS, MANIFEST)
 """Files of a store beside its shards, in the order in which they are written."""
@@ -39,7 +39,7 @@ _KEPT_S = 7 * 24 * 3600
 
 
 class ShardFiles:
-    """The files of a store's shards, in a folder: the store's own, or that of a file:// URL.
+    """The files of a store's shards, in its folder.
 
     Attributes:
         address: their folder or URL.
@@ -90,27 +90,7 @@ class ShardFiles:
         return known_sha256(path) if path.is_file() else None
 
     def publish(self, folder: Path) -> None:
-        """Copy the manifest of a store's folder, and its columns, to where the shards are."""
-        if self.is_in(folder):
-            return
-        for name in METADATA:
-            if (folder / name).is_file():
-                with atomic_path(self.folder / name) as temporary:
-                    shutil.copyfile(folder / name, temporary)
-
-    def is_in(self, folder: Path) -> bool:
-        """Return whether the shards are in a folder."""
-        return self.folder.resolve() == folder.resolve()
-
-    def read_manifest(self) -> bytes | None:
-        """Return the content of the manifest where the shards are; None: there is none."""
-        path = self.folder / MANIFEST
-        return path.read_bytes() if path.is_file() else None
-
-    def copy_columns(self, name: str, path: Path, sha256: str) -> None:
-        """Copy the file of an index or table, which has this hash, from where the shards are."""
-        with suppress(FileNotFoundError):
-            shutil.copyfile(self.folder / name, path, follow_symlinks=False)
+        """Copy the manifest of a store's folder, and its columns, to the URL of the shards."""
 
     def claim(self, plan: str) -> str:
         """Claim the place of the shards for a plan (`UrlClaim.take`); a folder has a lock."""
@@ -202,13 +182,12 @@ class RemoteShardFiles(ShardFiles):
             if (folder / name).is_file():
                 self.remote.upload_changed(folder / name, name)
 
-    def is_in(self, folder: Path) -> bool:
-        return False
-
     def read_manifest(self) -> bytes | None:
+        """Return the content of the manifest at the URL; None: there is none."""
         return self.remote.read(MANIFEST)
 
     def copy_columns(self, name: str, path: Path, sha256: str) -> None:
+        """Copy the file of an index or table, which has this hash, from the URL."""
         self.remote.download(name, path, None, sha256)
 
     def fetch(self, shards: Iterable[Shard]) -> list[Future[None]]:
@@ -291,11 +270,7 @@ def open_shard_files(folder: Path, url: str | None) -> ShardFiles:
     """Return the files of the shards of a store's folder, which are at `url` (`record.url`), or
     in it.
     """
-    if url is None:
-        return ShardFiles(folder)
-    if (elsewhere := local_folder(url)) is not None:
-        return ShardFiles(elsewhere)
-    return RemoteShardFiles(url, folder=folder)
+    return ShardFiles(folder) if url is None else RemoteShardFiles(url, folder=folder)
 
 
 def locate_store(address: Path | str, url: str | None) -> tuple[Path, ShardFiles]:
@@ -339,7 +314,7 @@ def locate_store(address: Path | str, url: str | None) -> tuple[Path, ShardFiles
     return copy, files
 
 
-def read_copy(files: ShardFiles, content: bytes, folder: Path) -> Manifest:
+def read_copy(files: RemoteShardFiles, content: bytes, folder: Path) -> Manifest:
     """Copy a manifest and its columns to an empty folder, and return it after its hashes are
     checked; a `UserError` about them names the URL.
     """

@@ -186,12 +186,7 @@ class Store:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the store as its folder, without the states."""
-        address = self.address
-        if isinstance(address, Path):  # as a URL, unless the shards are in the manifest's folder
-            address = address.resolve()
-            url = None if address == self.folder.resolve() else address.as_uri()
-        else:
-            url = address
+        url = None if isinstance(self.address, Path) else self.address
         return self._reopen, (self.folder.resolve(), self.digest, url)
 
     def __len__(self) -> int:

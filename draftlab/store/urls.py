@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
 
 from draftlab.errors import UserError
 from draftlab.formatting import pip_install
@@ -16,6 +15,7 @@ from draftlab.url_secrets import secret_in
 _SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _BUCKET_SCHEMES = ("s3", "s3a", "gs", "gcs", "hf")
+_FOLDER_SCHEMES = ("file", "local")
 _NO_STORES = ("http", "https", "ftp")
 """Schemes that fsspec knows and at which it cannot replace files as a whole."""
 _EXAMPLE = "expected the URL of a folder, such as s3://bucket/store"
@@ -32,9 +32,10 @@ def check_url(url: str) -> str:
     Raises a `ValueError` if it is none, or has credentials, which the message does not repeat.
     """
     scheme, _, rest = url.partition("://")
+    scheme = scheme.lower()
     host = rest.partition("/")[0]
     user = host.rpartition("@")[0]  # may have quotes and spaces, which end a URL in a text
-    has_bucket = scheme.lower() in _BUCKET_SCHEMES
+    has_bucket = scheme in _BUCKET_SCHEMES
     found = ""
     if "::" in url:
         found = "a chain of file systems (::)"
@@ -44,13 +45,14 @@ def check_url(url: str) -> str:
         found = "one with credentials in it: give them in the environment (docs/guide/scale.md)"
     elif not is_url(url):
         found = repr(url)
+    elif scheme in _FOLDER_SCHEMES:
+        found = f"{url!r}: name a store by its path; a run's store/ may be a link to another disk"
     elif has_bucket and not _BUCKET.fullmatch(host):
         found = f"{url!r} without the name of a bucket"
     elif ".." in rest.split("/"):
         found = "one with '..'"
     if found:
         raise ValueError(f"{_EXAMPLE}, found {found}")
-    local_folder(url)
     return url.rstrip("/") if rest.strip("/") else url
 
 
@@ -68,7 +70,7 @@ def check_scheme(url: str) -> None:
         raise UserError(
             f"expected a URL {kind}, found {scheme}://",
             where=url,
-            do="name a bucket, such as s3://bucket/folder, or a folder, file:///folder",
+            do="name a bucket, such as s3://bucket/folder",
         )
     try:
         fsspec.get_filesystem_class(scheme)
@@ -89,22 +91,7 @@ def scheme_error(url: str, error: Exception) -> UserError:
     )
 
 
-def local_folder(url: str) -> Path | None:
-    """Return the folder of a file:// URL; None for other URLs. A URL with a host raises a
-    `ValueError`.
-    """
-    parts = urlsplit(url)
-    if parts.scheme.lower() not in ("file", "local"):
-        return None
-    if parts.netloc not in ("", "localhost"):
-        raise ValueError(f"expected file:///FOLDER, found the host {parts.netloc!r}")
-    return Path(unquote(parts.path))
-
-
 def address_of(text: str | Path) -> str | Path:
     """Return a store's address: the path of a local folder, or the URL as `check_url` has it."""
     text = str(text)
-    if not is_url(text):
-        return Path(text)
-    url = check_url(text)
-    return local_folder(url) or url
+    return check_url(text) if is_url(text) else Path(text)

@@ -23,7 +23,7 @@ from draftlab.store.object_store import (
 from draftlab.store.shard_cache import ShardCache
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store
-from draftlab.store.urls import address_of, check_url, is_url, local_folder
+from draftlab.store.urls import address_of, check_url, is_url
 from tests.helpers.object_server import BUCKET, FaultyServer, object_server
 
 NAME = "shard-00000.safetensors"
@@ -228,16 +228,13 @@ def test_urls_with_secrets_and_other_texts_are_refused(url: str) -> None:
 def test_urls_of_folders_are_accepted(url: str) -> None:
     assert check_url(url) == check_url(f"{url}/") == url
     assert is_url(url)
-    assert local_folder(url) is None
     assert address_of(url) == url
 
 
-def test_file_urls_and_paths_are_local(tmp_path: Path) -> None:
-    assert local_folder("file:///a%20b/c") == Path("/a b/c")
-    assert address_of("file:///a/b") == Path("/a/b")
+def test_a_folder_is_named_by_its_path() -> None:
     assert address_of("runs/a/store") == Path("runs/a/store")
-    with pytest.raises(ValueError, match="host"):
-        local_folder("file://host/a")
+    with pytest.raises(ValueError, match="name a store by its path"):
+        address_of("file:///a/b")
 
 
 def new_claim(folder: Path) -> UrlClaim:

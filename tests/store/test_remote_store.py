@@ -250,19 +250,6 @@ def test_stores_are_made_of_remote_ones(
     )
 
 
-def test_a_file_url_is_a_folder_without_a_cache(target: Target, tmp_path: Path) -> None:
-    local = record_store(target, tmp_path / "local")
-    url = (tmp_path / "big disk").as_uri()
-    store = record_store(target, tmp_path / "run", url=url)
-    assert files(tmp_path / "big disk") == files(tmp_path / "local")
-    for one in (store, Store.open(url), Store.open(tmp_path / "big disk")):
-        assert same_records(pickle.loads(pickle.dumps(one)), local)
-        one.verify()
-    with pytest.raises(UserError, match="missing") as caught:
-        Store.open(tmp_path / "run")
-    assert "record.url" in caught.value.do
-
-
 def test_any_file_system_of_fsspec_will_do(
     target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,4 +261,7 @@ def test_any_file_system_of_fsspec_will_do(
     assert objects(url) == files(tmp_path / "local")
     empty_cache()
     assert same_records(Store.open(url), local)
+    with pytest.raises(UserError, match="missing") as caught:
+        Store.open(tmp_path / "remote")
+    assert "record.url" in caught.value.do
     machine_cache.cache_clear()
