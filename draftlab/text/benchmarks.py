@@ -27,7 +27,7 @@ class BenchmarkLayout:
         id_column: the column of the rows' ids; None: rows are numbered.
         hub: the data set on the Hub.
         get: what a user does to get the benchmark if it is not on the Hub.
-        subset: the default of a folder with one file per subset, as in `vllm bench`.
+        subset: the file that is read of a folder with one file per subset, as in `vllm bench`.
         max_new_tokens: the output tokens per prompt in `vllm bench`.
     """
 
@@ -63,13 +63,11 @@ BENCHMARKS = {
 
 @dataclass(frozen=True)
 class BenchmarkSource:
-    """A benchmark's rows: from a local file or folder (`path` None: the Hub), or a part of them."""
+    """A benchmark's rows: from a local file or folder (`path` None: the Hub)."""
 
     name: str
     layout: BenchmarkLayout
     path: Path | None
-    subset: str | None
-    category: str | None
 
     def file(self) -> Path | None:
         """Return the local file; None for the Hub.
@@ -104,44 +102,25 @@ class BenchmarkSource:
             for file in self.path.rglob("*")
             if file.suffix in FORMATS and file.name != "dataset_infos.json" and file.is_file()
         )
-        matches = [file for file in files if self.subset in (None, file.stem)]
+        matches = [file for file in files if self.layout.subset in (None, file.stem)]
         if len(matches) == 1:
             return matches[0]
         names = ", ".join(str(file.relative_to(self.path)) for file in files[:8])
-        expected, do = "one file", f"name the file: {self.name}:FILE"
-        if self.subset:
-            expected = f"one file for the subset {self.subset}"
-            do = f"name the subset: {self.name}:{self.path}#SUBSET"
         raise UserError(
-            f"expected {expected}, found {len(matches)} in {names or 'no such file'}"
+            f"expected one file {self.layout.subset or ''}".rstrip()
+            + f", found {len(matches)} in {names or 'no such file'}"
             + ", …" * (len(files) > 8),
             where=self.path,
-            do=do,
+            do=f"name the file: {self.name}:FILE",
         )
 
 
 def parse_benchmark(source: str) -> BenchmarkSource | None:
-    """Parse a benchmark's name; return None for embedded prompts and files of conversations.
-
-    The forms are "NAME", "NAME#category", "NAME:PATH" and "NAME:PATH#category"; for a folder of
-    SPEED-Bench also "NAME:PATH#subset" and "NAME:PATH#subset/category".
-    """
-    name = next(
-        (n for n in BENCHMARKS if source == n or source.startswith((f"{n}:", f"{n}#"))), None
-    )
-    if name is None:
+    """Parse "NAME" or "NAME:PATH"; return None for embedded prompts and files of conversations."""
+    name, _, path = source.partition(":")
+    if name not in BENCHMARKS:
         return None
-    rest = source[len(name) :]
-    text, category = rest[1:] if rest.startswith(":") else "", ""
-    if rest.startswith("#"):
-        category = rest[1:]
-    elif "#" in text and not Path(text).expanduser().exists():  # a path may contain a "#"
-        text, _, category = text.rpartition("#")
-    layout, path = BENCHMARKS[name], Path(text).expanduser() if text else None
-    subset = layout.subset if path is not None and path.is_dir() else None
-    if subset is not None and category:
-        subset, _, category = category.partition("/")
-    return BenchmarkSource(name, layout, path, subset, category or None)
+    return BenchmarkSource(name, BENCHMARKS[name], Path(path).expanduser() if path else None)
 
 
 def read_rows(source: BenchmarkSource) -> list[tuple[str, str | None, str]]:
@@ -151,33 +130,23 @@ def read_rows(source: BenchmarkSource) -> list[tuple[str, str | None, str]]:
     number as a suffix.
 
     Raises:
-        UserError: a row has another layout (the error names file, line, and the expected field), no
-            row has the category, or there are no rows.
+        UserError: a row has another layout (the error names file, line, and the expected field), or
+            there are no rows.
     """
     layout = source.layout
     rows: dict[str, tuple[str, str | None, str]] = {}
-    categories: set[str] = set()
     for number, (where, row) in enumerate(_rows(source), 1):
         category = None if row.get("category") is None else str(row["category"])
-        categories |= {category} if category else set()
-        if source.category is not None and category != source.category:
-            continue
         row_id = row.get(layout.id_column) if layout.id_column else None
         id_ = f"{source.name}/{number if row_id is None else row_id}"
         if id_ in rows:
             id_ = f"{source.name}/{row_id}:{number}"
         rows[id_] = (id_, category, _first_turn(source, row, where))
     if not rows:
-        what = "expected prompts, found no rows"
-        if source.category is not None:
-            what = (
-                f"expected rows of the category {source.category}, found "
-                f"{', '.join(sorted(categories)) or 'rows without a category'}"
-            )
         raise UserError(
-            what,
+            "expected prompts, found no rows",
             where=source.path or (layout.hub.path if layout.hub else source.name),
-            do="check the name of the category, or the file",
+            do="check the file",
         )
     return list(rows.values())
 

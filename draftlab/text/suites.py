@@ -47,8 +47,7 @@ NO_TEMPLATE = "none (raw text)"
 """The value of `Suite.template_sha256` for raw text."""
 _HELP = (
     f"suites are {', '.join(EMBEDDED_PROMPTS)}, {', '.join(BENCHMARKS)} (each also as "
-    "NAME:PATH[#category], speed-bench:FOLDER[#subset[/category]]), or a JSONL file of "
-    "conversations"
+    "NAME:PATH), or a JSONL file of conversations"
 )
 MAX_SINGLE = 16
 """Most categories of a suite in which they have fewer than two prompts on average."""

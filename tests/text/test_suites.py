@@ -15,7 +15,6 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
-from draftlab.text.benchmarks import parse_benchmark
 from draftlab.text.chat_template import prompt_ids, template_sha256
 from draftlab.text.data_sets import Source
 from draftlab.text.suites import NO_TEMPLATE, Suite, even_order, load_suite, suite_sha256
@@ -102,29 +101,20 @@ def test_a_benchmarks_prompts_are_the_first_turns_in_the_targets_template(
     assert (suite.name, suite.template_sha256) == (source, template_sha256(tokenizer))
 
 
-def test_a_category(tokenizer, tmp_path: Path) -> None:
-    source, monitor = f"spec-bench:{write(tmp_path / 'q.jsonl', SPEC_BENCH)}", RecordingMonitor()
-    prompts = load(f"{source}#translation", tokenizer, monitor)
-    assert [i for i, _ in prompts] == ["spec-bench/241", "spec-bench/242"]
-    for words in ("2 prompts (first turns)", ": translation 2;", "at most 256 tokens"):
+def test_what_is_read_is_told(tokenizer, tmp_path: Path) -> None:
+    monitor = RecordingMonitor()
+    load(f"spec-bench:{write(tmp_path / 'q.jsonl', SPEC_BENCH)}", tokenizer, monitor)
+    for words in ("3 prompts (first turns)", "translation 2;", "at most 256 tokens"):
         assert words in monitor.lines[-1]
-    with pytest.raises(UserError, match="category qa, found translation, writing"):
-        load(f"{source}#qa", tokenizer)
 
 
-def test_a_subset_of_speed_benchs_folder_and_a_category_of_it(tokenizer, tmp_path: Path) -> None:
-    write(tmp_path / "qualitative.jsonl", SPEED_BENCH)
+def test_a_subset_of_speed_benchs_folder(tokenizer, tmp_path: Path) -> None:
     write(tmp_path / "throughput_1k.jsonl", SPEED_BENCH[:1])
-    source = f"speed-bench:{tmp_path}"
-    for part, expected in (
-        ("", ["speed-bench/6e3f", "speed-bench/a0b1"]),
-        ("#qualitative", ["speed-bench/6e3f", "speed-bench/a0b1"]),
-        ("#throughput_1k", ["speed-bench/6e3f"]),
-        ("#qualitative/rag", ["speed-bench/a0b1"]),
-    ):
-        assert ids(source + part, tokenizer) == expected
-    with pytest.raises(UserError, match=r"subset throughput_8k.*throughput_1k\.jsonl"):
-        load(f"{source}#throughput_8k", tokenizer)
+    assert ids(f"speed-bench:{tmp_path / 'throughput_1k.jsonl'}", tokenizer) == ["speed-bench/6e3f"]
+    with pytest.raises(UserError, match=r"one file qualitative, found 0 in throughput_1k\.jsonl"):
+        load(f"speed-bench:{tmp_path}", tokenizer)
+    write(tmp_path / "qualitative.jsonl", SPEED_BENCH)
+    assert ids(f"speed-bench:{tmp_path}", tokenizer) == ["speed-bench/6e3f", "speed-bench/a0b1"]
 
 
 def test_a_folder_with_one_file_is_read(tokenizer, tmp_path: Path) -> None:
@@ -185,7 +175,7 @@ def test_a_repeated_prompt_is_one(tokenizer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["mtbench", "spec-bench.jsonl", "embedded:held", "nowhere.jsonl"]
+    "source", ["mtbench", "mt-bench#writing", "spec-bench.jsonl", "embedded:held", "nowhere.jsonl"]
 )
 def test_the_error_of_an_unknown_suite_lists_all_suites(tokenizer, source: str) -> None:
     with pytest.raises(UserError, match="neither") as error:
@@ -197,7 +187,7 @@ def test_the_error_of_an_unknown_suite_lists_all_suites(tokenizer, source: str) 
 def test_paths_that_are_missing_or_of_another_format_are_refused(tokenizer, tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("prompt\n")
     for source, words in (
-        ("spec-bench#qa", r"expected a path for spec-bench(.|\n)*question\.jsonl"),
+        ("spec-bench", r"expected a path for spec-bench(.|\n)*question\.jsonl"),
         (f"mt-bench:{tmp_path / 'none'}", "expected a file or folder of mt-bench, found neither"),
         (f"humaneval:{tmp_path / 'data.csv'}", r"expected a file in \.jsonl"),
     ):
@@ -208,7 +198,7 @@ def test_paths_that_are_missing_or_of_another_format_are_refused(tokenizer, tmp_
 @pytest.mark.parametrize(
     ("source", "dataset"),
     [
-        ("mt-bench#writing", Source("mt-bench", "philschmid/mt-bench", "train")),
+        ("mt-bench", Source("mt-bench", "philschmid/mt-bench", "train")),
         ("humaneval", Source("humaneval", "openai/openai_humaneval", "test")),
         ("gsm8k", Source("gsm8k", "openai/gsm8k", "test", "main")),
     ],
@@ -224,7 +214,7 @@ def test_a_benchmark_without_a_path_comes_from_the_hub(
         return FIRST_TURNS[one.name][0]
 
     monkeypatch.setattr("draftlab.text.benchmarks.rows_of", rows_of)
-    assert len(load(source, tokenizer)) == (1 if "#" in source else 2)
+    assert len(load(source, tokenizer)) == 2
     assert asked == [dataset]
     assert suite_sha256(source) is None
 
@@ -298,14 +288,6 @@ def test_the_hash_of_a_suite_follows_its_file(tmp_path: Path) -> None:
     write(tmp_path / "data.jsonl", GSM8K[:1])
     assert before != suite_sha256(source)
     assert suite_sha256("embedded:heldout") != suite_sha256("embedded")
-
-
-def test_a_path_may_contain_the_separator(tmp_path: Path) -> None:
-    file = write(tmp_path / "a#b.jsonl", SPEC_BENCH)
-    assert parse_benchmark(f"spec-bench:{file}").path == file
-    benchmark = parse_benchmark(f"spec-bench:{file}#writing")
-    assert (benchmark.path, benchmark.category) == (file, "writing")
-    assert parse_benchmark("embedded:heldout") is None
 
 
 def test_the_tools_of_a_conversation_are_in_its_prompt(tmp_path: Path, tokenizer: Any) -> None:
