@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,6 @@ from draftlab.files import (
     sha256_text,
 )
 from draftlab.progress import Monitor
-from draftlab.store.columns import Texts
 from draftlab.store.manifest import (
     MANIFEST,
     Counts,
@@ -31,15 +28,11 @@ from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard import Shard, Shards, ShardTable, shard_file
 from draftlab.store.store import Store
 
-_NUMBER = re.compile(r"~([0-9]+)(?:#[0-9]+)?\Z")
-"""Finds the number of the answer at the end of a record's id."""
-
 
 def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
     """Write a store with all records of stores of one identity, in order.
 
-    Shards are hard links where the file system supports them. Where prompts were recorded again
-    with other template arguments, the records of the later store are further answers to them.
+    Shards are hard links where the file system supports them.
 
     Raises:
         UserError: the identities differ, two stores share an id, a shard is damaged, or the folder
@@ -53,7 +46,7 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
             "out, or record its answers again from that target into a new store",
         )
     manifests = [store.manifest for store in stores]
-    indices = _distinct_ids(stores, monitor)
+    _check_ids(stores)
     total, number = sum(len(manifest.shards) for manifest in manifests), 0
     with _new_folder(folder) as new:
         for store in stores:
@@ -61,7 +54,7 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
                 _copy_shard(store, shard, new / shard_file(number))
                 number += 1
                 monitor.progress("merge", number, total)
-        index = RecordIndex.join(indices)
+        index = RecordIndex.join([manifest.index for manifest in manifests])
         table = ShardTable.join([one.written for one in manifests], [len(one) for one in stores])
         made_by = {"made_by": "merge"}
         shard_ids = [shard.ids for shard in Shards(index, table)]
@@ -90,37 +83,15 @@ def _sums(models: Sequence[Counts] | Sequence[Dropped]) -> dict[str, int]:
     return dict(total)
 
 
-def _distinct_ids(stores: Sequence[Store], monitor: Monitor) -> list[RecordIndex]:
-    """Return the indices of the stores, in which no two records have one id; raise a `UserError`
-    if stores share one, and not merely the prompts of other template arguments.
-    """
-    all_ids: list[Sequence[str]] = []
-    for number, store in enumerate(stores):
-        ids, own = set(store.ids), store.manifest.template_arguments
-        sharing = [one for one in stores[:number] if not ids.isdisjoint(one.ids)]
-        shared = [one.manifest.template_arguments for one in sharing]
-        if not sharing or own is None or any(m is None or any(a in own for a in m) for m in shared):
-            all_ids.append(store.ids)
-            continue
-        numbers = (_NUMBER.search(id_) for earlier in all_ids for id_ in earlier)
-        first = 1 + max((int(found[1]) for found in numbers if found), default=0)
-        all_ids.append([_further(id_, first, ids) for id_ in store.ids])
-        monitor.say(
-            f"merge: {store.address} has records of prompts of {sharing[0].address} with other "
-            f"template arguments; they are further answers, with ids such as {all_ids[-1][0]!r}"
-        )
-    id_, count = Counter(id_ for ids in all_ids for id_ in ids).most_common(1)[0]
+def _check_ids(stores: Sequence[Store]) -> None:
+    """Raise a `UserError` if two records have one id."""
+    id_, count = Counter(id_ for store in stores for id_ in store.ids).most_common(1)[0]
     if count > 1:
-        folders = [str(one.address) for one, ids in zip(stores, all_ids, strict=True) if id_ in ids]
+        folders = [str(store.address) for store in stores if id_ in store.ids]
         raise UserError(
             f"expected every record in one store, found {id_!r} in {' and '.join(folders)}",
             do="leave one of the stores out, or record its conversations under other ids",
         )
-    columns = [Texts.of(ids) for ids in all_ids]
-    return [
-        replace(store.manifest.index, id_bytes=texts.utf8, id_ends=texts.ends)
-        for store, texts in zip(stores, columns, strict=True)
-    ]
 
 
 def _all_modes(stores: Sequence[Store]) -> list[dict[str, Any]] | None:
@@ -131,20 +102,6 @@ def _all_modes(stores: Sequence[Store]) -> list[dict[str, Any]] | None:
             return None
         found += [one for one in modes if one not in found]
     return found
-
-
-def _further(id_: str, first: int, ids: set[str]) -> str:
-    """Return a record's id as that of a later answer; a part of a conversation remains its part.
-
-    Later answers are numbered from `first` on; `ids` are all of the store.
-    """
-    conversation, _, part = id_.rpartition("#")
-    if conversation in ids and re.fullmatch("[0-9]+", part):
-        return f"{_further(conversation, first, ids)}#{part}"
-    prompt, _, number = id_.rpartition("~")
-    if prompt and re.fullmatch("[0-9]+", number):
-        return f"{prompt}~{first + int(number)}"
-    return f"{id_}~{first}"
 
 
 @contextmanager

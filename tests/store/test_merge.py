@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,8 @@ from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.run.inspect import count_predicted, length_histogram
 from draftlab.store.merge import merge
-from draftlab.store.prompt_split import group_by_prompt
 from draftlab.store.sample_table import Sample, SampleTable
 from draftlab.store.store import Store
-from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import copy_of_finished, draftlab
 from tests.helpers.table_target import record_table, samples_of_lengths
 
@@ -80,44 +77,15 @@ def test_stores_that_cannot_be_merged_or_continued_are_refused(tmp_path: Path) -
         record_table(tmp_path / "c", samples_of_lengths([20, 9]))
 
 
-THINK, PLAIN = {"enable_thinking": True}, {"enable_thinking": False}
-
-
-def store_of(folder: Path, ids: list[str], *modes: dict[str, bool]) -> Store:
-    """Record answers under these ids, to prompts with these template arguments (none: too many)."""
-    samples = samples_of_lengths([9 + i for i in range(len(ids))])
-    table = SampleTable.of([replace(s, id=id_) for s, id_ in zip(samples, ids, strict=True)])
-    table.modes = list(modes) or None
-    return record_table(folder, table)
-
-
-def test_prompts_that_were_recorded_again_with_other_template_arguments(tmp_path: Path) -> None:
-    ids = ["p", "p~1", "p~1#2", "q", "q#2", "repo#7"]
-    one, two = store_of(tmp_path / "a", ids, THINK), store_of(tmp_path / "b", ids, PLAIN)
-    assert one.manifest.template_arguments == [THINK]
-    monitor = RecordingMonitor()
-    merged = merge([one, two], tmp_path / "c", monitor)
-    merged.verify()
-    assert merged.ids == [*ids, "p~2", "p~3", "p~3#2", "q~2", "q~2#2", "repo#7~2"]
-    # Both answers to a prompt lie on one side of a split.
-    assert group_by_prompt(merged.ids).tolist() == [0, 0, 0, 1, 1, 2] * 2
-    assert same_record(two, 4, merged, 10)
-    assert Store.open(tmp_path / "c").manifest.template_arguments == [THINK, PLAIN]
-    assert "further answers, with ids such as 'p~2'" in monitor.text
-    third = store_of(tmp_path / "d", ["q", "new"], {"enable_thinking": True, "budget": 1})
-    again = merge([merged, third], tmp_path / "e", Monitor())
-    assert again.ids == [*merged.ids, "q~4", "new~4"]
-
-
-@pytest.mark.parametrize("modes", [[THINK], [THINK, {}], [PLAIN, THINK], []])
-def test_an_id_of_the_same_template_arguments_is_still_refused(tmp_path: Path, modes) -> None:
-    one, two = store_of(tmp_path / "a", ["p"], THINK, {}), store_of(tmp_path / "b", ["p"], *modes)
-    with pytest.raises(UserError, match="every record in one store, found 'p'"):
-        merge([one, two], tmp_path / "c", Monitor())
-    default = store_of(tmp_path / "d", ["p"], {})
-    assert "template_arguments" not in default.manifest.settings
-    with pytest.raises(UserError, match="every record in one store, found 'p'"):
-        merge([one, default], tmp_path / "c", Monitor())
+def test_a_merged_store_has_the_template_arguments_of_all(tmp_path: Path) -> None:
+    modes = {"enable_thinking": True}, {"enable_thinking": False}
+    stores = []
+    for name, mode in zip("ab", modes, strict=True):
+        table = SampleTable.of(samples_of_lengths([9, 10], name))
+        table.modes = [mode]
+        stores.append(record_table(tmp_path / name, table))
+    merge(stores, tmp_path / "c", Monitor())
+    assert Store.open(tmp_path / "c").manifest.template_arguments == list(modes)
 
 
 def test_no_store_is_made_of_a_damaged_shard(tmp_path: Path) -> None:
