@@ -3,36 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import NormalDist
 
 import numpy as np
 from numpy.typing import ArrayLike
 
+LEVEL = 0.95
+"""Confidence level of intervals that name no other."""
 MIN_INTERVAL_PROMPTS = 6
 """Fewest prompts with an interval: values of five prompts leave out their median once in 16 times,
 more often than an interval of 95 % may."""
-
-
-def bootstrap_interval(
-    statistic: Callable[[np.ndarray], float],
-    count: int,
-    *,
-    samples: int = 2000,
-    level: float = 0.95,
-    seed: int = 0,
-) -> tuple[float, float]:
-    """Return the bootstrap interval of a statistic over prompts (see `expanded_interval`).
-
-    Args:
-        statistic: maps an index array [count] of resampled prompts to a number.
-        count: number of prompts.
-        samples: number of resamples.
-        level: confidence level.
-        seed: seed of a local numpy generator.
-    """
-    values = [statistic(index) for index in resampled_prompts(count, samples, seed)]
-    return expanded_interval(np.array(values), count, level)
 
 
 def resampled_prompts(count: int, samples: int, seed: int = 0) -> np.ndarray:
@@ -61,7 +42,7 @@ def sums_by_prompt(prompts: Sequence[int] | np.ndarray, *values: ArrayLike) -> l
 
 
 def prompt_interval(
-    values: np.ndarray, prompts: int, level: float = 0.95
+    values: np.ndarray, prompts: int, level: float = LEVEL
 ) -> tuple[float, float] | None:
     """Return the interval of a statistic; None of fewer than `MIN_INTERVAL_PROMPTS` prompts.
 
@@ -97,12 +78,8 @@ def quantile_intervals(
     values: np.ndarray,
     prompts: np.ndarray,
     quantiles: Sequence[float],
-    *,
-    samples: int = 1000,
-    level: float = 0.95,
-    seed: int = 0,
 ) -> list[tuple[float, float] | None]:
-    """Return the bootstrap interval over prompts of each quantile of values [N].
+    """Return the 95 % bootstrap interval over prompts of each quantile of values [N].
 
     Args:
         prompts: the prompt of each value, int [N]; values of one prompt are resampled together.
@@ -118,18 +95,19 @@ def quantile_intervals(
     column = np.arange(len(values)) - np.repeat(np.cumsum(counts) - counts, counts)
     table = np.full((len(names), counts.max()), np.nan)  # a row for each prompt
     table[place[order], column] = values[order]
-    resampled = table[resampled_prompts(len(names), samples, seed)].reshape(samples, -1)
+    drawn = resampled_prompts(len(names), 1000)
+    resampled = table[drawn].reshape(len(drawn), -1)
     quantile = np.quantile if len(values) == table.size else np.nanquantile
     resamples = quantile(resampled, quantiles, axis=1)
     count = len(names)
     return [
-        prompt_interval(one, count, level) if q**count + (1 - q) ** count <= 1 - level else None
+        prompt_interval(one, count) if q**count + (1 - q) ** count <= 1 - LEVEL else None
         for q, one in zip(quantiles, resamples, strict=True)
     ]
 
 
 def ratio_interval(
-    numerators: Sequence[float], denominators: Sequence[float], *, level: float = 0.95
+    numerators: Sequence[float], denominators: Sequence[float], *, level: float = LEVEL
 ) -> tuple[float, float] | None:
     """Return the bootstrap interval of Σ numerators / Σ denominators over prompts.
 

@@ -17,11 +17,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from draftlab.errors import UserError
 from draftlab.evaluate.metrics import device_name
 from draftlab.files import read_json, write_json
+from draftlab.intervals import expanded_interval, resampled_prompts
 from draftlab.progress import Monitor
 
 
@@ -42,6 +44,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def option_values(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """Return the values of some options by name."""
     return {name: getattr(options, name) for name in names}
+
+
+def bootstrap_interval(
+    statistic: Callable[[np.ndarray], float],
+    count: int,
+    *,
+    samples: int = 2000,
+    level: float = 0.95,
+    seed: int = 0,
+) -> tuple[float, float]:
+    """Return the bootstrap interval of a statistic over prompts (see `expanded_interval`).
+
+    Args:
+        statistic: maps an index array [count] of resampled prompts to a number.
+        count: number of prompts.
+        samples: number of resamples.
+        level: confidence level.
+        seed: seed of a local numpy generator.
+    """
+    values = [statistic(index) for index in resampled_prompts(count, samples, seed)]
+    return expanded_interval(np.array(values), count, level)
 
 
 class Measurements:

@@ -44,7 +44,6 @@ from draftlab.errors import UserError
 from draftlab.export.importing import import_head
 from draftlab.files import write_text
 from draftlab.heads.folder import load_head
-from draftlab.intervals import bootstrap_interval
 from draftlab.kernels.devices import free_memory
 from draftlab.pipeline.pipeline import Pipeline
 from draftlab.progress import Monitor
@@ -54,7 +53,14 @@ from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
 from draftlab.train.batch.order import epoch_rows
 from draftlab.train.validation import split_records
-from eval.measurements import Measurements, PrintMonitor, add_options, import_error, option_values
+from eval.measurements import (
+    Measurements,
+    PrintMonitor,
+    add_options,
+    bootstrap_interval,
+    import_error,
+    option_values,
+)
 
 OUR_RATES = {"specforge": 4e-3}
 """Our learning rate for a peer's optimizer, where it is not the recipe's: AdamW on all weights."""

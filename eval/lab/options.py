@@ -37,7 +37,6 @@ from draftlab.engine.sampling import Request, Sampling
 from draftlab.files import write_json
 from draftlab.heads.folder import load_head
 from draftlab.heads.head import DraftHead
-from draftlab.intervals import bootstrap_interval
 from draftlab.pipeline.pipeline import Pipeline
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe, load_recipe
@@ -46,7 +45,13 @@ from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.model import Target
 from draftlab.text.chat_template import stop_ids
 from draftlab.text.suites import load_suite
-from eval.measurements import Measurements, PrintMonitor, add_options, option_values
+from eval.measurements import (
+    Measurements,
+    PrintMonitor,
+    add_options,
+    bootstrap_interval,
+    option_values,
+)
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "quickstart.yaml"
 BASE = "recipe"

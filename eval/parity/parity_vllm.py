@@ -54,10 +54,9 @@ from draftlab.engine.sampling import Generation, Request, Sampling
 from draftlab.evaluate.metrics import acceptance_interval
 from draftlab.export.layout import Layout
 from draftlab.heads.family import get_family
-from draftlab.intervals import bootstrap_interval
 from draftlab.servers.vllm_engine import COUNTERS, VllmEngine, drafting_options, required_positions
 from draftlab.servers.vllm_process import CLIENT, PYTHON_VARIABLE
-from eval.measurements import PrintMonitor
+from eval.measurements import PrintMonitor, bootstrap_interval
 from tests.helpers.greedy_answers import Drafts, recording_drafter
 
 BATCHES = (1, 8)

@@ -18,8 +18,9 @@ from draftlab.engine.counters import Counters
 from draftlab.errors import UserError
 from draftlab.evaluate.metrics import acceptance_interval, repetition_rate
 from draftlab.evaluate.results import SCHEMA_VERSION, Lossless, Report, Row
-from draftlab.intervals import bootstrap_interval, expanded_interval, ratio_interval
+from draftlab.intervals import expanded_interval, ratio_interval
 from tests.helpers import sample_report as sample
+from tests.helpers.drivers import load
 
 K = st.integers(1, 7)
 
@@ -96,6 +97,9 @@ def prompts() -> list[Counters]:
             counters.add_step(4, int(np.cumprod(generator.random(4) < keep).sum()))
         prompts.append(counters)
     return prompts
+
+
+bootstrap_interval = load("measurements").bootstrap_interval
 
 
 def scipy_interval(
