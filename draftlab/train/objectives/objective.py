@@ -58,6 +58,9 @@ class Objective:
         weighting = settings.acceptance_weighting
         if self.own_terms is not None:
             return replace(self.own_terms, acceptance_weighting=weighting)
+        terms = LossTerms(
+            settings.loss, acceptance_weighting=weighting, temperature=settings.temperature
+        )
         if self.imitates_states:
-            return LossTerms(settings.loss, settings.distillation, True, weighting)
-        return LossTerms(settings.loss, acceptance_weighting=weighting)
+            return replace(terms, distillation=settings.distillation, regression=True)
+        return terms
