@@ -28,7 +28,7 @@ from draftlab.store.object_store import UrlClaim, UrlFolder
 from draftlab.store.record_index import RECORDS
 from draftlab.store.shard import NO_TIME, SHARDS, Listing, Shard, list_shards, shard_number
 from draftlab.store.shard_cache import ShardCache, machine_cache
-from draftlab.store.urls import address_of
+from draftlab.store.urls import check_url, is_url
 
 METADATA = (RECORDS, SHARDS, MANIFEST)
 """Files of a store beside its shards, in the order in which they are written."""
@@ -282,13 +282,12 @@ def locate_store(address: Path | str, url: str | None) -> tuple[Path, ShardFiles
     Raises a `UserError` if the address is none, there is no store, its files do not fit each other,
     or the URL does not answer.
     """
+    if not is_url(str(address)):
+        return Path(address), open_shard_files(Path(address), url)
     try:
-        place = address_of(address)
+        files = RemoteShardFiles(check_url(str(address)))
     except ValueError as error:
         raise UserError(str(error), do="name a store's folder or URL") from None
-    if isinstance(place, Path):
-        return place, open_shard_files(place, url)
-    files = RemoteShardFiles(place)
     content = files.read_manifest()
     if content is None:
         files.remote.check_bucket()

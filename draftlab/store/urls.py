@@ -6,7 +6,6 @@ Settings use this module, so it imports nothing heavy.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from draftlab.errors import UserError
 from draftlab.formatting import pip_install
@@ -89,9 +88,3 @@ def scheme_error(url: str, error: Exception) -> UserError:
         if extra
         else f"correct the URL, or install the package with which fsspec reads {scheme}://",
     )
-
-
-def address_of(text: str | Path) -> str | Path:
-    """Return a store's address: the path of a local folder, or the URL as `check_url` has it."""
-    text = str(text)
-    return check_url(text) if is_url(text) else Path(text)
