@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from rich.console import Console
 from rich.text import Text
 
@@ -17,14 +17,12 @@ SCHEMA = 1
 State = Literal["healthy", "weak", "faulty", "undecided"]
 
 
-class Finding(BaseModel):
+class Finding(BaseModel, extra="forbid", frozen=True):
     """One thing that is not as it should be.
 
     `kind` is a stable word for programs ("missing tensor", "boundaries", "d2t" …). A "fault" makes
     a head worse or unusable somewhere; a "note" is worth knowing.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: str
     what: str
@@ -42,15 +40,13 @@ def note(kind: str, what: str, do: str = "") -> Finding:
     return Finding(kind=kind, what=what, do=do, severity="note")
 
 
-class ScoredVariant(BaseModel):
+class ScoredVariant(BaseModel, extra="forbid", frozen=True):
     """The scores of one variant of the head: counters of a teacher-forced walk, and a comparison.
 
     `kind` is that of the hypothesis. Over every position of the answers, `gain` is the number of
     accepted drafts per step above the stored head's, with its interval over prompts, which holds
     for all variants together. These are None for the stored head itself.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     kind: str | None
@@ -64,15 +60,13 @@ class ScoredVariant(BaseModel):
     better: bool = False
 
 
-class Diagnosis(BaseModel):
+class Diagnosis(BaseModel, extra="forbid", frozen=True):
     """A complete diagnosis, which `--json` prints.
 
     `state` is "weak" for a head whose only fault is that it accepts too few drafts, and "undecided"
     if no fault was found and the prompts are too few for a verdict.
     `readings` holds the variants: the stored head first, then the others, best first.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: int = Field(default=SCHEMA, serialization_alias="schema")
     healthy: bool

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, ValidationError, model_validator
 
 from draftlab.engine.counters import COUNTER_FIELDS, Counters
 from draftlab.errors import UserError
@@ -18,13 +18,11 @@ from draftlab.settings import describe_errors
 SCHEMA_VERSION = 1
 
 
-class Lossless(BaseModel):
+class Lossless(BaseModel, extra="forbid"):
     """The level of evidence that the outputs equal the target's own (methods §6.6).
 
     `test` says what was tested.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     level: Literal["L1", "LS", "L2", "L3"]
     test: str
@@ -32,7 +30,7 @@ class Lossless(BaseModel):
     n: int
 
 
-class SelfCheck(BaseModel):
+class SelfCheck(BaseModel, extra="forbid"):
     """Result of comparing accepted with expected counts (`evaluate/self_check.py`).
 
     `z` holds a standard normal score for each draft position. A score is None where no draft was
@@ -40,15 +38,13 @@ class SelfCheck(BaseModel):
     equal. `level` is the smallest p-value that passes; None at T = 0.
     """
 
-    model_config = ConfigDict(extra="forbid")
-
     z: list[float | None]
     p_value: float
     passed: bool
     level: float | None = None
 
 
-class Timing(BaseModel):
+class Timing(BaseModel, extra="forbid"):
     """Times of a row's configuration at one batch size, in milliseconds.
 
     `tpot_ms`, `baseline_tpot_ms` (without drafts) and `speedup` are of the whole suite: its own
@@ -60,8 +56,6 @@ class Timing(BaseModel):
     Intervals are None for fewer than six prompts. `disturbance` says why there are no speed-ups,
     where the machine was disturbed while the batch was timed (`metrics.without_disturbed`).
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     batch: int
     prompts: int
@@ -81,14 +75,12 @@ class Timing(BaseModel):
     disturbance: str | None = None
 
 
-class CategoryResult(BaseModel):
+class CategoryResult(BaseModel, extra="forbid"):
     """A row's counters and metrics over the prompts of one category of its suite.
 
     The speed-up is made of the category's own tokens a step and the step times of all timed
     prompts. Intervals are None for fewer than six prompts.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     category: str
     prompts: int
@@ -105,7 +97,7 @@ class CategoryResult(BaseModel):
     speedup_ci: tuple[float, float] | None = None
 
 
-class Row(BaseModel):
+class Row(BaseModel, extra="forbid"):
     """One self-contained result: its conditions, raw counters and the metrics computed from them.
 
     `batch` belongs to the pass that counts. Times are in milliseconds and repeat the first entry
@@ -116,8 +108,6 @@ class Row(BaseModel):
     At T = 0 `prompts_equal` is the share of prompts whose answer equals plain decoding token by
     token; in vLLM's rows `prompts_equal_draftlab` is the share whose answer equals draftlab's.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     head: str | None
     engine: str
@@ -193,10 +183,8 @@ class Row(BaseModel):
         return (self.output_tokens - self.prompts) / steps if steps else 1.0
 
 
-class Report(BaseModel):
+class Report(BaseModel, extra="forbid"):
     """The content of report.json, a public and versioned schema."""
-
-    model_config = ConfigDict(extra="forbid")
 
     schema_version: int = SCHEMA_VERSION
     target: dict[str, Any]

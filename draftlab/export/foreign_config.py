@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from transformers import PretrainedConfig
 
 from draftlab.errors import UserError
@@ -47,10 +47,8 @@ _TRAINING_KEYS = {
 _IGNORED_KEYS = (frozenset(PretrainedConfig().to_dict()) | _TRAINING_KEYS) - {"model_type"}
 
 
-class EagleConfig(BaseModel):
+class EagleConfig(BaseModel, extra="forbid", strict=True):
     """The nested object `eagle_config`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     use_aux_hidden_state: Literal[True] | None = None
     eagle_aux_hidden_state_layer_ids: list[int] | None = None
@@ -69,11 +67,9 @@ class SelectorKeys(BaseModel):
     final_logit_softcapping: float | None = None
 
 
-class DflashConfig(SelectorKeys):
+class DflashConfig(SelectorKeys, extra="forbid", strict=True):
     """The nested object `dflash_config`, which wins over the top level. Published heads of z-lab
     have block_size at the top level alone."""
-
-    model_config = ConfigDict(extra="forbid", strict=True)
 
     mask_token_id: int
     target_layer_ids: list[int]
@@ -81,15 +77,13 @@ class DflashConfig(SelectorKeys):
     causal: bool | None = None
 
 
-class ForeignConfig(SelectorKeys):
+class ForeignConfig(SelectorKeys, extra="forbid", strict=True, frozen=True):
     """The keys that change a forward pass; a literal is the only value that draftlab computes.
 
     `eagle_aux_hidden_state_layer_ids` counts inputs of layers like vLLM and the speculators
     library, as does `aux_hidden_state_layer_ids`; `target_layer_ids` and the list in `eagle_config`
     count outputs like SGLang.
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     model_type: Literal["llama", "qwen3"] = "llama"
     hidden_size: Size

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from draftlab.formatting import count_text
 from draftlab.heads.family import get_family
@@ -19,10 +19,8 @@ USUAL_K = 4
 """Drafts a step that an evaluation takes at most by itself."""
 
 
-class TargetIdentity(BaseModel):
+class TargetIdentity(BaseModel, extra="forbid", frozen=True):
     """The name and the content hashes of the target that a head was trained for."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     fingerprint: str
@@ -65,14 +63,12 @@ class _ProvenanceFields(BaseModel):
     template_arguments: list[dict[str, Any]] | None = None
 
 
-class HeadConfig(BaseModel):
+class HeadConfig(BaseModel, extra="forbid", frozen=True):
     """Shape, boundaries and conventions of a head of any family (methods §2, §4).
 
     Boundary b is the input of the target's layer b (b = number of layers: the state before the
     final norm). `boundary_meaning` states this in the file, since other programs count outputs.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     schema_version: int = Field(default=HEAD_SCHEMA, alias="schema")
     family: str

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
 from draftlab.heads.layers import SwiGLU, at_least_float32
@@ -21,7 +21,7 @@ from draftlab.heads.layers import SwiGLU, at_least_float32
 Count = Annotated[int, Field(ge=1, le=2**16)]
 
 
-class ExpertsConfig(BaseModel):
+class ExpertsConfig(BaseModel, extra="forbid", frozen=True):
     """Shape and routing of a mixture.
 
     Attributes:
@@ -34,8 +34,6 @@ class ExpertsConfig(BaseModel):
             largest sum of two scores.
         gated: whether the shared expert's output is multiplied by σ(gate).
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_experts: Count
     per_token: Count

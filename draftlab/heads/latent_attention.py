@@ -11,7 +11,7 @@ from typing import Annotated
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor, nn
 
 from draftlab.heads.layers import Angles, Attention, RMSNorm, rotate
@@ -19,7 +19,7 @@ from draftlab.heads.layers import Angles, Attention, RMSNorm, rotate
 Width = Annotated[int, Field(ge=1, le=2**20)]
 
 
-class LatentConfig(BaseModel):
+class LatentConfig(BaseModel, extra="forbid", frozen=True):
     """Sizes of latent attention.
 
     Attributes:
@@ -29,8 +29,6 @@ class LatentConfig(BaseModel):
         value_size: channels of a value.
         score_factor: factor of the scores beside (plain_size + rope_size)^−½, of YaRN.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     query_rank: Width | None
     rank: Width

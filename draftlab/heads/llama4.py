@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 from torch import Tensor, nn
 
 from draftlab.heads.eagle import EagleConfig, EagleHead
@@ -23,7 +23,7 @@ from draftlab.heads.head import DecoderLayer
 from draftlab.heads.layers import Angles, Attention, RMSNorm, Rope, SwiGLU, at_least_float32
 
 
-class Llama4Config(BaseModel):
+class Llama4Config(BaseModel, extra="forbid", frozen=True):
     """Attention options of Llama 4, by their names in its configs (servers §1.2).
 
     `no_rope_layers` has a number for each layer. Layers with RoPE (1) attend within chunks of
@@ -31,8 +31,6 @@ class Llama4Config(BaseModel):
     and keys without weights. With `attn_temperature_tuning`, layers without RoPE (0) multiply
     queries at position p by 1 + attn_scale · log(1 + ⌊(p + 1) / floor_scale⌋).
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     no_rope_layers: tuple[Literal[0, 1], ...]
     attention_chunk_size: int | None = Field(ge=1)

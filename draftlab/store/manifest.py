@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from draftlab.errors import UserError
 from draftlab.files import known_sha256, read_json, write_json
@@ -185,11 +185,7 @@ class StoreWindow:
         return {_WINDOW: asdict(self)}
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class Counts(_Strict):
+class Counts(BaseModel, extra="forbid"):
     """Counts of the plan; loss_tokens are positions in answers, of `not_finite` records too."""
 
     records: int
@@ -197,7 +193,7 @@ class Counts(_Strict):
     loss_tokens: int
 
 
-class Dropped(_Strict):
+class Dropped(BaseModel, extra="forbid"):
     """Numbers of samples that are not in the store, by reason."""
 
     nothing_to_predict: int = 0
@@ -205,10 +201,8 @@ class Dropped(_Strict):
     an answer's first token."""
 
 
-class _File(_Strict):
+class _File(BaseModel, extra="forbid"):
     """The content of manifest.json, without `schema`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     complete: bool
     identity: StoreIdentity
@@ -227,10 +221,8 @@ class _File(_Strict):
     """SHA-256 of the table (shards.safetensors); None until the store is complete."""
 
 
-class Manifest(_File):
+class Manifest(_File, arbitrary_types_allowed=True):
     """The manifest. It is written with complete: false before the first shard, and at the end."""
-
-    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     index: RecordIndex = Field(exclude=True, repr=False)
     table: ShardTable | None = Field(None, exclude=True, repr=False)

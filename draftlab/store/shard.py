@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from draftlab.errors import UserError
 from draftlab.store.columns import ColumnFile, Texts
@@ -38,10 +38,8 @@ def shard_number(file: str) -> int:
     return int(match[1]) if match else -1
 
 
-class WrittenShard(BaseModel):
+class WrittenShard(BaseModel, extra="forbid"):
     """The fields of a shard's receipt that describe its file."""
-
-    model_config = ConfigDict(extra="forbid")
 
     bytes: Annotated[int, Field(ge=0, lt=2**63)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, parse_json
@@ -21,19 +21,15 @@ from draftlab.target_model.settings import TemplateArguments
 from draftlab.text.chat_rows import Dropped, as_line
 
 
-class StrictModel(BaseModel):
+class StrictModel(BaseModel, extra="forbid", strict=True):
     """A model that rejects unknown keys and converts no types."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
 
-
-class ContentPart(BaseModel):
+class ContentPart(BaseModel, extra="allow", strict=True):
     """One part of a multi-part message, as chat APIs write it: text, an image, audio …
 
     An image may have the name of its file, relative to that of the conversations.
     """
-
-    model_config = ConfigDict(extra="allow", strict=True)
 
     type: Annotated[str, Field(min_length=1)]
     text: str | None = None

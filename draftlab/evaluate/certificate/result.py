@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from draftlab.engine.drafter import Verification
 from draftlab.formatting import p_text
@@ -20,10 +20,8 @@ LEVELS: tuple[Level, ...] = ("L3", "L2", "LS", "L1")
 """All levels, the weakest first."""
 
 
-class Sampled(BaseModel):
+class Sampled(BaseModel, frozen=True):
     """How a row at T > 0 is sampled."""
-
-    model_config = ConfigDict(frozen=True)
 
     temperature: float
     k: int
@@ -51,10 +49,8 @@ class Sampled(BaseModel):
         return ", ".join([f"T = {self.temperature:g}", *limits, f"K = {self.k}", probs, *block])
 
 
-class JointTest(BaseModel):
+class JointTest(BaseModel, extra="forbid"):
     """The result of one G-test of the joint distribution of the first tokens."""
-
-    model_config = ConfigDict(extra="forbid")
 
     part: Literal["sampler", "engine"]
     """sampler: rejection sampling on a known model; engine: the whole engine."""
@@ -80,10 +76,8 @@ class JointTest(BaseModel):
         )
 
 
-class SamplingTest(Sampled):
+class SamplingTest(Sampled, extra="forbid"):
     """The result of the tests of one row's sampling at T > 0."""
-
-    model_config = ConfigDict(extra="forbid")
 
     level: Level
     test: str
@@ -96,7 +90,7 @@ class SamplingTest(Sampled):
     tests: list[JointTest]
 
 
-class Certificate(BaseModel):
+class Certificate(BaseModel, extra="forbid"):
     """The result of all tests of a head; `level` is the weakest of its rows at T > 0.
 
     L1: rejection sampling keeps the distribution of a known model and the engine that of the
@@ -104,8 +98,6 @@ class Certificate(BaseModel):
     of a known model; the engine around it was not tested, as in 16 bits. L2: equal tokens at T = 0
     in float32. L3: none of these is shown.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     level: Level
     prompts_equal: float
