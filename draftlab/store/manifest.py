@@ -43,8 +43,7 @@ STATES = {
 
 _INDEX = (
     "index of the store's records",
-    "record again into this folder, which writes the index again and keeps whole shards; a store "
-    "made by `draftlab store merge` has to be made again",
+    "record again into this folder, which writes the index again and keeps whole shards",
 )
 _TABLE = (
     "table of the store's shards",
