@@ -135,13 +135,3 @@ class Calibration(_Part):
         if any(p.survived > p.blocks for p in self.positions):
             raise ValueError("expected at most as many survivors as blocks at each position")
         return self
-
-    @property
-    def slopes(self) -> list[float]:
-        """The slope of each position."""
-        return [p.slope for p in self.positions]
-
-    @property
-    def intercepts(self) -> list[float]:
-        """The intercept of each position."""
-        return [p.intercept for p in self.positions]

@@ -226,7 +226,7 @@ def test_a_calibration_is_read_back_and_checked() -> None:
     one = of(simulate([1.0] * 2, [0.0] * 2, blocks=2000), "confidence head")
     fields = one.model_dump(mode="json")
     assert Calibration.model_validate(fields) == one
-    assert (len(one.slopes), len(one.intercepts)) == (2, 2)
+    assert len(one.positions) == 2
     changes: list[tuple[dict[str, Any], str]] = [
         ({"k": 3}, "expected 3 calibrated positions, found 2"),
         ({"source": "draft probability"}, "temperatures above 0"),

@@ -115,6 +115,6 @@ def test_the_reference_head_is_calibrated_and_exported(tmp_path: Path) -> None:
     )  # fmt: skip
     facts = json.loads((tmp_path / "out" / "calibration.json").read_text())
     assert facts["k"] == 4
-    assert facts["slopes"] == report.calibrations[1].slopes
+    assert facts["slopes"] == [p.slope for p in report.calibrations[1].positions]
     launch = (tmp_path / "out" / "launch.md").read_text()
     assert f"--spec-draft-p-min {report.calibrations[1].cutoff:.2g} " in launch
