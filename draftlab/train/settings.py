@@ -97,7 +97,7 @@ class HeadSettings(Settings):
     @classmethod
     def _known_family(cls, value: str) -> str:
         try:
-            return get_family(value).name  # an alias becomes the name
+            return get_family(value).name
         except UserError:
             names = " or ".join(map(repr, family_names()))
             raise ValueError(f"expected {names}, found {value!r}") from None
