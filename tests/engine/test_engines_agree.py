@@ -204,5 +204,3 @@ def test_an_evaluation_prepacks_by_default(target: Target, head: Any) -> None:
         assert one.accepted_at == other.accepted_at
         assert one.output_tokens == other.output_tokens
     assert reports[True].rows[1].prompts_equal == 1.0
-    reference = evaluate(target, head, engine="reference", temperatures=0, timing_prompts=0)
-    assert "products" not in reference.environment
