@@ -26,9 +26,11 @@ from safetensors.torch import load_file, save_file
 from draftlab.errors import UserError
 from draftlab.export.importing import import_head
 from draftlab.heads.folder import CONFIG, WEIGHTS, load_head, stored_shapes
+from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import target_config
 from draftlab.run.resolve import reference_head
 from draftlab.store.manifest import MANIFEST
+from draftlab.store.merge import merge
 from draftlab.store.resume import Receipts
 from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target, load_tokenizer
@@ -273,6 +275,17 @@ def manifest_names_files(read: Callable[[Path], object]) -> Callable[[Scene], ob
     return attack
 
 
+def maker_is_a_command(scene: Scene) -> object:
+    store = scene.store()
+    fields = json.loads((store / MANIFEST).read_text())
+    fields["settings"] |= {"made_by": f"x; cat {SECRET}"}
+    (store / MANIFEST).write_text(json.dumps(fields))
+    data = bytearray((store / SHARD).read_bytes())
+    data[-1] ^= 1
+    (store / SHARD).write_bytes(data)
+    return Store.open(store).verify()
+
+
 # Targets
 
 
@@ -333,10 +346,12 @@ ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
         (f"store: a manifest that names files, to {name}", manifest_names_files(read), "shards")
         for name, read in (
             ("open", Store.open),
+            ("merge", lambda store: merge([Store.open(store)], store.parent / "new", Monitor())),
             ("count", Receipts.from_published),
             ("record", lambda store: record_table(store, SAMPLES)),
         )
     ),
+    ("store: a command as its maker", maker_is_a_command, "damaged"),
     ("target: pickled weights", pickled_target, "safetensors"),
     (
         "target: pickled weights, read in parts",

@@ -35,6 +35,7 @@ from draftlab.cli.stages import (
     make,
     refuse_both,
 )
+from draftlab.cli.store import store_app
 from draftlab.errors import UserError
 from draftlab.formatting import visible
 from draftlab.process_environment import PROCESS_ENVIRONMENT, launched_number
@@ -52,6 +53,7 @@ app = typer.Typer(
 )
 recipe_app = typer.Typer(help="Print recipes and their settings.", no_args_is_help=True)
 app.add_typer(recipe_app, name="recipe")
+app.add_typer(store_app, name="store")
 
 
 def _print_version(wanted: bool) -> None:

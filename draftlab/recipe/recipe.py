@@ -255,8 +255,6 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     is_of_run = path.name == RECIPE or (path.parent / "stages").is_dir()
     if is_of_run and isinstance(target := tree.get("target"), dict):
         target.pop("trust_remote_code", None)
-    if is_of_run:
-        _drop_unset(tree)
     for override in overrides:
         _override(tree, override)
     recipe = parse_recipe(tree, where=path, overrides=overrides)
@@ -363,17 +361,6 @@ def _has(tree: Any, key: str) -> bool:
             return False
         tree = tree[part]
     return True
-
-
-def _drop_unset(tree: dict[str, Any]) -> None:
-    """Delete removed settings that are null: the recipe of a run has every setting of its time."""
-    for key in REMOVED_SETTINGS:
-        *sections, name = key.split(".")
-        section: Any = tree
-        for part in sections:
-            section = section.get(part) if isinstance(section, dict) else None
-        if isinstance(section, dict) and section.get(name, "") is None:
-            del section[name]
 
 
 def _override(tree: dict[str, Any], text: str) -> None:

@@ -41,11 +41,10 @@ STATES = {
 }
 """Dtypes of features and of the last state, by a store's dtype."""
 
-OTHER_FOLDER = "name another store folder, or remove this one to record it again"
-"""What a user does about a folder with the store of another recording."""
 _INDEX = (
     "index of the store's records",
-    "record again into this folder, which writes the index again and keeps whole shards",
+    "record again into this folder, which writes the index again and keeps whole shards; a store "
+    "made by `draftlab store merge` has to be made again",
 )
 _TABLE = (
     "table of the store's shards",
@@ -129,9 +128,14 @@ class StoreIdentity:
         del tensors["offsets"]
         return sum(dtype.itemsize * math.prod(shape) for dtype, shape in tensors.values())
 
-    def check(self, expected: StoreIdentity, where: Path | str) -> None:
-        """Raise a `UserError` with every field that differs from the expected identity, and both
-        values.
+    def check(
+        self,
+        expected: StoreIdentity,
+        where: Path,
+        do: str = "name another store folder, or remove this one to record it again",
+    ) -> None:
+        """Raise a `UserError` with every field that differs from the expected identity, both
+        values, and what to `do` about it.
         """
         actual_fields, expected_fields = asdict(self), asdict(expected)
         # The fingerprint decides whether it is the same target; folders may be renamed.
@@ -145,7 +149,7 @@ class StoreIdentity:
                 f"this store was recorded from {self.target_name!r} and does not fit "
                 f"{expected.target_name!r}:\n  " + "\n  ".join(differences),
                 where=where,
-                do=OTHER_FOLDER,
+                do=do,
             )
 
 

@@ -13,7 +13,6 @@ import numpy as np
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.manifest import (
-    OTHER_FOLDER,
     Counts,
     Dropped,
     Manifest,
@@ -169,6 +168,7 @@ def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
         UserError: the fields of the identity, the settings or the samples that differ.
     """
     actual.identity.check(plan.identity, where)
+    do = "name another store folder, or remove this one to record it again"
     settings = [
         f"{key}: expected {plan.settings.get(key)}, found {actual.settings.get(key)}"
         for key in sorted((plan.settings.keys() | actual.settings.keys()) - {SIDE_BY_SIDE})
@@ -177,7 +177,7 @@ def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
     if settings:
         lines = "\n  ".join(settings)
         raise UserError(
-            f"this store was recorded with other settings:\n  {lines}", where=where, do=OTHER_FOLDER
+            f"this store was recorded with other settings:\n  {lines}", where=where, do=do
         )
     one, other = actual.index, plan.index
     if one.same_records(other) and actual.samples_sha256 == plan.samples_sha256:
@@ -193,9 +193,7 @@ def check_same_recording(actual: Manifest, plan: Manifest, where: Path) -> None:
                 f"found {id_!r} of {length}"
             )
             break
-    raise UserError(
-        f"this store was recorded from other samples: {what}", where=where, do=OTHER_FOLDER
-    )
+    raise UserError(f"this store was recorded from other samples: {what}", where=where, do=do)
 
 
 def _check_samples(table: SampleTable, vocab_size: int) -> None:

@@ -101,6 +101,17 @@ class ShardTable(ColumnFile):
         texts = Texts.of(locations)
         return cls(sizes, hashes, errors, np.array(records, np.int64), texts.utf8, texts.ends)
 
+    @classmethod
+    def join(cls, tables: Sequence[ShardTable], records: Sequence[int]) -> ShardTable:
+        """Return the table of the shards of several stores, with these numbers of records, one
+        after another.
+        """
+        starts = np.cumsum([0, *records[:-1]])
+        numbers = [t.not_finite_records + start for t, start in zip(tables, starts, strict=True)]
+        ends = Texts.join([table.not_finite for table in tables]).ends
+        places = {"not_finite_records": np.concatenate(numbers), "not_finite_ends": ends}
+        return cls(**cls.concatenate(tables) | places)
+
     def check(self, index: RecordIndex, boundaries: int) -> None:
         """Raise a `ValueError` if this is not the table of an index; boundaries: as in `of`."""
         count, places = len(index.shard_records), len(self.not_finite_records)

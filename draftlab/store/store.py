@@ -271,6 +271,8 @@ class Store:
     def _how_to_remake(self) -> str:
         """Return what a user does about a damaged shard."""
         recipe = self.folder.parent / "recipe.yaml"
+        if "made_by" in self.manifest.settings:
+            return "remove this store and merge its sources again: `draftlab store merge`"
         if recipe.is_file():
             return f"remove this shard; `draftlab record {quote(str(recipe))}` makes it again"
         return f"remove this shard and {RECORD_AGAIN}"

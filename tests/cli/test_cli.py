@@ -21,6 +21,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from draftlab.cli import app
 from draftlab.cli.console import ConsoleMonitor
 from draftlab.cli.errors import guard
+from draftlab.cli.store import store_app
 from draftlab.errors import UserError
 from draftlab.evaluate.evaluator import Evaluator
 from draftlab.pipeline import pipeline
@@ -29,7 +30,7 @@ from tests.helpers.small_run import draftlab, finished, snapshot
 
 VERBS = (
     "run", "prepare", "record", "train", "eval", "bench", "chat", "doctor", "export", "import",
-    "push", "new", "inspect", "recipe", "serve", "version",
+    "push", "new", "inspect", "recipe", "serve", "store", "version",
 )  # fmt: skip
 
 
@@ -155,7 +156,7 @@ def test_help_of_every_verb(verb: str, tmp_path: Path) -> None:
 
 def test_paragraphs_of_help_do_not_break_in_eighty_columns() -> None:
     """typer keeps the line ends of all paragraphs but the first."""
-    for command in app.registered_commands:
+    for command in (*app.registered_commands, *store_app.registered_commands):
         paragraphs = inspect.cleandoc(command.callback.__doc__).split("\n\n")[1:]
         lines = [line for one in paragraphs if "\n" in one for line in one.splitlines()]
         assert all(len(line) <= 78 for line in lines), command.callback.__name__

@@ -209,7 +209,7 @@ def test_a_broken_suite_leaves_the_run_unchanged(folder: Path) -> None:
     [
         (("evla",), "error: No such command 'evla'. Did you mean 'eval'?\nwhere: command line\n"),
         (("train", "small.yaml", "--ofrce"), "error: No such option: --ofrce"),
-        (("recipe", "show"), "`draftlab recipe show --help` explains what it takes"),
+        (("store", "merge"), "`draftlab store merge --help` explains what it takes"),
         (("train", "small.yaml", "prompts.source=toy", "name=x"), "conversations, found a folder"),
         (("eval", "--run", ""), "expected a run, found "),
         (("eval", "--suite", "toy"), "expected a prompt suite or a file, found a folder"),

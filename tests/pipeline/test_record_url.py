@@ -67,6 +67,8 @@ def test_a_run_equals_that_with_a_local_store(server: FaultyServer, workshop: Pa
     inspected = draftlab(workshop, "inspect", "small")
     assert inspected.exit_code == 0, inspected.output
     assert URL in inspected.output
+    merged = draftlab(workshop, "store", "merge", URL, "--out", "merged")
+    assert merged.exit_code == 0, merged.output
     # Another run with the same recording uses it.
     server.requests.clear()
     other = draftlab(workshop, "record", "small.yaml", AT_URL, "name=other")

@@ -337,17 +337,6 @@ def test_a_removed_setting_is_refused_with_what_to_do(
     assert "delete" in caught.value.do
 
 
-def test_a_run_of_an_earlier_version_may_have_removed_settings_that_were_off(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "recipe.yaml"
-    path.write_text("{name: former, train: {dpace: null}, prompts: {per_source: null}}")
-    assert load_recipe(path).name == "former"
-    path.write_text("{name: former, train: {dpace: 0.5}}")
-    with pytest.raises(UserError, match=r"train\.dpace: removed"):
-        load_recipe(path)
-
-
 @pytest.mark.parametrize(
     ("text", "overrides", "where"),
     [

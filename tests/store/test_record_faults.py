@@ -20,6 +20,7 @@ from draftlab.progress import Monitor
 from draftlab.store import resume as resume_module
 from draftlab.store import shard_writer
 from draftlab.store.manifest import MANIFEST, Manifest
+from draftlab.store.merge import merge
 from draftlab.store.record import RecordSettings, open_recorder
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.resume import Receipts
@@ -145,6 +146,23 @@ def test_states_that_are_not_finite_are_skipped_and_counted(
             assert torch.equal(expected.features, record.features)
     with pytest.raises(UserError, match="not_finite: expected refuse, found skip"):
         record_store(target, tmp_path / "store", samples, dtype=dtype)
+
+
+def test_a_merged_store_names_the_skipped_records_of_its_parts(
+    target: Target, tmp_path: Path
+) -> None:
+    parts = []
+    for name, skipped, most in (("a", 4, 4096), ("b", 2, 12)):
+        samples = [replace(s, id=f"{name}-{s.id}") for s in samples_with_token(77, skipped)]
+        with replaced_states(target, 3, float("nan"), 77):
+            settings = {"not_finite": "skip", "max_length": most}
+            parts.append(record_store(target, tmp_path / name, samples, **settings))
+    merged = merge(parts, tmp_path / "c", Monitor())
+    names = {id_ for shard in merged.manifest.shards for id_ in shard.not_finite}
+    assert names == {"a-c4", "b-c2"}
+    truncated = [store.manifest.truncated for store in parts]
+    assert truncated[1] > truncated[0] == 0
+    assert merged.manifest.truncated == truncated[1]
 
 
 def test_the_disk_fills_up_within_a_shard(

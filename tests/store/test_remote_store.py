@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
+from draftlab.progress import Monitor
 from draftlab.store import object_store
 from draftlab.store.manifest import MANIFEST
+from draftlab.store.merge import merge
 from draftlab.store.object_store import UnreachableError, UrlFolder
 from draftlab.store.record_index import RECORDS
 from draftlab.store.shard import SHARDS
@@ -232,6 +234,20 @@ def test_the_store_of_another_recording_is_not_overwritten(
     assert caught.value.where == URL
     assert "record.url" in caught.value.do
     assert objects(URL) == before
+
+
+def test_stores_are_made_of_remote_ones(
+    server: FaultyServer, target: Target, tmp_path: Path
+) -> None:
+    local = record_store(target, tmp_path / "local")
+    record_store(target, tmp_path / "remote", url=URL)
+    merged = merge([Store.open(URL)], tmp_path / "merged", Monitor())
+    assert same_records(merged, local)
+    merged.verify()
+    assert not os.path.samefile(
+        tmp_path / "merged/shard-00000.safetensors",
+        machine_cache().folder / "shards" / merged.manifest.shards[0].sha256,
+    )
 
 
 def test_any_file_system_of_fsspec_will_do(

@@ -1,0 +1,149 @@
+"""Merge stores into one. States are copied bit for bit, never recomputed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from draftlab.errors import UserError
+from draftlab.files import (
+    canonical_json,
+    check_folder,
+    sha256_text,
+)
+from draftlab.progress import Monitor
+from draftlab.store.manifest import (
+    MANIFEST,
+    Counts,
+    Dropped,
+    Manifest,
+    template_arguments_setting,
+)
+from draftlab.store.record_index import RecordIndex
+from draftlab.store.shard import Shard, Shards, ShardTable, shard_file
+from draftlab.store.store import Store
+
+
+def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
+    """Write a store with all records of stores of one identity, in order.
+
+    Shards are hard links where the file system supports them.
+
+    Raises:
+        UserError: the identities differ, two stores share an id, a shard is damaged, or the folder
+            is not empty or is inside a store.
+    """
+    for store in stores[1:]:
+        store.identity.check(
+            stores[0].identity,
+            store.address,
+            do="merge only stores of one target with the same boundaries and dtype; leave this one "
+            "out, or record its answers again from that target into a new store",
+        )
+    manifests = [store.manifest for store in stores]
+    _check_ids(stores)
+    total, number = sum(len(manifest.shards) for manifest in manifests), 0
+    with _new_folder(folder) as new:
+        for store in stores:
+            for shard in store.manifest.shards:
+                _copy_shard(store, shard, new / shard_file(number))
+                number += 1
+                monitor.progress("merge", number, total)
+        index = RecordIndex.join([manifest.index for manifest in manifests])
+        table = ShardTable.join([one.written for one in manifests], [len(one) for one in stores])
+        made_by = {"made_by": "merge"}
+        shard_ids = [shard.ids for shard in Shards(index, table)]
+        sources = [manifest.samples_sha256 for manifest in manifests]
+        manifest = Manifest.plan(
+            index,
+            identity=stores[0].identity,
+            samples_sha256=sha256_text(canonical_json([sources, made_by, shard_ids])),
+            settings={
+                **made_by,
+                "sources": [manifest.settings for manifest in manifests],
+                **template_arguments_setting(_all_modes(stores)),
+            },
+            counts=Counts(**_sums([manifest.counts for manifest in manifests])),
+            dropped=Dropped(**_sums([manifest.dropped for manifest in manifests])),
+            truncated=sum(manifest.truncated for manifest in manifests),
+        )
+        manifest.completed(table).write(new)
+    return Store.open(folder)
+
+
+def _sums(models: Sequence[Counts] | Sequence[Dropped]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for model in models:
+        total.update(model.model_dump())
+    return dict(total)
+
+
+def _check_ids(stores: Sequence[Store]) -> None:
+    """Raise a `UserError` if two records have one id."""
+    id_, count = Counter(id_ for store in stores for id_ in store.ids).most_common(1)[0]
+    if count > 1:
+        folders = [str(store.address) for store in stores if id_ in store.ids]
+        raise UserError(
+            f"expected every record in one store, found {id_!r} in {' and '.join(folders)}",
+            do="leave one of the stores out, or record its conversations under other ids",
+        )
+
+
+def _all_modes(stores: Sequence[Store]) -> list[dict[str, Any]] | None:
+    """Return the different template arguments of all stores; None: too many to list."""
+    found: list[dict[str, Any]] = []
+    for store in stores:
+        if (modes := store.manifest.template_arguments) is None:
+            return None
+        found += [one for one in modes if one not in found]
+    return found
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `folder`, which must be new, on success."""
+    check_folder(folder)
+    if folder.exists() and any(folder.iterdir()):
+        raise UserError(
+            "expected a new folder to write to, found one with files",
+            where=folder,
+            do="name another folder: --out FOLDER",
+        )
+    for parent in folder.resolve().parents:
+        if (parent / MANIFEST).is_file():
+            raise UserError(
+                f"expected a folder outside of all stores, found one inside the store {parent}",
+                where=folder,
+                do="name a folder beside it: --out FOLDER",
+            )
+    new = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        os.replace(new, folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+
+
+def _copy_shard(store: Store, shard: Shard, to: Path) -> None:
+    """Copy a shard whose hash is right; link it if it is in a folder."""
+    if not store.files.is_local:
+        with store.files.local_file(shard) as path:
+            shutil.copyfile(path, to)
+        return
+    store.verify([shard.number])
+    with store.files.local_file(shard) as path:
+        _link(path, to)
+
+
+def _link(source: Path, to: Path) -> None:
+    try:
+        os.link(source.resolve(), to)  # of a symbolic link, the file that it leads to
+    except OSError:  # another disk, or a file system without links
+        shutil.copyfile(source, to)
