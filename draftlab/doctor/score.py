@@ -17,7 +17,7 @@ from draftlab.doctor.hypotheses import HeadVariant
 from draftlab.doctor.target_session import ScoringSet
 from draftlab.engine.counters import Counters
 from draftlab.evaluate.metrics import acceptance_interval
-from draftlab.heads.folder import new_head
+from draftlab.heads.folder import empty_head
 from draftlab.heads.head import DraftHead
 from draftlab.train.batch.loss_rows import loss_reach
 from draftlab.train.batch.packing import Batch
@@ -132,11 +132,11 @@ class Scorer:
     def _head(self, variant: HeadVariant) -> DraftHead:
         """Return the head of a variant.
 
-        If only tensors differ, the last head is used again: building one draws random weights.
+        If only tensors differ, the last head is used again.
         """
         head, unnormed = self._last_head, variant.norm == "unnormed"
         if head is None or head.config != variant.config:
-            head = new_head(variant.config).to(device=self.target.device, dtype=self.target.dtype)
+            head = empty_head(variant.config).to(device=self.target.device, dtype=self.target.dtype)
             head.eval().requires_grad_(False)
         head.load_tensors(variant.tensors)
         self._last_head = None if unnormed else head

@@ -35,7 +35,7 @@ from draftlab.export.weight_files import (
 from draftlab.files import sha256_file
 from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.family import get_family
-from draftlab.heads.folder import meta_head, new_head, save_head
+from draftlab.heads.folder import empty_head, meta_head, save_head
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD
 from draftlab.heads.validate import draft_vocabulary_readings, refuse_faults, tensor_faults
 from draftlab.progress import Monitor
@@ -118,7 +118,7 @@ def import_head(
         raise UserError(error.what, where=where, do=error.do) from None
     refuse_faults(tensor_faults(meta_head(config), tensors), where)
     torch_dtype = torch_dtype or common_dtype(tensors, where)
-    head, maps = new_head(config), {}
+    head, maps = empty_head(config), {}
     if config.draft_vocab_size == config.vocab_size:
         head.set_draft_vocabulary(torch.arange(config.vocab_size))
         maps = {"d2t": head.d2t, "t2d": head.t2d}

@@ -261,8 +261,7 @@ def initialise_head(
                 scale = parameter.shape[1] ** -0.5
                 if name.endswith(("o_proj.weight", "down_proj.weight")):
                     scale *= 0.5**0.5
-                noise = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(noise * scale)
+                parameter.normal_(generator=generator).mul_(scale)
         head.set_draft_vocabulary(target_ids)
         head.init_from_target(embeddings, final_norm, lm_head)
         head.initialise_extra(generator)

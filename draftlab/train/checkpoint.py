@@ -114,6 +114,11 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = MAX_CHE
     return final
 
 
+def mark_verified(path: Path) -> None:
+    """Note in a checkpoint that all shards that it was trained with have the right hash."""
+    write_json(path / STATE, _read_state(path) | {"verified": True})
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints, oldest first."""
     if not folder.is_dir():

@@ -12,7 +12,7 @@ from draftlab.errors import UserError
 from draftlab.formatting import count_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
-from draftlab.heads.folder import new_head
+from draftlab.heads.folder import empty_head
 from draftlab.heads.head import DraftHead, initialise_head
 from draftlab.target_model.parts import TargetParts
 from draftlab.text.draft_vocabulary import DraftVocabulary
@@ -51,7 +51,7 @@ def untrained_head(
             where="target",
             do="choose another target: a draft head cannot start from this norm",
         )
-    head = new_head(config)
+    head = empty_head(config)
     # A head's logits have no factor: its lm_head takes the target's, or, if that is frozen, its
     # norm does. EAGLE heads imitate the last state, and have the target's logits as they are.
     family = head.family
@@ -59,9 +59,9 @@ def untrained_head(
     of_lm_head = 1.0 if family.freezes_lm_head or family.uses_target_lm_head else parts.scale
     initialise_head(
         head,
-        embeddings=parts.embeddings.float(),
+        embeddings=parts.embeddings,
         final_norm=of_norm * form.weight.float(),
-        lm_head=of_lm_head * parts.lm_head.float(),
+        lm_head=parts.lm_head if of_lm_head == 1 else of_lm_head * parts.lm_head.float(),
         target_ids=vocabulary.target_ids,
         seed=seed,
     )

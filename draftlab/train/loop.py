@@ -30,6 +30,7 @@ from draftlab.train.best_head import BestHead
 from draftlab.train.checkpoint import (
     Checkpoint,
     checkpoints,
+    mark_verified,
     read_checkpoint,
     save_checkpoint,
     training_key,
@@ -166,8 +167,8 @@ class Trainer:
                 if not self.ended:
                     self._train()
             self.save()
-            if self.verification.finish(self.monitor):
-                self.save()
+            if self.verification.finish(self.monitor) and self.ranks.is_main:
+                mark_verified(checkpoints(self.folder / "checkpoints")[-1])
             validation = None
             if self.held_out and not self.ended:
                 validation = self.best.validation_of(self.step) or self.validate()

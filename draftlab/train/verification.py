@@ -1,9 +1,10 @@
-"""Verification of a store's shards by their hashes, in a thread beside the training."""
+"""Verification of a store's shards by their hashes, in threads beside the training."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from draftlab.train.distributed.ranks import Ranks
 VERIFIED = "verified.safetensors"
 _COLUMNS = {"store_sha256": np.uint8, "modified_ns": np.int64}
 _POLL_S = 0.5
+_THREADS = 8
+"""Threads that hash when no training runs beside them."""
 
 
 class ShardVerification:
@@ -47,10 +50,11 @@ class ShardVerification:
         self._verified = self._remembered() if ranks.is_main else np.zeros(0, np.int64)
         self.pending = ranks.broadcast(self._changed() if ranks.is_main else self._verified)
         self.complete, self._stopped = not len(self.pending), threading.Event()
+        self._left = deque(self.pending[ranks.rank :: ranks.size].tolist())
         self._hashed: list[tuple[int, int]] = []  # numbers of shards, and times of their files
         self._num_exchanged = self._num_hashed = 0
-        self._pool = ThreadPoolExecutor(1, "verify")
-        self._future = self._pool.submit(self._verify, self.pending[ranks.rank :: ranks.size])
+        self._pool = ThreadPoolExecutor(_THREADS, "verify")
+        self._futures = [self._pool.submit(self._verify)]
 
     def _remembered(self) -> np.ndarray:
         """Return the times of VERIFIED: int64 [shards]; `NO_TIME`: the shard is not hashed."""
@@ -81,10 +85,12 @@ class ShardVerification:
         except OSError:
             return NO_TIME  # `Store.verify` names the file
 
-    def _verify(self, numbers: np.ndarray) -> UserError | None:
-        """Return the error that names the first damaged shard."""
-        for number in numbers.tolist():
-            if self._stopped.is_set():
+    def _verify(self) -> UserError | None:
+        """Hash the shards that no thread has taken; return the error that names a damaged one."""
+        while self._left and not self._stopped.is_set():
+            try:
+                number = self._left.popleft()
+            except IndexError:  # another thread was faster
                 break
             try:
                 modified_ns = self._modified_ns(self.store.manifest.shards[number])
@@ -120,7 +126,8 @@ class ShardVerification:
         """
         if self.complete:
             return len(self.pending)
-        error = self._future.result() if self._future.done() else None
+        done = [future.result() for future in self._futures if future.done()]
+        error = next(filter(None, done), None)
         new = self._new_hashed()
         errors, hashed = zip(*self.ranks.all_gather((error, new)), strict=True)
         self._num_hashed += sum(map(len, hashed))
@@ -144,17 +151,19 @@ class ShardVerification:
         )
 
     def finish(self, monitor: Monitor) -> bool:
-        """Wait until all ranks have hashed their shards (see `update`); return whether any were
-        left.
+        """Wait until all ranks have hashed their shards (see `update`), with the threads that a
+        training needs no more; return whether any were left.
         """
         were_left = not self.complete
+        if were_left:
+            self._futures += [self._pool.submit(self._verify) for _ in range(1, _THREADS)]
         while not self.complete:
             monitor.progress("verify", self.update(), len(self.pending))
-            wait([self._future], 0 if self.complete else _POLL_S)
+            wait(self._futures, 0 if self.complete else _POLL_S)
         return were_left
 
     def close(self) -> None:
-        """End the thread after its present shard, and write what it has hashed."""
+        """End the threads after their present shards, and write what it has hashed."""
         self._stopped.set()
         self._pool.shutdown()
         if not self.complete:

@@ -10,10 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
-from draftlab.heads.folder import new_head
+from draftlab.heads.config import HeadConfig
+from draftlab.heads.folder import empty_head, new_head
 from draftlab.heads.head import DraftHead
 from draftlab.target_model.parts import TargetParts, load_parts
 from draftlab.text.draft_vocabulary import DraftVocabulary
+from draftlab.train import initial_weights
 from draftlab.train.batch.packing import pack
 from draftlab.train.initial_weights import fingerprint, start_from, untrained_head
 from draftlab.train.settings import TrainSettings
@@ -48,6 +50,32 @@ def new(seed: int, **fields: object) -> DraftHead:
     for parameter, other in zip(head.parameters(), new_head(head.config).parameters(), strict=True):
         parameter.requires_grad_(other.requires_grad)
     return head
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_value_of_a_new_head_is_set(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the memory of the empty head holds; and torch's modules draw nothing."""
+    target = synthetic.parts()
+    config = synthetic.head(target, **FAMILIES[name]).config
+    size = config.draft_vocab_size
+    vocabulary = DraftVocabulary(torch.arange(synthetic.VOCAB)[-size:], None)
+    drawn = [dict(new_head(config).named_parameters()) for _ in range(2)]
+    random = [n for n, value in drawn[0].items() if not torch.equal(value, drawn[1][n])]
+    assert random
+    heads, state = [], torch.get_rng_state()
+    for fill in (float("nan"), 7.0):
+
+        def filled(config: HeadConfig, fill: float = fill) -> DraftHead:
+            head = empty_head(config)
+            for name in random:
+                head.get_parameter(name).data.fill_(fill)
+            return head
+
+        monkeypatch.setattr(initial_weights, "empty_head", filled)
+        heads.append(untrained_head(config, target, vocabulary, seed=3).state_dict())
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, tensor in heads[0].items():
+        assert torch.equal(tensor, heads[1][name]), name
 
 
 def as_trained(head: DraftHead, seed: int = 0) -> DraftHead:

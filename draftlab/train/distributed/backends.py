@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from draftlab.heads.folder import new_head
+from draftlab.heads.folder import empty_head
 from draftlab.heads.head import DraftHead
 from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
@@ -155,7 +155,7 @@ class TrainBackend:
         copies = {}
         for name, tensor in tensors:
             if self.ranks.is_main:
-                copies[name] = tensor.cpu().clone()
+                copies[name] = tensor.to("cpu", copy=True)
         return copies
 
     @torch.no_grad()
@@ -218,7 +218,7 @@ class ShardedBackend(TrainBackend):
 
     def unwrap(self) -> DraftHead:
         with self.ranks.device:
-            head = new_head(self.head.config)
+            head = empty_head(self.head.config)
         state = dict(self.head.named_buffers()) | dict(self._parameters())
         head.load_state_dict({name: state[name] for name in head.state_dict()}, assign=True)
         head.rope = self.head.rope  # computed on the CPU, which rounds otherwise than a GPU
