@@ -41,7 +41,7 @@ from draftlab.train.objectives.loss import DraftTeacher, step_of_row
 from draftlab.train.settings import TrainSettings
 
 GAP = 0.03
-"""Difference of α between trained and held-out answers from which on it is said."""
+"""Difference of accuracy between trained and held-out answers from which on it is said."""
 
 
 class Walked(NamedTuple):

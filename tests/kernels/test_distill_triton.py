@@ -172,6 +172,17 @@ def test_tempered_logsumexp(vocab: int, softcap: float | None) -> None:
 
 
 @inside
+@pytest.mark.parametrize("which", ["triton", "reference"])
+def test_powers_that_float32_has_not(which: str) -> None:
+    """Of a teacher whose probabilities are even, as an untrained one's."""
+    z = 0.02 * torch.randn(2, 99_984, generator=torch.Generator().manual_seed(0))
+    teacher = Teacher(torch.empty(2, 1), None, torch.empty(99_984, 1), z.logsumexp(-1))
+    found = torch.empty(2)
+    getattr(fill_tempered_logsumexp, which)(z, torch.arange(2), teacher, 0.1, found)
+    torch.testing.assert_close(found, (z / 0.1).logsumexp(-1), atol=1e-4, rtol=0)
+
+
+@inside
 @pytest.mark.usefixtures("small_tiles")
 @pytest.mark.parametrize("labels", [-1, 3, None])  # of all rows; None: different ones
 def test_a_product_with_frozen_columns(labels: int | None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard import NO_TIME, Shards, ShardTable, WrittenShard
 from draftlab.store.shard_files import ShardFiles
 from draftlab.store.store import Store
+from draftlab.train import loop
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.verification import VERIFIED, ShardVerification
 from tests.helpers.list_store import ListStore
@@ -108,6 +109,49 @@ def test_a_checkpoint_does_not_wait_for_the_hashing(
     assert_same_weights(whole, resumed)
     state = json.loads((run / "checkpoints/step-0000006/state.json").read_text())
     assert state["verified"] is True
+
+
+def test_a_training_that_was_killed_before_its_mark_gets_it_when_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, store = orthogonal_parts(), ShardedStore(tmp_path / "store")
+    state = tmp_path / "run/checkpoints/step-0000006/state.json"
+
+    def slow_hash(path: Path) -> str:  # until the last checkpoint is there, whose shards are read
+        assert path.parent != store.folder or wait_for(state.exists)
+        return sha256_file(path)
+
+    def killed(path: Path) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shard_files, "known_sha256", slow_hash)
+        patch.setattr(loop, "mark_verified", killed)
+        with pytest.raises(SystemExit):
+            trained(tmp_path / "run", store, target, **SETTINGS)
+    assert json.loads(state.read_text())["verified"] is False
+    trained(tmp_path / "run", store, target, **SETTINGS)
+    assert json.loads(state.read_text())["verified"] is True
+
+
+def test_a_damaged_shard_that_a_later_thread_finds_sets_checkpoints_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the thread that ran beside the training still hashes its own shard."""
+    target, store = orthogonal_parts(), ShardedStore(tmp_path / "store")
+    checkpoints = tmp_path / "run/checkpoints"
+    damaged, aside = store.path(2), checkpoints / "step-0000006.damaged"
+    damaged.write_bytes(b"?" * 100)
+
+    def slow_hash(path: Path) -> str:
+        assert path != store.path(0) or wait_for(aside.exists)
+        return sha256_file(path)
+
+    monkeypatch.setattr(shard_files, "known_sha256", slow_hash)
+    with pytest.raises(UserError, match=r"must be removed: .*step-0000006\.damaged") as error:
+        trained(tmp_path / "run", store, target, **SETTINGS)
+    assert error.value.where == str(damaged)
+    assert not list(checkpoints.glob("step-???????"))
 
 
 class ThreadRanks:

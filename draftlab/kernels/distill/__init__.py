@@ -189,9 +189,10 @@ def fill_tempered_logsumexp(
     """
     logsumexp = teacher.logsumexp[positions]
     log_p = teacher.to_logits(teacher_logits) - logsumexp[:, None]
-    outside = (1 - log_p.exp().sum(-1)).clamp(min=0) ** (1 / temperature)
-    total = (log_p / temperature).exp().sum(-1) + outside
-    out[positions] = logsumexp / temperature + total.log()
+    outside = (1 - log_p.exp().sum(-1)).clamp(min=0).log() / temperature
+    # All powers of an even p over a large vocabulary may be 0 in float32.
+    total = torch.logaddexp((log_p / temperature).logsumexp(-1), outside)
+    out[positions] = logsumexp / temperature + total
 
 
 @triton_operator("distill.triton", when=_on_cuda_in_float32)

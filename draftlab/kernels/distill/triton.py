@@ -27,6 +27,9 @@ from draftlab.kernels.launching import FP_FUSION
 TILE = 2048
 WARPS = 8
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
+_SHIFT = tl.constexpr(60.0)
+"""Added to logarithms of powers of p: at T = 0.1 those of an even p over 100,000 tokens are 1e-50,
+which float32 has not."""
 
 
 @triton.jit
@@ -163,10 +166,12 @@ def tempered_logsumexp_kernel(
         at = begin + lane
         log_p = _log_p(z_row + at, at < stride, at < size, scale, softcap, logsumexp, SOFTCAP)
         masses += tl.exp(log_p)
-        tempered += tl.exp(log_p * exponent)
+        tempered += tl.exp(log_p * exponent + _SHIFT)
     rest = 1.0 - tl.sum(masses, 0)
-    outside = tl.where(rest > 0.0, tl.exp(tl.log(tl.maximum(rest, 1e-30)) * exponent), 0.0)
-    tl.store(out + position, logsumexp * exponent + tl.log(tl.sum(tempered, 0) + outside))
+    log_rest = tl.log(tl.maximum(rest, 1e-30)) * exponent
+    outside = tl.where(rest > 0.0, tl.exp(log_rest + _SHIFT), 0.0)
+    total = tl.log(tl.sum(tempered, 0) + outside) - _SHIFT
+    tl.store(out + position, logsumexp * exponent + total)
 
 
 def fill_tempered_logsumexp(teacher_logits, positions, teacher, temperature, out) -> None:
