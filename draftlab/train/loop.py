@@ -273,7 +273,8 @@ class Trainer:
         progress = {"step": self.step, "tokens_seen": self.tokens_seen}
         rate = learning_rate(self.step - 1, self.settings)
         self.log.write({**progress, **metrics, "lr": rate, "working_processes": self.working})
-        self.monitor.progress("train", self.step, self.settings.steps, speed_line(metrics))
+        line = speed_line(metrics, self.settings.temperature)
+        self.monitor.progress("train", self.step, self.settings.steps, line)
 
     def validate(self) -> Validation:
         """Validate on the held-out records; write the metrics to metrics.jsonl and the console."""
