@@ -163,7 +163,7 @@ class ShardVerification:
         return were_left
 
     def close(self) -> None:
-        """End the threads after their present shards, and write what it has hashed."""
+        """End the threads after their present shards, and write what they have hashed."""
         self._stopped.set()
         self._pool.shutdown()
         if not self.complete:
