@@ -24,13 +24,15 @@ from draftlab.export.settings import ExportSettings
 from draftlab.export.weight_files import DELTA, INDEX, delta_index
 from draftlab.export.write import write_export
 from draftlab.heads.family import get_family
-from draftlab.heads.folder import save_head
+from draftlab.heads.folder import empty_head, save_head
 from draftlab.heads.mtp import MtpConfig, MtpHead
 from draftlab.pipeline import training
 from draftlab.plan.preflight import check_before_run, check_head
 from draftlab.progress import Monitor
 from draftlab.servers.vllm_process import PYTHON_VARIABLE
 from draftlab.target_model.model import Target
+from draftlab.text.draft_vocabulary import DraftVocabulary
+from draftlab.train import initial_weights
 from draftlab.train.batch.packing import pack
 from draftlab.train.initial_weights import fingerprint, start_from
 from draftlab.train.objectives.ttt import unroll
@@ -198,6 +200,23 @@ def test_training_starts_from_equal_values_again(target: Target) -> None:
     start_from(new, heads[0], "target")
     started, own = new.state_dict(), heads[0].state_dict()
     assert all(torch.equal(started[n], own[n]) for n in own.keys() - new.shared_tensors())
+
+
+def test_no_value_of_an_untrained_head_is_that_of_its_memory(
+    target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def filled(config: MtpConfig) -> MtpHead:
+        head = empty_head(config)
+        for parameter in head.parameters():
+            if parameter.ndim > 1:  # norms and biases are set as they are made
+                parameter.data.fill_(float("nan"))
+        return head
+
+    monkeypatch.setattr(initial_weights, "empty_head", filled)
+    config = native_head(target).config
+    vocabulary = DraftVocabulary(torch.arange(config.vocab_size), None)
+    head = initial_weights.untrained_head(config, target.parts, vocabulary, seed=0)
+    assert [name for name, value in head.state_dict().items() if not value.isfinite().all()] == []
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ class Objective:
         imitates_states: whether outputs imitate the target's states, from features
             with noise on them (`train.noise`).
         flops: (head, `StepWork`) → floating-point operations.
-        own_terms: terms of a row's loss, in place of `train.loss`.
+        own_terms: terms of a row's loss, in place of `train.loss` and `train.temperature`.
     """
 
     forward: Forward
