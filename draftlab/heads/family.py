@@ -67,7 +67,7 @@ class Family(ABC):
         vllm_method: `method` of vLLM's speculative config; empty: vLLM has none.
         vllm_options: further keys of that config.
         norms_residual: whether `norm_before_residual` is on by default: it raises acceptance.
-        has_own_loss: whether `train.loss` and `train.temperature` have no effect on its heads.
+        has_own_loss: whether `train.loss` has no effect on its heads.
         anchor_by_default: whether other programs' folders that do not say it are in the anchor
             layout of blocks.
         default_rope: whether servers know only the plain RoPE for its heads, without scaling.

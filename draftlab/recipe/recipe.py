@@ -192,11 +192,10 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _sections_fit(self) -> Recipe:
         family, train = get_family(self.head.family), self.train
-        for name in ("loss", "temperature") if family.has_own_loss else ():
-            if (found := getattr(train, name)) != TrainSettings.model_fields[name].default:
-                raise ValueError(
-                    f"train.{name}: {family.title} heads have a loss of their own, found {found}"
-                )
+        if family.has_own_loss and train.loss != TrainSettings.model_fields["loss"].default:
+            raise ValueError(
+                f"train.loss: {family.title} heads have a loss of their own, found {train.loss}"
+            )
         if self.record.dtype == "fp8" and family.reads_last_state and not self.record.boundaries:
             raise ValueError(
                 f"record.dtype: fp8 is for features at boundaries, and {family.name} heads need "

@@ -112,7 +112,7 @@ class Trainer:
         self.backend = wrap(module, settings, self.ranks)
         self.key = training_key(settings, config, vocabulary, store, seed, initial)
         self.step, self.tokens_seen, self.resumed_verified = 0, 0, True
-        self.trained_accuracy: float | None = None  # of the first step, since the last log line
+        self.trained_alpha: float | None = None  # of the first step, since the last log line
         self.log = MetricsLog(folder, muted=not self.ranks.is_main)
         self.best = BestHead(folder / "best", self.key, settings, monitor.say)
         self.ending, self.timer = EndingSignal(self.ranks), PhaseTimer(self.device)
@@ -173,7 +173,7 @@ class Trainer:
             if self.held_out and not self.ended:
                 validation = self.best.validation_of(self.step) or self.validate()
                 self.best.compare(validation)
-                if line := validation.gap_line(self.trained_accuracy):
+                if line := validation.gap_line(self.trained_alpha):
                     self.monitor.say(line)
         return validation
 
@@ -265,7 +265,7 @@ class Trainer:
         flops = self.objective.flops(self.shapes, work)
         share = None if self.rate is None else flops / self.rate
         metrics = window.compute(self.timer, mfu_seconds=share) | self.loader.metrics()
-        self.trained_accuracy = metrics["accuracy"][0]
+        self.trained_alpha = metrics["alpha"][0]
         largest = float(self.window.largest_norm)
         self.window = Window.empty(self.settings.ttt_steps, self.device)
         if not all(map(math.isfinite, (largest, *metrics["loss"]))):
@@ -273,8 +273,7 @@ class Trainer:
         progress = {"step": self.step, "tokens_seen": self.tokens_seen}
         rate = learning_rate(self.step - 1, self.settings)
         self.log.write({**progress, **metrics, "lr": rate, "working_processes": self.working})
-        line = speed_line(metrics, self.settings.temperature)
-        self.monitor.progress("train", self.step, self.settings.steps, line)
+        self.monitor.progress("train", self.step, self.settings.steps, speed_line(metrics))
 
     def validate(self) -> Validation:
         """Validate on the held-out records; write the metrics to metrics.jsonl and the console."""

@@ -153,13 +153,8 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def speed_line(row: dict[str, Any], temperature: float) -> str:
-    """Return a line's speed, loss and share of time without data, for the console.
-
-    Args:
-        temperature: of loss and α; it is said if it is not 1, that of validations.
-    """
-    at = "" if temperature == 1 else f" (T = {temperature:g})"
+def speed_line(row: dict[str, Any]) -> str:
+    """Return a line's speed, loss and share of time without data, for the console."""
     mfu = ""
     if "mfu" in row:
         share = row["mfu"]
@@ -167,7 +162,7 @@ def speed_line(row: dict[str, Any], temperature: float) -> str:
     memory = f"{row['peak_memory_gib']:.1f} GiB" + ("" if mfu else " with libraries")
     return (
         f"{row['tokens_per_s']:,.0f} tokens/s ({row['loss_tokens_per_s']:,.0f} with loss) · "
-        f"loss {row['loss'][0]:.3f} · α {row['alpha'][0]:.3f}{at} · {mfu}"
+        f"loss {row['loss'][0]:.3f} · α {row['alpha'][0]:.3f} · {mfu}"
         f"data {row['phases'].get('data', 0):.1%} of the time · {memory}"
     )
 

@@ -138,10 +138,7 @@ class TrainSettings(Settings):
     loss: Literal["soft_ce", "lk"] = "soft_ce"
     """soft_ce: cross-entropy to the target's distribution. lk: a mix with the acceptance rate,
     whose share grows with a step's mean acceptance in the forward pass, so that micro_rows and
-    anchor_parts change it a little. dspark, dflash and dflash2 have losses of their own."""
-    temperature: float = Field(default=1.0, ge=0.1, le=2)
-    """Temperature of both distributions in soft_ce and lk, and of the α that training logs; that of
-    validations is at 1. Below 1, likely tokens count more: AL rises at T < 1 and falls at T = 1."""
+    anchor_parts change it a little. dspark and dflash have losses of their own."""
     distillation: float = Field(default=0.1, ge=0)
     """eagle: weight of the loss on tokens; that of a smooth L1 to the target's states is 1."""
     noise: float = Field(default=0.1, ge=0)

@@ -41,7 +41,7 @@ from draftlab.train.objectives.loss import DraftTeacher, step_of_row
 from draftlab.train.settings import TrainSettings
 
 GAP = 0.03
-"""Difference of accuracy between trained and held-out answers from which on it is said."""
+"""Difference of α between trained and held-out answers from which on it is said."""
 
 
 class Walked(NamedTuple):
@@ -119,16 +119,16 @@ class Validation:
         return " · ".join(parts)
 
     def gap_line(self, trained: float | None) -> str | None:
-        """Return a line if the first step's accuracy is far below that of the answers trained on;
-        None also if too few prompts are held out to tell.
+        """Return a line if the first step's α is far below that of the answers trained on; None
+        also if too few prompts are held out to tell.
         """
         prompts = {*group_by_prompt([record.id for record in (*self.greedy, *self.sampled)])}
         few = len(prompts) < MIN_INTERVAL_PROMPTS
-        if few or trained is None or trained - self.accuracy[0] < GAP:
+        if few or trained is None or trained - self.alpha[0] < GAP:
             return None
         return (
-            f"accuracy is {trained:.3f} on the answers trained on and {self.accuracy[0]:.3f} on "
-            "held-out ones: answers to more prompts would help more than more steps"
+            f"α is {trained:.3f} on the answers trained on and {self.alpha[0]:.3f} on held-out "
+            "ones: answers to more prompts would help more than more steps"
         )
 
     def position_line(self) -> str | None:

@@ -27,7 +27,6 @@ def make_case(
     device: str = "cpu",
     scale: float = 1.0,
     softcap: float | None = None,
-    temperature: float = 1.0,
     seed: int = 0,
 ) -> dict[str, Any]:
     """Return the arguments of `distill_linear`, with `row` instead of its plan.
@@ -58,7 +57,6 @@ def make_case(
         "loss": loss,
         "kl_weight": draw(num_rows, as_dtype=wide).abs().clamp(max=1) if loss == "lk" else None,
         "labels": labels if loss == "ce_l1" else None,
-        "temperature": temperature,
     }
 
 
@@ -71,16 +69,11 @@ def arguments_of(case: dict[str, Any]) -> dict[str, Any]:
 def at_once(case: dict[str, Any], factor: float = 3.0) -> dict[str, Tensor]:
     """Return what `distill_linear` computes, by `distill` on all rows at once and autograd."""
     teacher, row = case["teacher"], case["row"]
-    z, logsumexp = teacher.to_logits(teacher.last @ teacher.weight.t()), teacher.logsumexp
-    if (temperature := case["temperature"]) != 1:  # p to the power of 1 / T, and the rest as well
-        p = (z - logsumexp[:, None]).exp()
-        p = torch.cat([p, (1 - p.sum(1, keepdim=True)).clamp(min=0)], 1) ** (1 / temperature)
-        z = (p / p.sum(1, keepdim=True))[:, :-1].log()
-        logsumexp = torch.zeros_like(logsumexp)
+    z = teacher.to_logits(teacher.last @ teacher.weight.t())
     out = distill(
-        F.linear(case["hidden"], case["lm_head"]) / temperature,
+        F.linear(case["hidden"], case["lm_head"]),
         z[row],
-        logsumexp[row],
+        teacher.logsumexp[row],
         loss=case["loss"],
         kl_weight=case["kl_weight"],
         labels=case["labels"],

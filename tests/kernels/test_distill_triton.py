@@ -12,14 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from draftlab.kernels.distill import (
-    Distilled,
-    Labels,
-    Loss,
-    Teacher,
-    distill_rows,
-    fill_tempered_logsumexp,
-)
+from draftlab.kernels.distill import Distilled, Labels, Loss, Teacher, distill_rows
 from draftlab.kernels.distill import linear as distill_linear
 from draftlab.kernels.distill.plan import plan_rows
 from tests.helpers.distill_cases import LOSSES, in_chunks, make_case
@@ -130,14 +123,12 @@ def test_hard_rows(loss: Loss) -> None:
 
 @inside
 @pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_in_chunks(loss: Loss, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`distill_linear` on the kernels equals itself on the reference, gradients and all."""
-    case = make_case(30, 8, 50, loss=loss, temperature=temperature, dtype=torch.float32)
+def test_in_chunks(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`distill_linear` on the kernel equals itself on the reference, gradients and all."""
+    case = make_case(30, 8, 50, loss=loss, dtype=torch.float32)
     expected = in_chunks(case, height=11)
-    for operator in (distill_rows, fill_tempered_logsumexp):
-        monkeypatch.setattr(distill_linear, operator.__name__, operator.triton)
+    monkeypatch.setattr(distill_linear, "distill_rows", distill_rows.triton)
     actual = in_chunks(case, height=11)
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, atol=1e-5, rtol=1e-5)
@@ -146,40 +137,6 @@ def test_in_chunks(loss: Loss, temperature: float, monkeypatch: pytest.MonkeyPat
         without = in_chunks(case | plain, height=11)
     for name in ("loss", "alpha", "best", "total"):
         torch.testing.assert_close(without[name], actual[name].detach(), atol=1e-6, rtol=1e-6)
-
-
-@inside
-@pytest.mark.usefixtures("small_tiles")
-@pytest.mark.parametrize("vocab", [1, 31, 32, 100])
-@pytest.mark.parametrize("softcap", [None, 2.0])
-def test_tempered_logsumexp(vocab: int, softcap: float | None) -> None:
-    """The whole mass, a part of it, none of it, and a teacher that is not finite."""
-    case = make_case(4, 5, vocab, softcap=softcap, scale=0.8, dtype=torch.float32)
-    teacher = case["teacher"]
-    product = torch.full((4, -(-vocab // 16) * 16), float("nan"))
-    product[:, :vocab] = teacher.last[1:] @ teacher.weight.t()
-    z = product[:, :vocab]
-    teacher.logsumexp[1] = teacher.to_logits(z[0]).logsumexp(-1)
-    teacher.logsumexp[2] = 200.0
-    z[2, -1] = float("nan")
-    positions = torch.tensor([1, 2, 3, 4])
-    found, expected = torch.full((2, 5), -7.0)
-    fill_tempered_logsumexp.triton(z, positions, teacher, 0.6, found)
-    fill_tempered_logsumexp.reference(z, positions, teacher, 0.6, expected)
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5, equal_nan=True)
-    assert found[0] == -7
-    assert found[3].isnan()
-
-
-@inside
-@pytest.mark.parametrize("which", ["triton", "reference"])
-def test_powers_that_float32_has_not(which: str) -> None:
-    """Of a teacher whose probabilities are even, as an untrained one's."""
-    z = 0.02 * torch.randn(2, 99_984, generator=torch.Generator().manual_seed(0))
-    teacher = Teacher(torch.empty(2, 1), None, torch.empty(99_984, 1), z.logsumexp(-1))
-    found = torch.empty(2)
-    getattr(fill_tempered_logsumexp, which)(z, torch.arange(2), teacher, 0.1, found)
-    torch.testing.assert_close(found, (z / 0.1).logsumexp(-1), atol=1e-4, rtol=0)
 
 
 @inside

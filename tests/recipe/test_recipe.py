@@ -111,10 +111,6 @@ def test_an_unknown_setting_unlike_any_lists_the_known(tmp_path: Path) -> None:
             "fit:\n  train.loss: DSpark heads have a loss of their own, found lk\n",
         ),
         (
-            "{head: {family: dflash2}, train: {temperature: 0.7}}",
-            "fit:\n  train.temperature: DFlash2 heads have a loss of their own, found 0.7\n",
-        ),
-        (
             "{head: {family: eagle}, record: {dtype: fp8}}",
             "record.dtype: fp8 is for features at boundaries, and eagle heads need none",
         ),

@@ -114,7 +114,7 @@ def test_a_head_that_knows_its_answers_by_heart_needs_more_prompts(tmp_path: Pat
     (line,) = lines[2]
     rows = (folder / "metrics.jsonl").read_text().splitlines()
     last, validation = (json.loads(row) for row in rows[-2:])
-    known, new = last["accuracy"][0], validation["validation"]["accuracy"][0]
+    known, new = last["alpha"][0], validation["validation"]["alpha"][0]
     assert len({round(x, 3) for x in (*last["alpha"], *last["accuracy"])}) == 4
     assert known - new > 0.03
-    assert f"accuracy is {known:.3f} on the answers trained on and {new:.3f} on held-out" in line
+    assert f"α is {known:.3f} on the answers trained on and {new:.3f} on held-out" in line

@@ -7,8 +7,6 @@ renormalized over the draft vocabulary D, and q the head's:
     lk       λ · Σ_D p (log p − log q) + (1 − λ) · (1 − α),  α = Σ_D min(p, q)
     ce_l1    a · (−log q(x)) + b · ‖q − p‖₁,  ‖q − p‖₁ = 2 (1 − α),  x the data's token
 
-At a temperature T both are those of the logits / T; what p has outside D counts as one token there.
-
 `distill/linear.py` computes it from hidden states, a chunk of rows at a time; on a GPU a kernel
 (`distill/triton.py`) takes the place of `distill_rows`. Tests: tests/kernels/test_distill.py.
 """
@@ -22,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from draftlab.kernels.dispatch import on_cuda_below_float64, triton_operator
+from draftlab.kernels.dispatch import triton_operator
 from draftlab.kernels.distill.plan import RowPlan
 
 Loss = Literal["soft_ce", "lk", "ce_l1"]
@@ -76,11 +74,6 @@ class Teacher:
     logsumexp: Tensor
     scale: float = 1.0
     softcap: float | None = None
-
-    def at_temperature(self, temperature: float, logsumexp: Tensor) -> Teacher:
-        """Return the teacher of the logits / temperature, with their logsumexp."""
-        softcap = None if self.softcap is None else self.softcap / temperature
-        return replace(self, scale=self.scale / temperature, softcap=softcap, logsumexp=logsumexp)
 
     def to_logits(self, product: Tensor) -> Tensor:
         """Return logits, at least float32, of a product of states with `weight`."""
@@ -172,27 +165,6 @@ def _on_cuda_in_float32(
 ) -> bool:
     """Return whether the kernel, which computes in float32, takes these rows."""
     return logits.is_cuda and weight.dtype == torch.float32
-
-
-@triton_operator("distill.triton", when=on_cuda_below_float64)
-def fill_tempered_logsumexp(
-    teacher_logits: Tensor, positions: Tensor, teacher: Teacher, temperature: float, out: Tensor
-) -> None:
-    """Fill `out` at positions with the logsumexp that makes p ∝ p^(1/T) of the logits / T.
-
-    What p has outside the draft vocabulary counts as one token: only its mass is known.
-
-    Args:
-        teacher_logits: [c, D], the plain products (see `Teacher.to_logits`).
-        positions: int64 [c], theirs in the teacher.
-        out: float32 [P].
-    """
-    logsumexp = teacher.logsumexp[positions]
-    log_p = teacher.to_logits(teacher_logits) - logsumexp[:, None]
-    outside = (1 - log_p.exp().sum(-1)).clamp(min=0).log() / temperature
-    # All powers of an even p over a large vocabulary may be 0 in float32.
-    total = torch.logaddexp((log_p / temperature).logsumexp(-1), outside)
-    out[positions] = logsumexp / temperature + total
 
 
 @triton_operator("distill.triton", when=_on_cuda_in_float32)

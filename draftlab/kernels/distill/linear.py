@@ -28,7 +28,6 @@ from draftlab.kernels.distill import (
     Teacher,
     check_loss_arguments,
     distill_rows,
-    fill_tempered_logsumexp,
     sum_dtype,
     weighted,
 )
@@ -59,7 +58,6 @@ def distill_linear(
     kl_weight: Tensor | None = None,
     labels: Labels | None = None,
     frozen: Tensor | None = None,
-    temperature: float = 1.0,
     buffer_bytes: int | None = None,
 ) -> DistilledRows:
     """Return `distill` of hidden @ lm_headᵀ against the teacher, without a tensor [R, D].
@@ -79,7 +77,6 @@ def distill_linear(
         labels: of ce_l1.
         frozen: [D, F], weights without gradient of hidden's first F columns; hidden is then
             [R, F + H].
-        temperature: of both distributions.
         buffer_bytes: for the logits of a chunk; None: on a GPU the size of lm_head in the products'
             dtype, but at least 1 GiB. A chunk then has about H rows or more for any D, and adding
             its product to lm_head's gradient costs a few percent of computing it.
@@ -106,12 +103,10 @@ def distill_linear(
         if tensor.shape != shape:
             raise ValueError(f"expected {name} {list(shape)}, found {list(tensor.shape)}")
     check_loss_arguments(loss, kl_weight, labels)
-    if temperature != 1:
-        hidden = hidden / temperature
     needs_gradient = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, lm_head)]
     total, *values = _DistillLinear.apply(
-        hidden, lm_head, teacher, plan, weight, kl_weight, labels, frozen, loss, temperature,
-        buffer_bytes, *needs_gradient,
+        hidden, lm_head, teacher, plan, weight, kl_weight, labels, frozen, loss, buffer_bytes,
+        *needs_gradient,
     )  # fmt: skip
     return DistilledRows(*values, total)
 
@@ -122,7 +117,7 @@ class _DistillLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden, lm_head, teacher, plan, weight, kl_weight, labels, frozen, loss,
-        temperature, buffer_bytes, needs_d_hidden, needs_d_lm_head,
+        buffer_bytes, needs_d_hidden, needs_d_lm_head,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         dtype = sum_dtype(hidden.dtype)
         weight = weight.to(dtype)
@@ -154,22 +149,16 @@ class _DistillLinear(torch.autograd.Function):
         gradients = d_hidden is not None or d_lm_head is not None
         ordered = hidden[plan.order].to(product_dtype)
         without_weight = (weight[plan.order] == 0)[:, None]
-        tempered = teacher
-        if temperature != 1:
-            tempered = teacher.at_temperature(temperature, torch.empty_like(teacher.logsumexp))
         for chunk in chunks:
             z = teacher_buffer[: chunk.num_teachers]
-            positions = plan.positions[chunk.teachers]
-            last = teacher.last[positions].to(sum_dtype(teacher.weight.dtype))
+            last = teacher.last[plan.positions[chunk.teachers]].to(sum_dtype(teacher.weight.dtype))
             normed = last if teacher.norm is None else teacher.norm(last)
             torch.mm(normed.to(teacher_dtype), teacher_weights.t(), out=z)
-            if tempered is not teacher:
-                fill_tempered_logsumexp(z, positions, teacher, temperature, tempered.logsumexp)
             x = draft_buffer[: chunk.num_rows]
             states = ordered[chunk.rows]
             torch.mm(states, weights.t(), out=x)
             distill_rows(
-                x, z, chunk.rows, plan, tempered, weight, kl_weight, labels, loss, gradients, out
+                x, z, chunk.rows, plan, teacher, weight, kl_weight, labels, loss, gradients, out
             )
             if d_hidden is not None:
                 if hidden.dtype == product_dtype:
@@ -194,7 +183,7 @@ class _DistillLinear(torch.autograd.Function):
         d_hidden, d_lm_head = (g if g is None else g.mul_(scale) for g in gradients)
         if d_hidden is not None:
             d_hidden = torch.empty_like(d_hidden).index_copy_(0, order, d_hidden)
-        return d_hidden, d_lm_head, *[None] * 11
+        return d_hidden, d_lm_head, *[None] * 10
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:

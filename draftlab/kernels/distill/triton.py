@@ -1,10 +1,9 @@
-"""Triton kernels of `distill.distill_rows` and `distill.fill_tempered_logsumexp`.
+"""Triton kernel of `distill.distill_rows`.
 
-In the first one program has one row of D logits and loops over it in tiles, twice: first for
-log Σ exp, argmax and the teacher's mass in the draft vocabulary, m = Σ p; then for the loss, α and
-the gradient, which overwrites the logits. lk needs a sum in between. Programs of neighbouring rows
-read the same teacher, and a row's second reading follows soon after its first: both mostly come
-from L2.
+One program has one row of D logits and loops over it in tiles, twice: first for log Σ exp, argmax
+and the teacher's mass in the draft vocabulary, m = Σ p; then for the loss, α and the gradient,
+which overwrites the logits. lk needs a sum in between. Programs of neighbouring rows read the same
+teacher, and a row's second reading follows soon after its first: both mostly come from L2.
 
 With S = Σ_{q<p} q (a tie counts half, as in autograd), the gradients by the head's logits are
 m·q − p of the cross-entropy and of KL, q·(S − [q < p]) of 1 − α, and q − [label] of −log q(label).
@@ -27,9 +26,6 @@ from draftlab.kernels.launching import FP_FUSION
 TILE = 2048
 WARPS = 8
 _LOWEST = tl.constexpr(-3.4028234663852886e38)
-_SHIFT = tl.constexpr(60.0)
-"""Added to logarithms of powers of p: at T = 0.1 those of an even p over 100,000 tokens are 1e-50,
-which float32 has not."""
 
 
 @triton.jit
@@ -147,51 +143,6 @@ def distill_kernel(
     tl.store(losses + row, value)
     tl.store(alphas + row, alpha_sum)
     tl.store(bests + row, best.to(tl.int64))
-
-
-@triton.jit
-def tempered_logsumexp_kernel(
-    teacher_logits, stride, size, positions, logsumexps, out, scale, softcap, exponent,
-    SOFTCAP: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Process one teacher; grid (c,). `exponent` is 1 / T."""
-    line = tl.program_id(0)
-    position = tl.load(positions + line)
-    z_row = teacher_logits + line.to(tl.int64) * stride
-    logsumexp = tl.load(logsumexps + position)
-    lane = tl.arange(0, TILE)
-    masses = tl.zeros([TILE], tl.float32)
-    tempered = tl.zeros([TILE], tl.float32)
-    for begin in range(0, size, TILE):
-        at = begin + lane
-        log_p = _log_p(z_row + at, at < stride, at < size, scale, softcap, logsumexp, SOFTCAP)
-        masses += tl.exp(log_p)
-        tempered += tl.exp(log_p * exponent + _SHIFT)
-    rest = 1.0 - tl.sum(masses, 0)
-    log_rest = tl.log(tl.maximum(rest, 1e-30)) * exponent
-    outside = tl.where(rest > 0.0, tl.exp(log_rest + _SHIFT), 0.0)
-    total = tl.log(tl.sum(tempered, 0) + outside) - _SHIFT
-    tl.store(out + position, logsumexp * exponent + total)
-
-
-def fill_tempered_logsumexp(teacher_logits, positions, teacher, temperature, out) -> None:
-    """Launch `distill.fill_tempered_logsumexp`."""
-    with torch.cuda.device_of(teacher_logits):
-        tempered_logsumexp_kernel[(len(positions),)](
-            teacher_logits,
-            teacher_logits.stride(0),
-            teacher_logits.shape[1],
-            positions,
-            teacher.logsumexp.contiguous(),
-            out,
-            teacher.scale,
-            0.0 if teacher.softcap is None else teacher.softcap,
-            1 / temperature,
-            SOFTCAP=teacher.softcap is not None,
-            TILE=TILE,
-            num_warps=WARPS,
-            **FP_FUSION,
-        )
 
 
 def distill_rows(

@@ -62,7 +62,6 @@ class LossTerms:
         cross_entropy, l1: weights of ce_l1's terms.
         confidence: weight of the binary cross-entropy between a confidence head and α.
         selector: weight of the cross-entropy of a candidate selector (`objectives/selector.py`).
-        temperature: of both distributions of ℓ.
     """
 
     loss: Loss = "soft_ce"
@@ -73,7 +72,6 @@ class LossTerms:
     l1: float = 0.0
     confidence: float = 0.0
     selector: float = 0.0
-    temperature: float = 1.0
 
 
 SOFT_CE = LossTerms()
@@ -200,13 +198,7 @@ def weighted_loss(
         rows, some = plan.thinned(len(row) if terms.acceptance_weighting else LK_TEACHERS)
         with torch.no_grad():
             found = distill_linear(
-                hidden[rows],
-                trained,
-                teacher,
-                some,
-                weight[rows],
-                frozen=frozen,
-                temperature=terms.temperature,
+                hidden[rows], trained, teacher, some, weight[rows], frozen=frozen
             )
         if terms.loss == "lk":
             kl_weight = lk_weight(found.alpha, step[rows], len(sizes))[step]
@@ -224,7 +216,6 @@ def weighted_loss(
         kl_weight=kl_weight,
         labels=labels,
         frozen=frozen,
-        temperature=terms.temperature,
     )
     total, value = out.total, terms.distillation * out.loss
     alpha, best = out.alpha, out.best

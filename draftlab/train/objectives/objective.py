@@ -34,7 +34,7 @@ class Objective:
         imitates_states: whether outputs imitate the target's states, from features
             with noise on them (`train.noise`).
         flops: (head, `StepWork`) → floating-point operations.
-        own_terms: terms of a row's loss, in place of `train.loss` and `train.temperature`.
+        own_terms: terms of a row's loss, in place of `train.loss`.
     """
 
     forward: Forward
@@ -58,9 +58,6 @@ class Objective:
         weighting = settings.acceptance_weighting
         if self.own_terms is not None:
             return replace(self.own_terms, acceptance_weighting=weighting)
-        terms = LossTerms(
-            settings.loss, acceptance_weighting=weighting, temperature=settings.temperature
-        )
         if self.imitates_states:
-            return replace(terms, distillation=settings.distillation, regression=True)
-        return terms
+            return LossTerms(settings.loss, settings.distillation, True, weighting)
+        return LossTerms(settings.loss, acceptance_weighting=weighting)

@@ -46,7 +46,6 @@ KINDS: dict[str, tuple[dict[str, Any], LossTerms]] = {
     "reach": ({}, LossTerms(acceptance_weighting=0.7)),
     "eagle, reach": (EAGLE, LossTerms("soft_ce", 0.1, 1.0, acceptance_weighting=0.5)),
     "lk, reach": ({}, LossTerms("lk", acceptance_weighting=1.0)),
-    "lk at T = 0.6": ({}, LossTerms("lk", temperature=0.6)),
 }
 STEPS, GAMMA = 3, 0.8
 
@@ -57,11 +56,7 @@ def records(target: TargetParts) -> list[Record]:
 
 
 def plain_losses(
-    plain: PlainChain,
-    target: TargetParts,
-    r: Record,
-    noise: Tensor | None = None,
-    temperature: float = 1.0,
+    plain: PlainChain, target: TargetParts, r: Record, noise: Tensor | None = None
 ) -> list[tuple[int, Tensor, Tensor, Tensor]]:
     """(k, −Σ p log q, regression, α) of every prediction of a record, each on its own."""
     ids = torch.arange(VOCAB - len(plain.w["lm_head.weight"]), VOCAB)
@@ -78,11 +73,7 @@ def plain_losses(
             hidden, caches = hidden0[t], before[t]
         hidden, logits, caches = plain.step(int(r.tokens[t + 1 + k]), hidden, t + k, caches)
         z = teacher_logits(target, r.last[t + 1 + k])
-        p, log_q = (z - z.logsumexp(-1))[ids].exp(), (logits / temperature).log_softmax(-1)
-        if temperature != 1:
-            outside = (1 - p.sum()) ** (1 / temperature)
-            p = p ** (1 / temperature)
-            p = p / (p.sum() + outside)
+        p, log_q = (z - z.logsumexp(-1))[ids].exp(), logits.log_softmax(-1)
         wanted = target.norm(r.last[t + 1 + k])
         missed = F.smooth_l1_loss(hidden, wanted)
         found.append((k, -(p * log_q).sum(), missed, p.minimum(log_q.exp()).sum()))
@@ -95,7 +86,7 @@ def plain_losses(
 def plain_total(
     plain: PlainChain, target: TargetParts, asked: list[Record], terms: LossTerms
 ) -> Tensor:
-    rows = [row for r in asked for row in plain_losses(plain, target, r, None, terms.temperature)]
+    rows = [row for r in asked for row in plain_losses(plain, target, r)]
     factors, passed = [], 1.0
     for step, *_, alpha in rows:  # an anchor's steps lie behind one another
         passed = passed if step else 1.0
