@@ -20,6 +20,7 @@ from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.kernels.devices import out_of_memory_error
+from draftlab.kernels.distill.linear import chunk_height
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
 from draftlab.target_model.parts import TargetParts
@@ -50,6 +51,7 @@ from draftlab.train.metrics import (
 from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.settings import TrainSettings
+from draftlab.train.step_graph import StepGraph, supports_graph
 from draftlab.train.validation import Validation, split_records, validate
 from draftlab.train.verification import ShardVerification
 
@@ -117,6 +119,7 @@ class Trainer:
         self.best = BestHead(folder / "best", self.key, settings, monitor.say)
         self.ending, self.timer = EndingSignal(self.ranks), PhaseTimer(self.device)
         self._report_setup(module)
+        self.graph = self._step_graph(module)
         self._resume()
         self.verification = ShardVerification(store, folder, self.ranks)
 
@@ -140,6 +143,20 @@ class Trainer:
                 f"MFU: of the {rounded_text(one / 1e12)} TFLOP/s of a large product, on each of "
                 f"the GPUs that have work ({self.working}); skipped rows are not counted"
             )
+
+    def _step_graph(self, module: DistillationModule) -> StepGraph | None:
+        """Return the graph of the steps, and pad batches for it; None: steps run without one."""
+        one = self.ranks.size == 1 and self.loader.window is None
+        if not (one and supports_graph(module, self.settings, self.device)):
+            return None
+        itemsizes = self.dtype.itemsize, self.dtype.itemsize
+        height = chunk_height(*self.head.lm_head.weight.shape, itemsizes, on_gpu=True)
+        sizes = self.loader.fix_sizes(self.training, height)
+        self.monitor.say(
+            f"each step is one CUDA graph of {sum(sizes.rows):,} rows, some without loss, since "
+            f"the host is slower than the GPU; the few steps with more rows run without it"
+        )
+        return StepGraph(module, self.device)
 
     def _resume(self) -> None:
         """Continue after the last checkpoint, if there is one."""
@@ -245,6 +262,11 @@ class Trainer:
 
     def _accumulate(self, micro: MicroBatch) -> None:
         """Add a micro-batch's gradients; the loss is normalised by the counts of the whole step."""
+        if self.graph is not None and micro.batch.padding is not None:
+            sums = self.graph(micro.batch, self.weights, self.anchors)
+            torch._foreach_add_(self.window.sums, sums)
+            self.timer.mark("graph")
+            return
         idle, batches_of_passes = micro.batch.idle, list(micro.batch.split())
         weights = [0.0] * len(self.weights) if idle else self.weights
         for number, batch in enumerate(batches_of_passes, 1):

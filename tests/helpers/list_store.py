@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from draftlab.store.manifest import BOUNDARY_MEANING
 from draftlab.store.shard_files import ShardFiles
 from draftlab.store.store import Record
@@ -56,3 +58,7 @@ class ListStore:
 
     def views(self, indices: Sequence[int]) -> list[Record]:
         return [self.records[i] for i in indices]
+
+    def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
+        record = self.records[index]
+        return record.tokens, record.spans

@@ -140,19 +140,20 @@ def distill(
 
 def lk_weight(alpha: Tensor, step: Tensor, num_steps: int) -> Tensor:
     """Return λ of lk for each unrolled step [L]: exp(−3 ᾱ), with ᾱ the mean α of its rows, or of
-    all rows if it has none.
+    all steps' rows if it has none.
 
     The rows' α come from a `distill_linear` under `torch.no_grad`.
 
     Args:
         alpha: [R].
-        step: int64 [R], below num_steps.
+        step: int64 [R]; rows with `num_steps` are not counted.
     """
     # [R, L] in place of index_add, whose sums on a GPU have no fixed order.
     of_step = step[:, None] == torch.arange(num_steps, device=step.device)
-    count = of_step.sum(0)
-    mean = torch.where(of_step, alpha[:, None], 0).sum(0) / count.clamp(min=1)
-    return (-3 * torch.where(count > 0, mean, alpha.mean())).exp()
+    count, total = of_step.sum(0), torch.where(of_step, alpha[:, None], 0).sum(0)
+    mean_of_all = total.sum() / count.sum().clamp(min=1)
+    mean = torch.where(count > 0, total / count.clamp(min=1), mean_of_all)
+    return (-3 * mean).exp()
 
 
 def weighted(weight: Tensor, loss: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -15,11 +15,12 @@ from draftlab.kernels.devices import copy_to_device
 class Chunk:
     """Rows that are processed together, in the plan's order, and their teachers' positions.
 
-    The last teacher of a chunk may be the first one of the next.
+    The last teacher of a chunk may be the first one of the next. `teachers` is int64 [c] in a plan
+    with fixed chunks, and the last ones may be those of no row.
     """
 
     rows: slice
-    teachers: slice
+    teachers: slice | Tensor
 
     @property
     def num_rows(self) -> int:
@@ -29,6 +30,8 @@ class Chunk:
     @property
     def num_teachers(self) -> int:
         """Return the number of teachers, at least one."""
+        if isinstance(self.teachers, Tensor):
+            return len(self.teachers)
         return self.teachers.stop - self.teachers.start
 
 
@@ -41,22 +44,52 @@ class RowPlan:
         teacher_index: int64 [R], the index of its teacher in `positions`.
         positions: int64 [J], the teachers' positions, ascending, without repetition.
         host: `teacher_index` on the CPU.
+        fixed: rows and teachers of each chunk, whatever the batch is; None: `chunks` chooses them.
     """
 
     order: Tensor
     teacher_index: Tensor
     positions: Tensor
     host: Tensor
+    fixed: tuple[int, int] | None = None
+
+    def most_teachers(self, rows: int) -> int:
+        """Return the most teachers of a chunk if chunks have so many rows each."""
+        host = self.host.numpy()
+        last = np.append(host[rows - 1 :: rows], host[-1:])
+        return int((last[: len(host[::rows])] - host[::rows]).max(initial=-1)) + 1
+
+    def with_fixed(self, teachers: int, chunk: tuple[int, int]) -> RowPlan | None:
+        """Return a plan on the CPU with so many teachers, the last of no row, and with `fixed`;
+        None: it does not fit.
+        """
+        missing = teachers - len(self.positions)
+        if missing < 0 or self.most_teachers(chunk[0]) > chunk[1]:
+            return None
+        positions = torch.cat([self.positions, self.positions[-1:].expand(missing)])
+        return replace(self, positions=positions, fixed=chunk)
 
     def chunks(self, height: int) -> list[Chunk]:
         """Return chunks of rows, of about equal size.
 
         Args:
-            height: the most rows and teachers of a chunk together; at least 2.
+            height: the most rows and teachers of a chunk together; at least 2. Fixed chunks have
+                sizes of their own.
         """
         num_rows = len(self.host)
         if num_rows == 0:
             return []
+        if self.fixed is not None:
+            most = torch.arange(self.fixed[1], device=self.order.device)
+            last = len(self.positions) - 1
+            starts = range(0, num_rows, self.fixed[0])
+            return [
+                Chunk(
+                    slice(at, min(at + self.fixed[0], num_rows)),
+                    (self.teacher_index[at] + most).clamp(max=last),
+                )
+                for at in starts
+            ]
         # Rows [i, j) and their teachers are key[j − 1] − key[i] + 2.
         host = self.host.numpy()
         key = host + np.arange(num_rows)
@@ -91,6 +124,28 @@ class RowPlan:
             self.host[kept] // every,
         )
         return self.order[index], plan
+
+    def thinned_to_fixed(self, teachers: int, most_rows: int) -> tuple[Tensor, RowPlan, Tensor]:
+        """Return `thinned` with a number of rows that depends on that of teachers alone.
+
+        Args:
+            most_rows: of a teacher that is kept; further rows are left out.
+
+        Returns:
+            The rows, int64 [R'], their plan, and which of them are rows of their teacher, bool
+            [R']; others stand in the places of a teacher that has fewer rows.
+        """
+        every = max(1, len(self.positions) // max(1, teachers))
+        positions, device = self.positions[::every], self.order.device
+        number = torch.arange(len(positions), device=device)
+        begins = torch.searchsorted(self.teacher_index, number * every)
+        places = (begins[:, None] + torch.arange(most_rows, device=device)).flatten()
+        places = places.clamp(max=len(self.order) - 1)
+        # Not by repeat_interleave, for which the host would wait.
+        of_row = number[:, None].expand(-1, most_rows).flatten()
+        host = torch.arange(len(places)) // most_rows
+        plan = RowPlan(torch.arange(len(places), device=device), of_row, positions, host)
+        return self.order[places], plan, self.teacher_index[places] == of_row * every
 
 
 def plan_rows(row: Tensor) -> RowPlan:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +24,8 @@ from draftlab.errors import UserError
 from draftlab.formatting import count_text
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store
+from draftlab.train.batch.fixed_sizes import FixedSizes
+from draftlab.train.batch.loss_rows import joint_reach
 from draftlab.train.batch.order import batches
 from draftlab.train.batch.packing import Batch, OptimizerStep, Packer, map_tensors
 from draftlab.train.batch.window_order import WindowReading
@@ -35,6 +38,8 @@ THREADS = {"cpu": 1, "cuda": 6}
 """Threads that pack where there are no data workers."""
 MAX_QUEUED_STEPS = 2
 """Batches whose work may be queued on a GPU: one that runs, one that follows without a gap."""
+SAMPLED_STEPS = 16
+"""Steps whose rows are counted for `fix_sizes`."""
 
 MAX_ITEMS = 64
 """Steps for which shards at a URL are downloaded ahead."""
@@ -95,6 +100,24 @@ class BatchLoader:
             chosen = [records[row].tolist() for row in rows]
             micro_batches = assign_micro_batches(chosen, settings.micro_rows, self.ranks)
             yield OptimizerStep(step, micro_batches)
+
+    def fix_sizes(self, records: Sequence[int] | np.ndarray, height: int) -> FixedSizes:
+        """Pad the batches of all steps to sizes that nearly all fit, and return the sizes.
+
+        They are those of the first steps of training, so that a training that resumes has the same.
+
+        Args:
+            records: as in `steps`. height: of the loss's chunks (`chunk_height`).
+        """
+        store, settings = self.packer.store, self.packer.settings
+        steps = islice(self._steps(records, 0), SAMPLED_STEPS)
+        reaches = (
+            joint_reach([store.tokens_and_spans(i)[1] for i in step.records()]) for step in steps
+        )
+        most = settings.row_tokens * settings.batch_rows
+        sizes = FixedSizes.choose(reaches, most, settings.ttt_steps, height)
+        self.packer = replace(self.packer, sizes=sizes)
+        return sizes
 
     def phase(self, step: int) -> str:
         """Return what training waits for before a step: "data", or the "window" of the store."""

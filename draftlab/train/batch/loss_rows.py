@@ -40,11 +40,11 @@ def loss_reach(spans: Tensor) -> Tensor:
     return torch.from_numpy(reach)
 
 
-def joint_reach(records: Sequence[Record]) -> Tensor:
-    """Return `loss_reach` of each record, concatenated: int64 [Σ T]."""
-    lengths = [len(record.spans) for record in records]
-    spans = torch.cat([record.spans for record in records]).long()
-    number = torch.from_numpy(np.repeat(np.arange(len(records)), lengths))
+def joint_reach(of_records: Sequence[Tensor]) -> Tensor:
+    """Return `loss_reach` of the spans [T] of each record, concatenated: int64 [Σ T]."""
+    lengths = [*map(len, of_records)]
+    spans = torch.cat([*of_records]).long()
+    number = torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths))
     # Each record gets span numbers of its own, so that no span continues in the next record.
     reach = loss_reach(torch.where(spans > 0, spans + number * (spans.max() + 1), 0))
     reach[np.cumsum(lengths) - 1] = 0
@@ -152,8 +152,9 @@ def step_rows(reach: Tensor, num_steps: int) -> tuple[StepRows, ...]:
         select = np.argsort(~has_loss, axis=1, kind="stable")[:, :count].copy()
         index, valid = (np.take_along_axis(x, select, 1) for x in (index, has_loss))
         valid_rows = valid.ravel().nonzero()[0]
-        teacher_index = (row_start + index + 1 + k).ravel()[valid_rows]
-        origin = teacher_index - 1
+        # Rows without loss, which pad a step (`FixedSizes`), may read beyond the end: they wrap.
+        teacher_index = (row_start + (index + 1 + k) % width).ravel()[valid_rows]
+        origin = (row_start + index).ravel()[valid_rows]
         if steps:
             previous_width = steps[-1].index.shape[1]
             previous = np.arange(num_rows)[:, None] * previous_width + select

@@ -16,6 +16,7 @@ from draftlab.kernels.distill.plan import RowPlan, plan_rows
 from draftlab.kernels.noise import Purpose, keyed_bits, keyed_spread, prompt_key
 from draftlab.store.fp8 import E4M3, dequantise
 from draftlab.store.store import Record, Store
+from draftlab.train.batch.fixed_sizes import FixedSizes, Padding
 from draftlab.train.batch.loss_rows import (
     StepRows,
     StepSampling,
@@ -81,6 +82,7 @@ class Batch:
         num_tokens: positions that are not padding.
         noise: on what is made from the features; None: no noise.
         idle: whether the batch counts for nothing, since another rank trains on the same rows.
+        padding: which rows carry loss, in a batch of fixed sizes; None: all do.
     """
 
     tokens: Tensor
@@ -96,6 +98,7 @@ class Batch:
     noise: FeatureNoise | None = None
     idle: bool = False
     scales: Tensor | None = None
+    padding: Padding | None = None
 
     @property
     def steps(self) -> tuple[StepRows, ...]:
@@ -112,11 +115,15 @@ class Batch:
     @property
     def num_teachers(self) -> int:
         """The positions at which the target's logits are computed, over all passes."""
+        if self.padding is not None:
+            return self.padding.num_teachers
         return sum(len(plan.positions) for plan in self.plans)
 
     @property
     def counts(self) -> list[int]:
         """N_k: the number of positions with loss at each step, over all passes."""
+        if self.padding is not None:
+            return [*self.padding.counts]
         counts = [sum(len(rows.valid_rows) for rows in s) for s in zip(*self.passes, strict=True)]
         return [0] * len(counts) if self.idle else counts
 
@@ -196,6 +203,7 @@ def pack(
     num_passes: int = 1,
     one_row: bool = False,
     idle: bool = False,
+    sizes: FixedSizes | None = None,
     allocate: Callable[..., Tensor] = torch.empty,
 ) -> Batch:
     """Pack the records of each row into a batch; rows are trimmed to the longest one.
@@ -207,6 +215,7 @@ def pack(
             takes less memory and gives the same sum of losses.
         one_row: whether all rows become one. One row has no padding to the longest row of a step.
         idle: see `Batch`.
+        sizes: what a batch of one row and one pass is padded to if it fits; None: it is not.
         allocate: makes the tensors of the largest fields, called like `torch.empty`.
 
     Returns:
@@ -249,12 +258,16 @@ def pack(
         """Return [B, S] of one number for each record."""
         return by_row(torch.tensor(numbers, dtype=dtype).repeat_interleave(lengths), padding)
 
-    reach = joint_reach(flat)
+    reach = joint_reach([record.spans for record in flat])
     if max_steps is not None:
         reach = reach.minimum(torch.cat([max_steps(record) for record in flat]))
-    passes = tuple(
-        step_rows(part, num_steps) for part in split_anchors(by_row(reach), num_steps, num_passes)
-    )
+    fixed = None if sizes is None else sizes.pad(reach)
+    if fixed is not None:
+        width, passes, plans = sizes.positions, (fixed.steps,), (fixed.plan,)
+    else:
+        parts = split_anchors(by_row(reach), num_steps, num_passes)
+        passes = tuple(step_rows(part, num_steps) for part in parts)
+        plans = tuple(plan_rows(torch.cat([s.teacher_index for s in steps])) for steps in passes)
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     feature_noise = None
     if noise is not None:
@@ -270,11 +283,12 @@ def pack(
         field("logsumexp"),
         field("argmax", torch.int64),
         passes,
-        tuple(plan_rows(torch.cat([rows.teacher_index for rows in steps])) for steps in passes),
+        plans,
         0 if idle else sum(totals),
         feature_noise,
         idle,
         None if flat[0].scales is None else field("scales"),
+        None if fixed is None else fixed.padding,
     )
 
 
@@ -308,7 +322,7 @@ class Packer:
     Attributes:
         sampling: the objective's choice of steps; None: all.
         imitates_states: whether the objective adds noise to the features.
-        one_row: see `pack`.
+        one_row, sizes: see `pack`.
     """
 
     store: Store
@@ -317,6 +331,7 @@ class Packer:
     sampling: StepSampling | None
     imitates_states: bool
     one_row: bool
+    sizes: FixedSizes | None = None
 
     def __getitem__(self, step: OptimizerStep) -> list[Batch]:
         return [self.pack(step.number, rows, idle) for rows, idle in step.micro_batches]
@@ -339,6 +354,7 @@ class Packer:
             num_passes=settings.anchor_parts,
             one_row=self.one_row,
             idle=idle,
+            sizes=self.sizes,
             allocate=allocate,
         )
 

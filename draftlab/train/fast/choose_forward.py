@@ -91,7 +91,7 @@ def choose_forward(
         description.append("layers' products are in fp8")
     if fast.can_recompute:
         if recompute == "auto":
-            recompute = on_gpu and not _fits_in_memory(head, settings, dtype)
+            recompute = on_gpu and not fits_in_memory(head, settings, dtype)
         options["recompute"] = recompute
         description += ["steps are recomputed in the backward pass"] * bool(recompute)
     else:
@@ -117,10 +117,14 @@ def _unused(settings: list[str]) -> list[str]:
     return [f"train.{names} {have} no effect on such heads"] if settings else []
 
 
-def _fits_in_memory(head: DraftHead, settings: TrainSettings, dtype: torch.dtype) -> bool:
-    """Return whether the activations that all steps of the largest batch save fit on the GPU."""
+def fits_in_memory(
+    head: DraftHead, settings: TrainSettings, dtype: torch.dtype, *, steps: int = 1
+) -> bool:
+    """Return whether the activations that all steps of the largest batch save fit on the GPU, for
+    so many optimizer steps at a time.
+    """
     rows = _pass_tokens(settings) / settings.anchor_parts
-    saved = rows * settings.ttt_steps * kept_bytes(head.config, dtype)
+    saved = steps * rows * settings.ttt_steps * kept_bytes(head.config, dtype)
     # Gradients and two moments, each as large as the weights, are allocated later.
     later = 3 * sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
     free, _ = torch.cuda.mem_get_info(head.fc.weight.device)

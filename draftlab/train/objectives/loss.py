@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from draftlab.heads.head import DraftHead
-from draftlab.kernels.devices import copy_to_device
 from draftlab.kernels.distill import (
     Labels,
     Loss,
@@ -181,9 +180,9 @@ def weighted_loss(
         return torch.zeros((), device=device), Sums.zeros(len(batch.steps), device)
     row, sizes = torch.cat([s.teacher_index for s in steps]), [len(s.teacher_index) for s in steps]
     empty = len(batch.steps) - len(sizes)
-    counts = copy_to_device(torch.tensor([*sizes, *[0] * empty]), device)
-    weight = copy_to_device(torch.tensor(weights), device)
-    weight = weight.repeat_interleave(counts, output_size=len(row))
+    weight = per_row(weights, sizes, device)
+    if batch.padding is not None:
+        weight = torch.where(batch.padding.valid, weight, 0)
     teacher = target.at(batch)
     output, plan = torch.cat([s.output for s in steps]), batch.plan
     tokens, kl_weight = batch.tokens.flatten(), None
@@ -195,13 +194,19 @@ def weighted_loss(
         labels = Labels(target.draft_index[tokens[row + 1]], terms.cross_entropy, terms.l1)
     if terms.loss == "lk" or terms.acceptance_weighting:
         step = step_of_row(sizes, device)
-        rows, some = plan.thinned(len(row) if terms.acceptance_weighting else LK_TEACHERS)
+        if batch.padding is None:
+            rows, some = plan.thinned(len(row) if terms.acceptance_weighting else LK_TEACHERS)
+            counted_step = step[rows]
+        else:
+            rows, some, counted = plan.thinned_to_fixed(LK_TEACHERS, len(sizes))
+            counted &= batch.padding.valid[rows]
+            counted_step = torch.where(counted, step[rows], len(sizes))
         with torch.no_grad():
             found = distill_linear(
                 hidden[rows], trained, teacher, some, weight[rows], frozen=frozen
             )
         if terms.loss == "lk":
-            kl_weight = lk_weight(found.alpha, step[rows], len(sizes))[step]
+            kl_weight = lk_weight(found.alpha, counted_step, len(sizes))[step]
         if share := terms.acceptance_weighting:
             anchor, slots = row - 1 - step, batch.tokens.numel()
             reach = reach_probability(found.alpha, step, anchor, len(sizes), slots)
@@ -235,9 +240,11 @@ def weighted_loss(
         total = total + weighted(weight, distance)
         value = value + distance.detach()
     hit = target.target_ids[best] == batch.argmax.flatten()[row]
-    values = torch.stack([value, alpha, hit]).split(sizes, 1)
-    sums = torch.stack([*(x.sum(1) for x in values), *[value.new_zeros(3)] * empty], 1)
-    return total, Sums(*sums, counts.to(sums.dtype))
+    values = torch.stack([value, alpha, hit, torch.ones_like(value)])
+    if batch.padding is not None:
+        values = torch.where(batch.padding.valid, values, 0)
+    by_step = (x.sum(1) for x in values.split(sizes, 1))
+    return total, Sums(*torch.stack([*by_step, *[value.new_zeros(4)] * empty], 1))
 
 
 def reach_probability(
@@ -263,7 +270,12 @@ def reach_probability(
 
 def step_of_row(sizes: Sequence[int], device: torch.device) -> Tensor:
     """Return the step of each row, int64 [R], of rows sorted by step."""
-    steps = torch.arange(len(sizes), device=device)
-    return steps.repeat_interleave(
-        copy_to_device(torch.tensor(sizes), device), output_size=sum(sizes)
-    )
+    return per_row(range(len(sizes)), sizes, device)
+
+
+def per_row(values: Sequence[float], sizes: Sequence[int], device: torch.device) -> Tensor:
+    """Return each step's value at its rows [R], int64 or float32; nothing is copied to the device,
+    so that a CUDA graph can have it.
+    """
+    parts = (torch.full((n,), v, device=device) for n, v in zip(sizes, values, strict=False))
+    return torch.cat([*parts])

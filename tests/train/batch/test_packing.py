@@ -35,7 +35,7 @@ def test_records_do_not_reach_into_each_other(spans: list[list[int]]) -> None:
     """Also for records of one token, and for records that begin or end within an answer."""
     records = [record_of(each) for each in spans]
     expected = torch.cat([loss_reach(record.spans.long()) for record in records])
-    actual = joint_reach(records)
+    actual = joint_reach([record.spans for record in records])
     assert actual.dtype == torch.int64
     assert actual.tolist() == expected.tolist()
 
