@@ -123,7 +123,7 @@ class Batch:
     def counts(self) -> list[int]:
         """N_k: the number of positions with loss at each step, over all passes."""
         if self.padding is not None:
-            return [*self.padding.counts]
+            return [*self.padding.counts]  # of a step in one process, which is not idle
         counts = [sum(len(rows.valid_rows) for rows in s) for s in zip(*self.passes, strict=True)]
         return [0] * len(counts) if self.idle else counts
 
@@ -261,7 +261,7 @@ def pack(
     reach = joint_reach([record.spans for record in flat])
     if max_steps is not None:
         reach = reach.minimum(torch.cat([max_steps(record) for record in flat]))
-    fixed = None if sizes is None else sizes.pad(reach)
+    fixed = None if sizes is None or idle else sizes.pad(reach)
     if fixed is not None:
         width, passes, plans = sizes.positions, (fixed.steps,), (fixed.plan,)
     else:

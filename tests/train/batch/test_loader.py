@@ -25,6 +25,7 @@ import torch
 from draftlab.errors import UserError
 from draftlab.signals import ENDING_SIGNALS
 from draftlab.target_model.model import Target
+from draftlab.train.batch.fixed_sizes import FixedSizes
 from draftlab.train.batch.loader import BatchLoader, MicroBatch, prefetch
 from draftlab.train.batch.loss_rows import BLOCK_SAMPLING, DEPTH_SAMPLING
 from draftlab.train.batch.packing import Batch, OptimizerStep, Packer, map_tensors
@@ -115,8 +116,11 @@ def test_workers_pack_the_same_batches_in_the_same_order(
         {"sampling": DEPTH_SAMPLING},
         {"sampling": BLOCK_SAMPLING},
         {"imitates_states": True, "ttt_steps": 1},
+        {"ttt_steps": 2},
     ):
         made = packer(**kind, data_workers=2, row_tokens=256)
+        if kind == {"ttt_steps": 2}:  # some steps fit, others do not
+            made = replace(made, sizes=FixedSizes(60, (32, 28), 64, (60, 60)))
         loaded = [micro.batch for micro in load(made, steps)]
         assert_same_batches(loaded, packed_here(made, steps))
         assert_same_batches([batch.to(CPU.device) for batch in loaded], loaded)
