@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Mapping
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -51,7 +52,7 @@ from draftlab.train.metrics import (
 from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.settings import TrainSettings
-from draftlab.train.step_graph import StepGraph, supports_graph
+from draftlab.train.step_graph import MOST_SECONDS, StepGraph, supports_graph
 from draftlab.train.validation import Validation, split_records, validate
 from draftlab.train.verification import ShardVerification
 
@@ -151,10 +152,14 @@ class Trainer:
             return None
         itemsizes = self.dtype.itemsize, self.dtype.itemsize
         height = chunk_height(*self.head.lm_head.weight.shape, itemsizes, on_gpu=True)
-        sizes = self.loader.fix_sizes(self.training, height)
+        sizes = self.loader.choose_sizes(self.training, height)
+        work = StepWork(sizes.positions, sizes.rows, sizes.teachers, self.context)
+        if self.rate is None or self.objective.flops(self.shapes, work) > MOST_SECONDS * self.rate:
+            return None
+        self.loader.packer = replace(self.loader.packer, sizes=sizes)
         self.monitor.say(
-            f"each step is one CUDA graph of {sum(sizes.rows):,} rows, some without loss, since "
-            f"the host is slower than the GPU; the few steps with more rows run without it"
+            f"each step is one CUDA graph of {sum(sizes.rows):,} rows, some of them without loss, "
+            "since the host is slower than the GPU; the few steps with more rows run without it"
         )
         return StepGraph(module, self.device)
 

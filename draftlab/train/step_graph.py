@@ -21,9 +21,10 @@ from draftlab.train.fast.ttt import FastUnroll
 from draftlab.train.objectives.loss import LossTerms, Sums
 from draftlab.train.settings import TrainSettings
 
-MOST_HIDDEN = 2048
-"""Hidden size up to which the host is the limit: with 4,096 a step's kernels take the GPU ten times
-as long as the host, and padding would cost more than a graph saves."""
+MOST_SECONDS = 0.04
+"""Time of a step's products at the GPU's measured rate up to which the host is the limit. The whole
+step takes a GPU not quite twice as long, and its launches a host 54 to 85 ms whatever their sizes.
+A graph of longer steps would save nothing, and its padding would cost a few percent."""
 _WARM_UPS = 3
 """Passes before the capture, which compile kernels and choose their tiles."""
 
@@ -35,7 +36,7 @@ def supports_graph(
 
     A step must be one pass of the chains' fast forward with a loss that needs no other row's value,
     on a GPU that has memory for a second step: a batch that does not fit the sizes runs beside the
-    graph.
+    graph. Whether a graph pays is for `MOST_SECONDS` to say.
     """
     forward, head = module.head_forward, module.head
     return (
@@ -48,7 +49,6 @@ def supports_graph(
         and module.terms in (LossTerms("soft_ce"), LossTerms("lk"))
         and (settings.micro_rows or settings.batch_rows) >= settings.batch_rows
         and settings.anchor_parts == 1
-        and head.config.hidden_size <= MOST_HIDDEN
         and fits_in_memory(head, settings, module.dtype, steps=2)
     )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,22 +14,26 @@ import torch
 from torch import Tensor
 
 from draftlab.store.store import Record
+from draftlab.train import loop
 from draftlab.train.batch import fixed_sizes
 from draftlab.train.batch.fixed_sizes import FixedSizes
 from draftlab.train.batch.loss_rows import joint_reach
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.distributed.backends import DistillationModule
+from draftlab.train.loop import Trainer
 from draftlab.train.objectives import loss as loss_module
-from draftlab.train.objectives.loss import DraftTeacher
+from draftlab.train.objectives.loss import DraftTeacher, Sums
 from draftlab.train.settings import TrainSettings
 from draftlab.train.step_graph import StepGraph
 from tests.helpers.gpu import relative_error
+from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import InterruptingMonitor
 from tests.helpers.synthetic import assert_same, parts, random_norms_head, record, spans_of
 from tests.helpers.toy_training import (
     assert_same_weights,
     orthogonal_parts,
+    toy_answer,
     toy_store,
     trained,
 )
@@ -174,6 +180,51 @@ def test_a_graph_has_the_gradients_of_eager_passes(
                 gradient = parameter.grad * plain.num_anchors
                 assert relative_error(gradient, expected[name]) <= bound, name
     assert num_padded >= 3
+
+
+class WithoutGraph(StepGraph):
+    """Runs the passes of a batch of fixed sizes, as a graph does, on a CPU; counts the steps."""
+
+    steps = 0
+
+    def __call__(self, batch: Batch, weights: Sequence[float], num_anchors: int) -> Sums:
+        WithoutGraph.steps += 1
+        self._divisor = torch.tensor(float(num_anchors))
+        return self._passes(batch, weights)
+
+
+def test_a_training_on_padded_batches_has_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And metrics; some of its batches do not fit."""
+    monkeypatch.setattr(fixed_sizes, "MARGIN", 0.0)
+    toys = [toy_answer(orthogonal_parts(), number) for number in range(20)]
+    store = ListStore([*toys, *conversations(1, 300), *conversations(2, 300)])
+    options = {"steps": 12, "optimizer": "muon", "loss": "lk", "log_every": 1, "gamma": 0.7}
+    plain = trained(tmp_path / "plain", store, orthogonal_parts(), **options)
+    for name, value in {
+        "uses_one_row": lambda _: True,
+        "supports_graph": lambda *_: True,
+        "StepGraph": WithoutGraph,
+    }.items():
+        monkeypatch.setattr(loop, name, value)
+    report = Trainer._report_setup
+
+    def report_as_on_a_gpu(trainer: Trainer, module: DistillationModule) -> None:
+        report(trainer, module)
+        trainer.rate = 1e12
+
+    monkeypatch.setattr(Trainer, "_report_setup", report_as_on_a_gpu)
+    monitor = RecordingMonitor()
+    padded = trained(tmp_path / "padded", store, orthogonal_parts(), monitor, **options)
+    assert "each step is one CUDA graph" in monitor.text
+    assert 0 < WithoutGraph.steps < 12
+    assert_same_weights(padded, plain, rtol=1e-3, atol=1e-4)
+    lines = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("padded", "plain"))
+    for one, other in zip(*(text.splitlines() for text in lines), strict=True):
+        one, other = json.loads(one), json.loads(other)
+        for name in {"loss", "alpha", "accuracy"} & one.keys():
+            assert one[name] == pytest.approx(other[name], rel=1e-3)
 
 
 @pytest.mark.gpu

@@ -19,9 +19,8 @@ from draftlab.kernels.distill.plan import RowPlan, plan_rows
 from draftlab.train.batch.loss_rows import StepRows, step_rows
 
 MARGIN = 2.0
-"""Standard deviations between the mean number of rows and the fixed one. With one more every batch
-would fit, and all would have more rows; one that does not fit takes a small head 1.4 times as long.
-"""
+"""Standard deviations between the mean number of rows and the fixed one: of batches with 25,000
+rows a step 95 % fit, with 5 % more rows. A larger margin costs all more than it saves others."""
 _MULTIPLE = 64
 """Sizes are multiples of this, which suits the tiles of products."""
 

@@ -39,7 +39,7 @@ THREADS = {"cpu": 1, "cuda": 6}
 MAX_QUEUED_STEPS = 2
 """Batches whose work may be queued on a GPU: one that runs, one that follows without a gap."""
 SAMPLED_STEPS = 16
-"""Steps whose rows are counted for `fix_sizes`."""
+"""Steps whose rows are counted for `choose_sizes`."""
 
 MAX_ITEMS = 64
 """Steps for which shards at a URL are downloaded ahead."""
@@ -101,10 +101,10 @@ class BatchLoader:
             micro_batches = assign_micro_batches(chosen, settings.micro_rows, self.ranks)
             yield OptimizerStep(step, micro_batches)
 
-    def fix_sizes(self, records: Sequence[int] | np.ndarray, height: int) -> FixedSizes:
-        """Pad the batches of all steps to sizes that nearly all fit, and return the sizes.
+    def choose_sizes(self, records: Sequence[int] | np.ndarray, height: int) -> FixedSizes:
+        """Return sizes that the batches of nearly all steps fit, for `Packer.sizes`.
 
-        They are those of the first steps of training, so that a training that resumes has the same.
+        They follow from training's first steps, so that a training that resumes has the same.
 
         Args:
             records: as in `steps`. height: of the loss's chunks (`chunk_height`).
@@ -115,9 +115,7 @@ class BatchLoader:
             joint_reach([store.tokens_and_spans(i)[1] for i in step.records()]) for step in steps
         )
         most = settings.row_tokens * settings.batch_rows
-        sizes = FixedSizes.choose(reaches, most, settings.ttt_steps, height)
-        self.packer = replace(self.packer, sizes=sizes)
-        return sizes
+        return FixedSizes.choose(reaches, most, settings.ttt_steps, height)
 
     def phase(self, step: int) -> str:
         """Return what training waits for before a step: "data", or the "window" of the store."""
