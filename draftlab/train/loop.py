@@ -21,7 +21,7 @@ from draftlab.heads.folder import new_head
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.kernels.devices import out_of_memory_error
-from draftlab.kernels.distill.linear import chunk_height
+from draftlab.kernels.distill.linear import MIN_GPU_BUFFER
 from draftlab.progress import Monitor
 from draftlab.store.store import Store
 from draftlab.target_model.parts import TargetParts
@@ -146,13 +146,16 @@ class Trainer:
             )
 
     def _step_graph(self, module: DistillationModule) -> StepGraph | None:
-        """Return the graph of the steps, and pad batches for it; None: steps run without one."""
+        """Return the graph of the steps, and pad batches for it; None: steps run without one.
+
+        The choice follows from the GPU's speed and free memory. A training that resumes with the
+        other one differs in rounding, and in the sample that gives lk's mean α.
+        """
         one = self.ranks.size == 1 and self.loader.window is None
         if not (one and supports_graph(module, self.settings, self.device)):
             return None
-        itemsizes = self.dtype.itemsize, self.dtype.itemsize
-        height = chunk_height(*self.head.lm_head.weight.shape, itemsizes, on_gpu=True)
-        sizes = self.loader.choose_sizes(self.training, height)
+        row_bytes = self.head.config.draft_vocab_size * self.dtype.itemsize
+        sizes = self.loader.choose_sizes(self.training, MIN_GPU_BUFFER // row_bytes)
         work = StepWork(sizes.positions, sizes.rows, sizes.teachers, self.context)
         if self.rate is None or self.objective.flops(self.shapes, work) > MOST_SECONDS * self.rate:
             return None

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftlab.kernels.distill.plan import plan_rows
 from draftlab.store.store import Record
 from draftlab.train import loop
 from draftlab.train.batch import fixed_sizes
@@ -88,14 +89,21 @@ HEADS: list[dict[str, object]] = [
 ]
 
 
+LOSSES: list[dict[str, object]] = [
+    {"loss": "soft_ce"},
+    {"loss": "lk"},
+    {"loss": "lk", "temperature": 0.7},
+]
+
+
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("loss", ["soft_ce", "lk"])
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
 @pytest.mark.parametrize("head", HEADS, ids=str)
 def test_padding_changes_no_loss_and_no_gradient(
-    head: dict[str, object], loss: str, monkeypatch: pytest.MonkeyPatch
+    head: dict[str, object], loss: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nor the sums; here lk estimates the mean α of a step from every second teacher."""
-    module = module_of(torch.float32, head=head, loss=loss)
+    module = module_of(torch.float32, head=head, **loss)
     module.head_forward.dtype = torch.float64
     batches = [conversations(seed) for seed in range(6)]
     sizes, num_padded = sizes_of(batches), 0
@@ -117,6 +125,43 @@ def test_padding_changes_no_loss_and_no_gradient(
             values.append(run(module, batch))
         assert_same(*values)
     assert num_padded >= 3
+
+
+@pytest.mark.usefixtures("float64")
+@pytest.mark.parametrize("multiple", [1, 64])
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+@pytest.mark.parametrize(
+    "turns", [[[(3, 9)]], [[(0, 20)]], [[(3, 2)]], [[(2, 9)], [(4, 2)]]], ids=str
+)
+def test_small_batches_are_padded(
+    turns: list[list[tuple[int, int]]],
+    loss: dict[str, object],
+    multiple: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of one record, as long as a row, without later steps, without a position to spare."""
+    monkeypatch.setattr(fixed_sizes, "_MULTIPLE", multiple)
+    module = module_of(torch.float32, **loss)
+    module.head_forward.dtype = torch.float64
+    records = [record(spans_of(each), parts(), number) for number, each in enumerate(turns)]
+    reach = joint_reach([each.spans for each in records])
+    sizes = FixedSizes.choose([reach], len(reach), STEPS, 30)
+    plain, padded = (
+        pack([records], len(reach), STEPS, one_row=True, sizes=each) for each in (None, sizes)
+    )
+    assert padded.padding is not None
+    assert bool(padded.padding.valid.all()) == (multiple == 1)
+    assert_same(run(module, padded), run(module, plain))
+
+
+def test_a_sampled_row_counts_once() -> None:
+    """Also the last one, which stands in the places of its teacher's missing rows, too."""
+    for teachers in ([0, 0, 1, 1, 2], [3, 3, 3], [0, 1, 1, 4]):
+        plan = plan_rows(torch.tensor(teachers))
+        rows, sampled, counts = plan.thinned_to_fixed(len(plan.positions), 3)
+        assert rows[counts].tolist() == plan.order.tolist()
+        taught = sampled.positions[sampled.teacher_index]
+        assert taught[counts].tolist() == teachers
 
 
 def test_sizes_depend_on_no_batch_and_no_row_stands_for_two() -> None:
@@ -193,15 +238,9 @@ class WithoutGraph(StepGraph):
         return self._passes(batch, weights)
 
 
-def test_a_training_on_padded_batches_has_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And metrics; some of its batches do not fit."""
+def pad_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have trainings on a CPU run padded batches, as on a GPU; some batches do not fit."""
     monkeypatch.setattr(fixed_sizes, "MARGIN", 0.0)
-    toys = [toy_answer(orthogonal_parts(), number) for number in range(20)]
-    store = ListStore([*toys, *conversations(1, 300), *conversations(2, 300)])
-    options = {"steps": 12, "optimizer": "muon", "loss": "lk", "log_every": 1, "gamma": 0.7}
-    plain = trained(tmp_path / "plain", store, orthogonal_parts(), **options)
     for name, value in {
         "uses_one_row": lambda _: True,
         "supports_graph": lambda *_: True,
@@ -215,7 +254,22 @@ def test_a_training_on_padded_batches_has_the_same_weights(
         trainer.rate = 1e12
 
     monkeypatch.setattr(Trainer, "_report_setup", report_as_on_a_gpu)
-    monitor = RecordingMonitor()
+    monkeypatch.setattr(WithoutGraph, "steps", 0)
+
+
+def mixed_store() -> ListStore:
+    toys = [toy_answer(orthogonal_parts(), number) for number in range(20)]
+    return ListStore([*toys, *conversations(1, 300), *conversations(2, 300)])
+
+
+def test_a_training_on_padded_batches_has_the_same_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And metrics."""
+    store, monitor = mixed_store(), RecordingMonitor()
+    options = {"steps": 12, "optimizer": "muon", "loss": "lk", "log_every": 1, "gamma": 0.7}
+    plain = trained(tmp_path / "plain", store, orthogonal_parts(), **options)
+    pad_on_cpu(monkeypatch)
     padded = trained(tmp_path / "padded", store, orthogonal_parts(), monitor, **options)
     assert "each step is one CUDA graph" in monitor.text
     assert 0 < WithoutGraph.steps < 12
@@ -223,8 +277,25 @@ def test_a_training_on_padded_batches_has_the_same_weights(
     lines = ((tmp_path / name / "metrics.jsonl").read_text() for name in ("padded", "plain"))
     for one, other in zip(*(text.splitlines() for text in lines), strict=True):
         one, other = json.loads(one), json.loads(other)
-        for name in {"loss", "alpha", "accuracy"} & one.keys():
+        for name in {"loss", "alpha", "accuracy", "tokens_seen"} & one.keys():
             assert one[name] == pytest.approx(other[name], rel=1e-3)
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+def test_a_training_on_padded_batches_resumes(
+    steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the sizes that it began with, whatever is logged and checked, and the same bits."""
+    pad_on_cpu(monkeypatch)
+    store, target = mixed_store(), orthogonal_parts()
+    options = {"steps": steps, "loss": "lk", "log_every": 1, "checkpoint_every": 2}
+    whole = trained(tmp_path / "whole", store, target, **options)
+    if steps > 1:
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path / "cut", store, target, InterruptingMonitor("train", 7), **options)
+    resumed = trained(tmp_path / "cut", store, target, **options | {"log_every": 3})
+    assert resumed.loader.packer.sizes == whole.loader.packer.sizes is not None
+    assert_same_weights(whole, resumed)
 
 
 @pytest.mark.gpu

@@ -34,7 +34,8 @@ from draftlab.kernels.distill import (
 from draftlab.kernels.distill.plan import RowPlan
 
 _CPU_BUFFER = 8 << 20  # bytes that stay in a cache
-_MIN_GPU_BUFFER = 1 << 30  # below, launches would cost more than they save
+MIN_GPU_BUFFER = 1 << 30
+"""Bytes of a chunk's logits, at least, on a GPU: below, launches would cost more than they save."""
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,12 @@ class _DistillLinear(torch.autograd.Function):
         if frozen is not None:
             weights = torch.cat([frozen.to(product_dtype), weights], 1)
         vocab, size = weights.shape
-        pitch = _pitch(vocab)
-        itemsizes = product_dtype.itemsize, teacher_dtype.itemsize
-        chunks = plan.chunks(chunk_height(vocab, size, itemsizes, hidden.is_cuda, buffer_bytes))
+        pitch = -(-vocab // 16) * 16  # rows are aligned to the widest loads
+        row_bytes = pitch * max(product_dtype.itemsize, teacher_dtype.itemsize)
+        budget = buffer_bytes or _CPU_BUFFER
+        if buffer_bytes is None and hidden.is_cuda:
+            budget = max(MIN_GPU_BUFFER, vocab * size * product_dtype.itemsize)
+        chunks = plan.chunks(budget // row_bytes)
         max_rows = max((c.num_rows for c in chunks), default=0)
         max_teachers = max((c.num_teachers for c in chunks), default=0)
         # On CPUs torch's 16-bit products read a column beyond an odd width: it must be finite.
@@ -181,30 +185,6 @@ class _DistillLinear(torch.autograd.Function):
         if d_hidden is not None:
             d_hidden = torch.empty_like(d_hidden).index_copy_(0, order, d_hidden)
         return d_hidden, d_lm_head, *[None] * 10
-
-
-def chunk_height(
-    vocab: int,
-    width: int,
-    itemsizes: tuple[int, int],
-    on_gpu: bool,
-    buffer_bytes: int | None = None,
-) -> int:
-    """Return the most rows and teachers of a chunk together, for weights [vocab, width].
-
-    Args:
-        itemsizes: bytes of a logit of the head and of one of the teacher.
-        buffer_bytes: see `distill_linear`.
-    """
-    budget = buffer_bytes or _CPU_BUFFER
-    if buffer_bytes is None and on_gpu:
-        budget = max(_MIN_GPU_BUFFER, vocab * width * itemsizes[0])
-    return budget // (_pitch(vocab) * max(itemsizes))
-
-
-def _pitch(vocab: int) -> int:
-    """Return the distance of rows of logits, which aligns them to the widest loads."""
-    return -(-vocab // 16) * 16
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -44,7 +44,8 @@ class RowPlan:
         teacher_index: int64 [R], the index of its teacher in `positions`.
         positions: int64 [J], the teachers' positions, ascending, without repetition.
         host: `teacher_index` on the CPU.
-        fixed: rows and teachers of each chunk, whatever the batch is; None: `chunks` chooses them.
+        fixed: rows and teachers of each chunk, whatever the batch is; positions may then repeat at
+            the end. None: `chunks` chooses them.
     """
 
     order: Tensor
@@ -59,16 +60,6 @@ class RowPlan:
         last = np.append(host[rows - 1 :: rows], host[-1:])
         return int((last[: len(host[::rows])] - host[::rows]).max(initial=-1)) + 1
 
-    def with_fixed(self, teachers: int, chunk: tuple[int, int]) -> RowPlan | None:
-        """Return a plan on the CPU with so many teachers, the last of no row, and with `fixed`;
-        None: it does not fit.
-        """
-        missing = teachers - len(self.positions)
-        if missing < 0 or self.most_teachers(chunk[0]) > chunk[1]:
-            return None
-        positions = torch.cat([self.positions, self.positions[-1:].expand(missing)])
-        return replace(self, positions=positions, fixed=chunk)
-
     def chunks(self, height: int) -> list[Chunk]:
         """Return chunks of rows, of about equal size.
 
@@ -80,15 +71,14 @@ class RowPlan:
         if num_rows == 0:
             return []
         if self.fixed is not None:
-            most = torch.arange(self.fixed[1], device=self.order.device)
-            last = len(self.positions) - 1
-            starts = range(0, num_rows, self.fixed[0])
+            rows, last = self.fixed[0], len(self.positions) - 1
+            following = torch.arange(self.fixed[1], device=self.order.device)
             return [
                 Chunk(
-                    slice(at, min(at + self.fixed[0], num_rows)),
-                    (self.teacher_index[at] + most).clamp(max=last),
+                    slice(at, min(at + rows, num_rows)),
+                    (self.teacher_index[at] + following).clamp(max=last),
                 )
-                for at in starts
+                for at in range(0, num_rows, rows)
             ]
         # Rows [i, j) and their teachers are key[j − 1] − key[i] + 2.
         host = self.host.numpy()
@@ -132,20 +122,19 @@ class RowPlan:
             most_rows: of a teacher that is kept; further rows are left out.
 
         Returns:
-            The rows, int64 [R'], their plan, and which of them are rows of their teacher, bool
-            [R']; others stand in the places of a teacher that has fewer rows.
+            The rows, int64 [R'], their plan, and which of them count, bool [R']: others stand in
+            the places of a teacher that has fewer rows.
         """
-        every = max(1, len(self.positions) // max(1, teachers))
-        positions, device = self.positions[::every], self.order.device
-        number = torch.arange(len(positions), device=device)
-        begins = torch.searchsorted(self.teacher_index, number * every)
-        places = (begins[:, None] + torch.arange(most_rows, device=device)).flatten()
-        places = places.clamp(max=len(self.order) - 1)
-        # Not by repeat_interleave, for which the host would wait.
-        of_row = number[:, None].expand(-1, most_rows).flatten()
-        host = torch.arange(len(places)) // most_rows
-        plan = RowPlan(torch.arange(len(places), device=device), of_row, positions, host)
-        return self.order[places], plan, self.teacher_index[places] == of_row * every
+        every, device = max(1, len(self.positions) // max(1, teachers)), self.order.device
+        kept = torch.arange(0, len(self.positions), every, device=device)
+        begins = torch.searchsorted(self.teacher_index, kept)
+        wanted = begins[:, None] + torch.arange(most_rows, device=device)
+        places = wanted.clamp(max=len(self.order) - 1)  # twice the last row, which counts once
+        counts = (places == wanted) & (self.teacher_index[places] == kept[:, None])
+        number = torch.arange(wanted.numel(), device=device)
+        host = torch.arange(wanted.numel()) // most_rows
+        plan = RowPlan(number, number // most_rows, self.positions[::every], host)
+        return self.order[places.flatten()], plan, counts.flatten()
 
 
 def plan_rows(row: Tensor) -> RowPlan:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,14 +38,6 @@ class Padding:
     num_teachers: int
 
 
-class FixedRows(NamedTuple):
-    """Rows of fixed sizes, in place of those of `step_rows` and `plan_rows`."""
-
-    steps: tuple[StepRows, ...]
-    plan: RowPlan
-    padding: Padding
-
-
 @dataclass(frozen=True)
 class FixedSizes:
     """The sizes of a batch of one row.
@@ -70,13 +61,13 @@ class FixedSizes:
         Args:
             reaches: of some batches, int64 [Σ T] (`joint_reach`).
             most_positions: of any batch.
-            height: about the most rows and teachers of a chunk.
+            height: about the most rows and teachers of a chunk together.
         """
         sizes, plans = [], []
         for reach in reaches:
             steps = step_rows(reach[None], num_steps)
             plans.append(plan_rows(torch.cat([rows.teacher_index for rows in steps])))
-            counts = [len(rows.teacher_index) for rows in steps]
+            counts = (len(rows.index[0]) for rows in steps)
             sizes.append([len(reach), len(plans[-1].positions) + 1, *counts])
         positions, teachers, *rows = _bounds(np.array(sizes))
         positions = min(positions, most_positions)
@@ -86,11 +77,15 @@ class FixedSizes:
         most = _bounds(np.array([[plan.most_teachers(of_chunk) + 1] for plan in plans]))
         return cls(positions, tuple(rows), teachers, (of_chunk, min(teachers, *most)))
 
-    def pad(self, reach: Tensor) -> FixedRows | None:
-        """Return the rows of a batch with int64 [Σ T] reach; None: it does not fit, or has no loss.
+    def pad(self, reach: Tensor) -> tuple[tuple[StepRows, ...], RowPlan, Padding] | None:
+        """Return the rows of each step, and their plan, of a batch with int64 [Σ T] reach.
 
-        The rows without loss learn from a teacher of their own, the plan's last, and read a token
-        that no other row of their step reads.
+        The rows without loss learn from a teacher of their own, the plan's last with rows, and read
+        a token that no other row of their step reads.
+
+        Returns:
+            On the CPU, in place of `step_rows` and `plan_rows`; None: the batch does not fit, or
+            has no loss.
         """
         if len(reach) > self.positions:
             return None
@@ -108,12 +103,14 @@ class FixedSizes:
         valid = torch.cat([depths[rows.index[0]] > k for k, rows in enumerate(steps)])
         teachers = torch.cat([rows.teacher_index for rows in steps])
         plan = plan_rows(teachers.where(valid, self.positions))
-        positions = plan.positions.clamp(max=self.positions - 1)
-        fixed = replace(plan, positions=positions).with_fixed(self.teachers, self.chunk)
-        if fixed is None:
+        missing = self.teachers - len(plan.positions)
+        if missing < 0 or plan.most_teachers(self.chunk[0]) > self.chunk[1]:
             return None
-        num_teachers = len(positions) - int(not bool(valid.all()))
-        return FixedRows(steps, fixed, Padding(valid, counts, num_teachers))
+        num_teachers = int((plan.positions < self.positions).sum())
+        last = torch.full((missing,), self.positions)
+        positions = torch.cat([plan.positions, last]).clamp(max=self.positions - 1)
+        plan = replace(plan, positions=positions, fixed=self.chunk)
+        return steps, plan, Padding(valid, counts, num_teachers)
 
 
 def _bounds(numbers: np.ndarray) -> list[int]:

@@ -107,10 +107,10 @@ class BatchLoader:
         They follow from training's first steps, so that a training that resumes has the same.
 
         Args:
-            records: as in `steps`. height: of the loss's chunks (`chunk_height`).
+            records: as in `steps`. height: see `FixedSizes.choose`.
         """
         store, settings = self.packer.store, self.packer.settings
-        steps = islice(self._steps(records, 0), SAMPLED_STEPS)
+        steps = islice(self.steps(records, first=0), SAMPLED_STEPS)
         reaches = (
             joint_reach([store.tokens_and_spans(i)[1] for i in step.records()]) for step in steps
         )

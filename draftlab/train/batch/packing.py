@@ -261,9 +261,10 @@ def pack(
     reach = joint_reach([record.spans for record in flat])
     if max_steps is not None:
         reach = reach.minimum(torch.cat([max_steps(record) for record in flat]))
-    fixed = None if sizes is None or idle else sizes.pad(reach)
-    if fixed is not None:
-        width, passes, plans = sizes.positions, (fixed.steps,), (fixed.plan,)
+    padding = None
+    if sizes is not None and (fixed := sizes.pad(reach)) is not None:
+        steps, plan, padding = fixed
+        width, passes, plans = sizes.positions, (steps,), (plan,)
     else:
         parts = split_anchors(by_row(reach), num_steps, num_passes)
         passes = tuple(step_rows(part, num_steps) for part in parts)
@@ -288,7 +289,7 @@ def pack(
         feature_noise,
         idle,
         None if flat[0].scales is None else field("scales"),
-        None if fixed is None else fixed.padding,
+        padding,
     )
 
 
