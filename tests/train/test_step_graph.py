@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftlab.kernels.distill.plan import plan_rows
 from draftlab.store.store import Record
-from draftlab.train import loop
+from draftlab.train import loop, step_graph
 from draftlab.train.batch import fixed_sizes
 from draftlab.train.batch.fixed_sizes import FixedSizes
 from draftlab.train.batch.loss_rows import joint_reach
@@ -30,7 +30,7 @@ from tests.helpers.gpu import relative_error
 from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import InterruptingMonitor
-from tests.helpers.synthetic import assert_same, parts, random_norms_head, record, spans_of
+from tests.helpers.synthetic import EAGLE, assert_same, parts, random_norms_head, record, spans_of
 from tests.helpers.toy_training import (
     assert_same_weights,
     orthogonal_parts,
@@ -225,6 +225,38 @@ def test_a_graph_has_the_gradients_of_eager_passes(
                 gradient = parameter.grad * plain.num_anchors
                 assert relative_error(gradient, expected[name]) <= bound, name
     assert num_padded >= 3
+
+
+@pytest.mark.parametrize(
+    ("changes", "supported"),
+    [
+        ({}, True),
+        ({"loss": "lk", "temperature": 0.7, "micro_rows": 2}, True),
+        ({"compile": True}, True),
+        ({"micro_rows": 1}, False),
+        ({"anchor_parts": 2}, False),
+        ({"acceptance_weighting": 0.5}, False),
+        ({"recompute": True}, False),
+        ({"head": {"family": "peagle"}}, False),
+        ({"head": {"family": "dspark"}}, False),
+        ({"head": EAGLE}, False),
+    ],
+    ids=str,
+)
+def test_steps_of_one_pass_whose_rows_need_no_other_are_captured(
+    changes: dict[str, Any], supported: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for fits in (True, False):
+        monkeypatch.setattr(step_graph, "fits_in_memory", lambda *_, fits=fits, **__: fits)
+        head = random_norms_head(**changes.get("head", {}))
+        options = {"ttt_steps": STEPS, "batch_rows": 2} | changes
+        options.pop("head", None)
+        settings = TrainSettings(**options)
+        teacher = DraftTeacher.of(parts(), head)
+        module = DistillationModule(head, teacher, settings, torch.float32)
+        found = step_graph.supports_graph(module, settings, torch.device("cuda"))
+        assert found == (supported and fits)
+        assert not step_graph.supports_graph(module, settings, torch.device("cpu"))
 
 
 class WithoutGraph(StepGraph):
