@@ -9,7 +9,6 @@ which the optimizer reads; the next step overwrites them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -47,7 +46,7 @@ def supports_graph(
         and forward.ops.quantise_weight is None
         and module.objective.sampling is None
         and not module.objective.imitates_states
-        and replace(module.terms, temperature=1.0) in (LossTerms("soft_ce"), LossTerms("lk"))
+        and module.terms in (LossTerms("soft_ce"), LossTerms("lk"))
         and (settings.micro_rows or settings.batch_rows) >= settings.batch_rows
         and settings.anchor_parts == 1
         and fits_in_memory(head, settings, module.dtype, steps=2)
