@@ -161,8 +161,8 @@ class Trainer:
             return None
         self.loader.packer = replace(self.loader.packer, sizes=sizes)
         self.monitor.say(
-            f"each step is one CUDA graph of {sum(sizes.rows):,} rows, some of them without loss, "
-            "since the host is slower than the GPU; the few steps with more rows run without it"
+            f"each step is one CUDA graph of {sum(sizes.rows):,} rows, of which some carry no loss: "
+            "the host would queue its kernels more slowly than they run; larger steps run without it"
         )
         return StepGraph(module, self.device)
 
