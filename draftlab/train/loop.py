@@ -161,8 +161,9 @@ class Trainer:
             return None
         self.loader.packer = replace(self.loader.packer, sizes=sizes)
         self.monitor.say(
-            f"each step is one CUDA graph of {sum(sizes.rows):,} rows, of which some carry no loss: "
-            "the host would queue its kernels more slowly than they run; larger steps run without it"
+            f"each step is one CUDA graph of {sum(sizes.rows):,} rows, of which some carry no "
+            "loss: the host would queue its kernels more slowly than they run; steps with more "
+            "rows run without it"
         )
         return StepGraph(module, self.device)
 
