@@ -11,7 +11,7 @@ from draftlab.errors import UserError
 from draftlab.formatting import count_text
 from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.family import Family, get_family
-from draftlab.heads.folder import new_head
+from draftlab.heads.folder import meta_head
 from draftlab.heads.head import DraftHead
 from draftlab.heads.rope import ROPE_KEYS
 from draftlab.progress import Monitor
@@ -241,8 +241,7 @@ def planned_head(recipe: Recipe, config: Any, identity: StoreIdentity) -> DraftH
     mask = recipe.head.mask_token if isinstance(recipe.head.mask_token, int) else 0
     mask = mask if family.has_mask_token else None
     head = head_config(recipe, identity, size, Monitor(), mask=mask, target=config)
-    with torch.device("meta"):
-        return new_head(head)
+    return meta_head(head)
 
 
 _DEFAULT_THETA = 10_000.0

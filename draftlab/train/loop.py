@@ -17,7 +17,7 @@ from draftlab.errors import UserError
 from draftlab.formatting import rounded_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
-from draftlab.heads.folder import new_head
+from draftlab.heads.folder import meta_head
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.kernels.devices import out_of_memory_error
@@ -133,8 +133,7 @@ class Trainer:
         if note := idle_note(self.settings.batch_rows, self.ranks.size):
             say(note)
         self.context = mean_context(np.asarray(self.store.lengths)[self.training])
-        with torch.device("meta"):  # a sharded head does not show its sizes
-            self.shapes = new_head(self.head.config)
+        self.shapes = meta_head(self.head.config)  # a sharded head does not show its sizes
         self.rate: float | None = None
         if self.device.type == "cuda":
             one = matrix_rate(self.device, self.dtype)
@@ -255,7 +254,7 @@ class Trainer:
         *counts, tokens, teachers = sums
         self.loader.begin_step(self.step)
         self.anchors = counts[0]
-        self.weights = self.objective.weights_of_steps(self.settings, counts)
+        self.weights = self.objective.step_weights(self.settings.gamma, counts)
         self.window.add_step(counts, tokens, teachers)
         self.tokens_seen += tokens
         if self.ranks.size > 1:

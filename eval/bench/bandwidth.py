@@ -1,4 +1,4 @@
-"""What the bandwidth floor of a decode step is made of: bytes of weights, and the rate of a copy.
+"""The parts of a decode step's bandwidth floor: the bytes of its weights, and the rate of a copy.
 
 A step of few rows is bound by reading weights: the target's once, and the head's once per pass. A
 chain head has one pass per draft, a parallel head one pass for all. The fc of EAGLE3 runs in the

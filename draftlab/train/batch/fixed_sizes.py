@@ -26,7 +26,7 @@ _MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Padding:
-    """What is real in a batch of fixed sizes.
+    """Which rows of a batch of fixed sizes carry loss.
 
     Attributes:
         valid: bool [R], the rows of all steps, one after the other, that carry loss.

@@ -49,10 +49,6 @@ class Objective:
         """Return the share of the positions that each step is trained at, if all carry loss."""
         return self.sampling.shares(settings) if self.sampling else [1.0] * settings.ttt_steps
 
-    def weights_of_steps(self, settings: TrainSettings, counts: Sequence[int]) -> list[float]:
-        """Return `step_weights` with the γ of the settings."""
-        return self.step_weights(settings.gamma, counts)
-
     def loss_terms(self, settings: TrainSettings) -> LossTerms:
         """Return the terms of a row's loss."""
         weighting = settings.acceptance_weighting

@@ -148,7 +148,7 @@ def test_loss_and_gradients_equal_blocks_run_one_by_one(kind: str, kept: dict[st
     expected_gradients = gradients(model)
     assert sums.count.tolist() == batch.counts == counts
     assert min(counts) > 2
-    weights = model.family.objective().weights_of_steps(settings, counts)
+    weights = model.family.objective().step_weights(settings.gamma, counts)
     assert weights == block_weights(GAMMA, counts)
     assert float(loss.detach()) / batch.num_anchors == pytest.approx(
         float(expected.detach()), rel=1e-12
