@@ -113,13 +113,17 @@ def atomic_path(path: Path, *, writer: str | None = None) -> Iterator[Path]:
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        _sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager
@@ -140,6 +144,40 @@ def moved_into(folder: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
+@contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield an empty sibling folder, and rename it to `path` on success.
+
+    An older folder at `path` is renamed before and deleted afterwards, so that one of the two is
+    complete on disk at any time.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    try:
+        remove(temporary)  # of a killed process, which in a container often had the same number
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(
+            f"the folder cannot be created: {error.strerror}",
+            where=path,
+            do="name a folder that you can write to, or change its permissions",
+        ) from None
+    try:
+        yield temporary
+        if path.exists():
+            path.rename(old)
+        try:
+            temporary.rename(path)
+        except OSError:
+            if old.exists():
+                old.rename(path)
+            raise
+        _sync_folder(path.parent)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def remove_leftovers(folder: Path, pattern: str = ".*.tmp") -> None:
     """Remove the temporary files and folders (`.NAME.PID.tmp`) of processes that were killed.
 
@@ -149,10 +187,15 @@ def remove_leftovers(folder: Path, pattern: str = ".*.tmp") -> None:
         pid = re.search(r"\.(\d+)(\.tmp)?$", path.name)
         if pid is None or _is_alive(int(pid[1])):
             continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with all that is in it, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _is_alive(pid: int) -> bool:

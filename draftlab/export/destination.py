@@ -1,12 +1,10 @@
-"""The folder of an export or a push: written atomically, and never over other files."""
+"""The folder of an export or a push, which never replaces other files."""
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Collection
+from contextlib import suppress
 from pathlib import Path
 
 from draftlab.errors import UserError
@@ -59,40 +57,3 @@ def check_destination(
             where=destination,
             do="name another folder with --out, or move these files",
         )
-
-
-@contextmanager
-def atomic_folder(path: Path) -> Iterator[Path]:
-    """Yield an empty sibling folder, and rename it to `path` on success.
-
-    An older folder at `path` is renamed before and deleted afterwards, so that one of the two is
-    complete on disk at any time.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    old = path.with_name(f".{path.name}.{os.getpid()}.old")
-    try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise UserError(
-            f"the folder cannot be created: {error.strerror}",
-            where=path,
-            do="name a folder that you can write to, or change its permissions",
-        ) from None
-    try:
-        yield temporary
-        if path.exists():
-            path.rename(old)
-        try:
-            temporary.rename(path)
-        except OSError:
-            if old.exists():
-                old.rename(path)
-            raise
-        parent = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(parent)
-        finally:
-            os.close(parent)
-        shutil.rmtree(old, ignore_errors=True)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)

@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.export.destination import atomic_folder
 from draftlab.export.foreign_config import (
     DEFAULT_ROPE_THETA,
     EXPORT_AGAIN,
@@ -32,7 +31,7 @@ from draftlab.export.weight_files import (
     read_weights,
     weight_files,
 )
-from draftlab.files import sha256_file
+from draftlab.files import atomic_folder, sha256_file
 from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import empty_head, meta_head, save_head

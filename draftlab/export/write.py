@@ -13,7 +13,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, fastest_k
-from draftlab.export.destination import atomic_folder, check_destination
+from draftlab.export.destination import check_destination
 from draftlab.export.launch import LAUNCH, cached_target_text, readme_text, template_text
 from draftlab.export.layout import CONFIG, README, Export, Layout, layout_for
 from draftlab.export.refusals import serving_warnings
@@ -30,7 +30,7 @@ from draftlab.export.weight_files import (
     write_delta,
     write_weights,
 )
-from draftlab.files import known_sha256, read_json, write_json, write_text
+from draftlab.files import atomic_folder, known_sha256, read_json, write_json, write_text
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, load_config, meta_head
 from draftlab.heads.validate import refuse_faults, tensor_faults

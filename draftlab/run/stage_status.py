@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from shlex import quote
 from typing import Any, Literal
 
 from draftlab.errors import UserError
-from draftlab.files import known_sha256
+from draftlab.files import known_sha256, remove
 from draftlab.run.stages import (
     STAGES,
     Stage,
@@ -217,10 +216,7 @@ class Run:
             if other.after == stage.name:
                 self.remove(other)
         for path in self._paths(stage):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            remove(path)
         record_path(self.folder, stage).unlink(missing_ok=True)
 
     def _paths(self, stage: Stage) -> set[Path]:

@@ -5,17 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
-from draftlab.files import (
-    canonical_json,
-    check_folder,
-    sha256_text,
-)
+from draftlab.files import atomic_folder, canonical_json, check_folder, sha256_text
 from draftlab.progress import Monitor
 from draftlab.store.manifest import (
     MANIFEST,
@@ -47,8 +42,9 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
         )
     manifests = [store.manifest for store in stores]
     _check_ids(stores)
+    _check_new(folder)
     total, number = sum(len(manifest.shards) for manifest in manifests), 0
-    with _new_folder(folder) as new:
+    with atomic_folder(folder) as new:
         for store in stores:
             for shard in store.manifest.shards:
                 _copy_shard(store, shard, new / shard_file(number))
@@ -104,9 +100,8 @@ def _all_modes(stores: Sequence[Store]) -> list[dict[str, Any]] | None:
     return found
 
 
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that is renamed to `folder`, which must be new, on success."""
+def _check_new(folder: Path) -> None:
+    """Raise a `UserError` if a folder is not empty, inside a store, or cannot be written to."""
     check_folder(folder)
     if folder.exists() and any(folder.iterdir()):
         raise UserError(
@@ -121,14 +116,6 @@ def _new_folder(folder: Path) -> Iterator[Path]:
                 where=folder,
                 do="name a folder beside it: --out FOLDER",
             )
-    new = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    try:
-        yield new
-        os.replace(new, folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
 
 
 def _copy_shard(store: Store, shard: Shard, to: Path) -> None:

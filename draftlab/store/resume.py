@@ -9,7 +9,6 @@ processes record them.
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +22,7 @@ from draftlab.files import (
     check_locks,
     locked,
     read_json,
+    remove,
     remove_leftovers,
     sha256_text,
     write_json,
@@ -185,10 +185,7 @@ class Receipts:
     def remove_temporary(self) -> None:
         """Remove what killed processes left."""
         for path in self.folder.glob(".shard-*"):
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            remove(path)
 
 
 def _manifest_version(folder: Path) -> tuple[int, int]:

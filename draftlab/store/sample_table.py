@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import shutil
 from bisect import bisect_right
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import read_json, save_tensors, sha256_file, write_json
+from draftlab.files import atomic_folder, read_json, save_tensors, sha256_file, write_json
 from draftlab.target_model.image_files import ImageFile, Images
 
 Columns = dict[str, np.ndarray]
@@ -202,23 +200,19 @@ def write_index(
         notes: lines on how they are made; `samples` may add to them until it ends.
         modes: their different template arguments; `samples` may add to them, too.
     """
-    new = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
     digest, files = hashlib.sha256(), {}
-    for number, part in enumerate(_make_parts(samples, digest)):
-        path = new / f"{number:05d}.safetensors"
-        save_tensors({name: torch.from_numpy(column) for name, column in part.items()}, path)
-        files[path.name] = sha256_file(path)
-    fields = {
-        "samples_sha256": digest.hexdigest(),
-        "files": files,
-        "notes": list(notes),
-        "template_arguments": list(modes) if len(modes) <= MAX_MODES else None,
-    }
-    write_json(new / INDEX_FILE, {"made_of": made_of, **fields})
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(new, folder)
+    with atomic_folder(folder) as new:
+        for number, part in enumerate(_make_parts(samples, digest)):
+            path = new / f"{number:05d}.safetensors"
+            save_tensors({name: torch.from_numpy(column) for name, column in part.items()}, path)
+            files[path.name] = sha256_file(path)
+        fields = {
+            "samples_sha256": digest.hexdigest(),
+            "files": files,
+            "notes": list(notes),
+            "template_arguments": list(modes) if len(modes) <= MAX_MODES else None,
+        }
+        write_json(new / INDEX_FILE, {"made_of": made_of, **fields})
 
 
 def read_index(folder: Path, made_of: dict[str, Any]) -> SampleTable | None:

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from draftlab.errors import UserError
 from draftlab.export import weight_files as weights
 from draftlab.export import write
-from draftlab.export.destination import atomic_folder
+from draftlab.files import atomic_folder
 from draftlab.heads.folder import load_config
 from tests.helpers.export_toys import HIDDEN, ExportHead, change_tensors, export
 from tests.helpers.small_run import contents
