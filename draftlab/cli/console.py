@@ -178,9 +178,9 @@ def show_report(report: Report, as_json: bool, path: Path) -> None:
     if as_json:
         echo_json(path.read_text(encoding="utf-8"))
     else:
-        from draftlab.report import print_report
+        from draftlab.report.console import print_sections
+        from draftlab.report.sections import sections
 
-        print_report(
-            report, output, [w.removeprefix("warning: ") for w in dict.fromkeys(monitor.warnings)]
-        )
+        said = [w.removeprefix("warning: ") for w in dict.fromkeys(monitor.warnings)]
+        print_sections(sections(report, said=said), output)
     monitor.say(f"report: {path.with_name('report.html').resolve()}")

@@ -16,8 +16,7 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.hub.upload import TAG
 from draftlab.report import formatting
-from draftlab.report.markdown import render_markdown
-from draftlab.report.section import Section
+from draftlab.report.section import Section, Table
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 
@@ -69,7 +68,7 @@ def model_card(
         base_model=base_model,
         licence=licence,
         launch=launch.split("\n", 1)[1] if launch.startswith("# ") else launch,  # without its title
-        measured=render_markdown(shown),
+        measured="\n\n".join(block for section in shown for block in _blocks(section)),
     )
     return str(card).rstrip() + "\n"
 
@@ -93,3 +92,48 @@ def _eval_results(row: Row, several_engines: bool = False) -> Iterator[EvalResul
                 metric_name=f"{name} ({condition}{within})",
                 metric_value=round(value, 3),
             )
+
+
+def _blocks(section: Section) -> Iterator[str]:
+    """Yield a section as blocks of Markdown; figures are PNG files beside it."""
+    title = _text(section.title)
+    if section.figure:
+        yield f"![{title}]({section.figure.name}.png)"
+    elif section.kind == "folded":
+        yield f"<details><summary>{title}</summary>"
+    elif section.kind != "headline":  # the card has its own
+        yield f"### {title}"
+    bullet = "- " if len(section.text) > 1 else ""
+    if section.text:
+        yield ("\n" if bullet else "\n\n").join(bullet + _text(text) for text in section.text)
+    if section.table:
+        yield "\n".join(_lines(section.table))
+        meanings = [
+            f"{_text(one.name).replace('<br>', ' ')}: {_text(one.meaning)}"
+            for one in section.table.columns
+            if one.meaning
+        ]
+        if meanings:
+            yield ". ".join(meanings) + "."
+    if section.kind == "folded":
+        yield "</details>"
+
+
+def _lines(table: Table) -> Iterator[str]:
+    names = [one.name for one in table.columns] or ["", ""]
+    yield _row(names)
+    yield "|" + "---|" * len(names)
+    for line in table.lines:
+        yield _row(
+            [f"**{text}**" if line.style == "best" and text else text for text in line.cells]
+        )
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(_text(cell) for cell in cells)} |"
+
+
+def _text(text: str) -> str:
+    """Return a text without the characters that would end a cell or begin a tag."""
+    escaped = text.replace("<", "&lt;").replace("|", r"\|")
+    return escaped.replace("\n", "<br>")

@@ -20,7 +20,7 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
-from draftlab.report import write_html
+from draftlab.report.html import write_html
 from draftlab.run.held_out_prompts import NAMED_BY_USER, default_suite, trained_prompts
 from draftlab.run.resolve import find_head, name_in_reports, recipe_of, run_of
 from draftlab.target_model.fingerprint import fingerprint

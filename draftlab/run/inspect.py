@@ -20,7 +20,8 @@ from draftlab.evaluate.results import Report
 from draftlab.formatting import count_text, plain_values, size_text
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config, stored_shapes
-from draftlab.report import print_report, print_suites
+from draftlab.report.console import print_sections
+from draftlab.report.sections import sections, suite_sections
 from draftlab.run.folder import find_run
 from draftlab.run.resolve import REFERENCE, recipe_of, reference_head
 from draftlab.run.stages import STAGES, read_record, record_path
@@ -58,7 +59,7 @@ def inspect_path(name: str | None, sample: int, console: Console, *, verify: boo
         path = reference_head()
     path = _folder_of(path)
     if file := _report_file(path):
-        print_report(Report.read(file), console)
+        print_sections(sections(Report.read(file)), console)
     elif (path / MANIFEST).is_file():
         _recorded(path, path.resolve().parent, sample, verify)(console)
     elif (path / CONFIG).is_file():
@@ -103,7 +104,8 @@ def inspect_reports(names: Sequence[str], console: Console) -> None:
                 where=name,
                 do="name one run, store or head at a time; only reports are printed together",
             )
-    print_suites([Report.read(file) for file in files.values() if file], console)
+    reports = [Report.read(file) for file in files.values() if file]
+    print_sections(suite_sections(reports), console)
 
 
 def _folder_of(path: Path) -> Path:

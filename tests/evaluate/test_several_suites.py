@@ -14,7 +14,7 @@ from draftlab.evaluate.results import Report
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
-from draftlab.report import print_report
+from draftlab.report.console import print_sections
 from draftlab.report.html import render_html
 from draftlab.report.sections import sections
 from draftlab.report.verdict import verdicts
@@ -118,7 +118,7 @@ def test_lengths_of_prompts_are_categories(
 
 def test_the_report_shows_suites_and_categories(report: Report) -> None:
     console = Console(width=100, record=True)
-    print_report(report, console)
+    print_sections(sections(report), console)
     text = console.export_text()
     _, _, by_category = text.partition("By category")
     assert by_category.count("\n T = ") == 1  # only the row that the verdict is about

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.report import write_html
+from draftlab.report.html import write_html
 from draftlab.target_model.model import Target
 from tests.helpers.evaluation import evaluate
 

@@ -12,8 +12,9 @@ from rich.console import Console
 from draftlab.evaluate.calibration.calibrate import calibrate
 from draftlab.evaluate.calibration.result import Calibration
 from draftlab.evaluate.results import Report
-from draftlab.report import print_report
+from draftlab.report.console import print_sections
 from draftlab.report.plots import FEWEST, plots
+from draftlab.report.sections import sections
 from tests.helpers import sample_report as sample
 from tests.helpers.draft_blocks import simulate
 
@@ -50,7 +51,7 @@ def test_a_report_keeps_its_calibrations(report: Report, tmp_path: Path) -> None
 
 def test_the_console_has_a_line_for_each(report: Report) -> None:
     console = Console(width=400, file=io.StringIO(), force_terminal=False)
-    print_report(report, console)
+    print_sections(sections(report), console)
     text = console.file.getvalue()
     first, second = report.calibrations
     worst = max(first.positions, key=lambda p: p.error_after)

@@ -12,13 +12,14 @@ from rich.console import Console
 
 from draftlab.evaluate.results import Report
 from draftlab.report import formatting as fmt
-from draftlab.report import print_report
+from draftlab.report.console import print_sections
+from draftlab.report.sections import sections
 from tests.helpers import sample_report as sample
 
 
 def printed(report: Report, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
-    print_report(report, console)
+    print_sections(sections(report), console)
     return console.file.getvalue()
 
 
@@ -78,7 +79,8 @@ def test_warnings_come_last_and_once_and_markup_is_text() -> None:
         "-  [/] odd (T = 0, [red]h[/red])",
     ]
     console = Console(file=io.StringIO(), width=100)
-    print_report(sample.report(rows), console, [f"a head: {few}", "a full disk"])
+    said = [f"a head: {few}", "a full disk"]
+    print_sections(sections(sample.report(rows), said=said), console)
     assert console.file.getvalue().count(few) == 1
     assert "a full disk" in console.file.getvalue()
 

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from draftlab.evaluate.results import Report
-from draftlab.report import write_html
-from draftlab.report.html import render_html
+from draftlab.report.html import render_html, write_html
 from draftlab.report.sections import sections
 from tests.helpers import sample_report as sample
 

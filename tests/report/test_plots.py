@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from draftlab.evaluate.results import Report
-from draftlab.report import write_html
+from draftlab.report.html import write_html
 from draftlab.report.plots import (
     acceptance_by_position,
     plots,

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
-from draftlab.report import print_suites
+from draftlab.report.console import print_sections
+from draftlab.report.sections import suite_sections
 from tests.helpers import sample_report as sample
 
 
@@ -26,7 +27,7 @@ def of_suite(name: str, **changes: Any) -> Report:
 
 def printed(*reports: Report, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
-    print_suites(reports, console)
+    print_sections(suite_sections(reports), console)
     return console.file.getvalue()
 
 
