@@ -59,9 +59,6 @@ class Evaluator:
         stop_ids: tokens that end an answer.
         settings: what to decode and how.
         monitor: receiver of messages and progress.
-
-    Raises:
-        UserError: a suite has no prompts.
     """
 
     def __init__(
@@ -79,12 +76,6 @@ class Evaluator:
         for suite in [suites] if isinstance(suites, Suite) else suites:
             chosen = suite.by_length() if settings.by_length else suite
             drawn = chosen.sample(settings.max_prompts, settings.seed)
-            if not drawn.prompts:
-                raise UserError(
-                    "expected prompts to evaluate, found none",
-                    where=suite.name,
-                    do="raise eval.max_prompts, or name another eval.suite",
-                )
             workload = Workload(target, tuple(heads), drawn, stop_ids, settings, monitor)
             self.workloads.append(workload)
             self._announce(workload, len(suite.prompts))

@@ -11,7 +11,6 @@ import pytest
 
 from draftlab.engine import engine as engine_module
 from draftlab.engine.kv_pool import draft_kv_bytes
-from draftlab.errors import UserError
 from draftlab.evaluate import workload
 from draftlab.evaluate.certificate.certify import Certification
 from draftlab.evaluate.certificate.result import Certificate, Sampled, SamplingTest
@@ -119,11 +118,6 @@ def test_a_k_beyond_training_is_warned_of_before_decoding(target: Target, head: 
     assert [any("exceeds" in text for text in row.warnings) for row in report.rows] == [
         False, False, True,
     ]  # fmt: skip
-
-
-def test_an_empty_suite_is_refused(target: Target) -> None:
-    with pytest.raises(UserError, match="expected prompts to evaluate, found none"):
-        Evaluator(target, [], suite(0), STOPS, EvalSettings(), monitor=Monitor())
 
 
 def test_too_few_prompts_for_a_calibration_are_said_before_they_are_decoded() -> None:

@@ -32,14 +32,6 @@ class DraftBlocks:
     accepted: np.ndarray
     prompt: np.ndarray
 
-    def __post_init__(self) -> None:
-        k = self.confidence.shape[1]
-        in_order = (self.accepted >= 0) & (self.accepted <= self.num_drafts) & (self.num_drafts > 0)
-        if not in_order.all() or (self.num_drafts > k).any():
-            raise ValueError(f"expected 0 <= accepted <= num_drafts, and 1 to {k} drafts a step")
-        if np.isnan(self.confidence[self.has_draft]).any():
-            raise ValueError("expected a confidence for each verified draft, found NaN")
-
     @classmethod
     def from_generations(cls, generations: Sequence[Generation]) -> DraftBlocks:
         """Return the blocks of one or more generations, one of each prompt.

@@ -24,7 +24,6 @@ from draftlab.engine.counters import Counters
 from draftlab.engine.drafter import HeadDrafter, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Generation, Request, Sampling
-from draftlab.errors import UserError
 from draftlab.evaluate.certificate.exact import (
     MIN_MARGIN,
     AnswerTree,
@@ -122,15 +121,7 @@ class Certification:
             prompts: (id, token ids) of each prompt, of which the first are compared.
             k: drafts a step at T = 0.
             rows: how the rows at T > 0 are sampled; each is tested.
-
-        Raises:
-            UserError: there are no prompts.
         """
-        if not prompts:
-            raise UserError(
-                "expected prompts to certify the engine on, found none",
-                do="raise eval.max_prompts, or name another eval.suite",
-            )
         prompts = prompts[: self.settings.prompts]
         dtype = str(self.target.dtype).removeprefix("torch.")
         then = (

@@ -149,10 +149,6 @@ def test_blocks_of_generations() -> None:
     assert (rows.tolist(), survived.tolist()) == ([0, 2], [False, True])
     none = DraftBlocks.from_generations([generation([], [])])
     assert (len(none), none.k) == (0, 2)
-    with pytest.raises(ValueError, match="confidence for each verified draft"):
-        DraftBlocks.from_generations([generation([(1, 0)], [(math.nan,)])])
-    with pytest.raises(ValueError, match="accepted <= num_drafts"):
-        DraftBlocks(np.zeros((1, 2)), np.array([1]), np.array([2]), np.array([0]))
 
 
 def test_savings_by_hand() -> None:

@@ -11,14 +11,12 @@ import torch
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.reference import ReferenceEngine
 from draftlab.engine.sampling import Request, Sampling
-from draftlab.errors import UserError
 from draftlab.evaluate.certificate import certify as certify_module
-from draftlab.evaluate.certificate.certify import Certification, Sampled
+from draftlab.evaluate.certificate.certify import Sampled
 from draftlab.evaluate.certificate.exact import build_tree, g_test, probabilities
 from draftlab.evaluate.certificate.sampler import KnownModel
 from draftlab.heads.block import BlockHead
 from draftlab.heads.eagle3 import Eagle3Head
-from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from tests.helpers.certificates import (
     BLOCK,
@@ -111,11 +109,6 @@ def test_the_false_alarm_rate_in_16_bits(small: Target, device: str, row: Sample
         counts = model.tree.counts(model.answers(requests))
         failed += g_test(counts, model.tree.joint).p_value < 0.05
     assert failed <= 9  # P(> 9) = 0.001
-
-
-def test_no_prompts_are_refused(small: Target, poor_head: Eagle3Head) -> None:
-    with pytest.raises(UserError, match="expected prompts to certify"):
-        Certification(small, poor_head, frozenset(), SETTINGS, Monitor()).run([], 2, ())
 
 
 @pytest.mark.parametrize("row", [ON, OFF, *ROWS])
