@@ -96,13 +96,11 @@ class VllmEngine:
         monitor.say(self._process.describe())
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Generation]:
-        """Yield the results in the order of the requests, which must have the same sampling.
+        """Yield the results in the order of the requests.
 
         Counters are vLLM's; steps without drafts and truncated tokens follow from the number of
         tokens. Times run from a request's arrival. Request i is sampled with the seed + i.
         """
-        if len({(r.sampling, r.max_new_tokens, r.stop_ids) for r in requests}) > 1:
-            raise ValueError("expected requests of one sampling, limit and set of stop tokens")
         seeds = [request.sampling.seed + i for i, request in enumerate(requests)]
         yield from generate(self._process, requests, seeds, self.k)
 
@@ -131,10 +129,9 @@ def drafting_method(config: dict[str, Any]) -> str:
 
 def drafting_options(head: Path | None) -> dict[str, Any]:
     """Return options of the client's setup by the config.json of a head in any layout."""
-    file = head and head / "config.json"
-    if not file or not file.is_file():
-        return {}  # the client reports the missing file
-    config = read_json(file, kind="head's config.json")
+    if head is None:
+        return {}
+    config = read_json(head / "config.json", kind="head's config.json")
     return {
         "method": drafting_method(config),
         "parallel_drafting": config.get("mask_token_id") is not None,

@@ -21,12 +21,12 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     sys.path.insert(0, request["client"])
     from vllm_client.generation import Decoder
-    from vllm_client.request import check_setup
+    from vllm_client.request import SETUP
     from vllm_client.serve import ENVIRONMENT
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    decoder = Decoder(check_setup(request["setup"]))
+    decoder = Decoder({**SETUP, **request["setup"]})
     worker = decoder.llm.llm_engine.model_executor.driver_worker.worker
     drafts = record(worker.model_runner)
     answers = []

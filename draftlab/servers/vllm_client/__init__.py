@@ -6,11 +6,11 @@ first line of standard input is the setup, which is answered when the engine is 
 further line is a request, answered when its prompts are decoded. The end of the input ends the
 program. Answers go to the original standard output; what vLLM itself prints goes to standard error.
 
-`request.SETUP` explains the keys of a setup; unknown keys are refused.
+`request.SETUP` explains the keys of a setup.
 
-Request: prompts (lists of token ids) and sampling (null, or for each prompt an object with
-temperature, top_k, top_p, seed, max_new_tokens and stop_token_ids, which are all that ends an
-answer because vLLM knows no eos here). With boundaries the request has prompts only
+Request: prompts (lists of token ids) and sampling (for each prompt an object with temperature,
+max_new_tokens and stop_token_ids, which are all that ends an answer because vLLM knows no eos here,
+and perhaps top_k, top_p and seed). With boundaries the request has prompts only
 (`hidden_states.py` says what is answered).
 
 Counters are vLLM's own. The counters of `LLM.get_metrics()` and those of the requests must agree,

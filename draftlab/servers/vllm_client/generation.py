@@ -63,14 +63,14 @@ class Decoder:
         """Decode the prompts of a request, in batches or one after the other."""
         from vllm import SamplingParams
 
-        request = check_request(request, self.setup)
+        check_request(request, self.setup)
         sampling = [
             SamplingParams(
                 temperature=options["temperature"],
-                top_k=options["top_k"] or 0,
-                top_p=options["top_p"] or 1.0,
+                top_k=options.get("top_k") or 0,
+                top_p=options.get("top_p") or 1.0,
                 max_tokens=options["max_new_tokens"],
-                seed=options["seed"] if options["temperature"] > 0 else None,
+                seed=options.get("seed", 0) if options["temperature"] > 0 else None,
                 stop_token_ids=sorted(options["stop_token_ids"]),
                 ignore_eos=True,  # stop_token_ids contains it
                 detokenize=False,

@@ -6,7 +6,6 @@ import os
 from typing import Any
 
 from .loading import engine_info, load_engine
-from .request import check_request
 
 CORRECTION = "ExampleHiddenStatesConnector copies without CUDA streams, which a CPU build lacks"
 
@@ -20,7 +19,6 @@ class HiddenStateWriter:
     """
 
     def __init__(self, setup: dict[str, Any]) -> None:
-        self.setup = setup
         # The engine's own process continues to write files after it has answered.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         # The token after the longest prompt has a position, which is never computed.
@@ -61,10 +59,8 @@ class HiddenStateWriter:
         """
         from vllm import SamplingParams
 
-        one_token = [{"max_new_tokens": 1}] * len(request.get("prompts") or [])
-        prompts = check_request({**request, "sampling": one_token}, self.setup)["prompts"]
         results = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in prompts],
+            [{"prompt_token_ids": prompt} for prompt in request["prompts"]],
             SamplingParams(temperature=0.0, max_tokens=1, logprobs=1, detokenize=False),
             use_tqdm=False,
         )

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from .generation import Decoder
 from .hidden_states import HiddenStateWriter
-from .request import INVALID_REQUEST, NO_VLLM, RequestError, check_setup
+from .request import INVALID_REQUEST, NO_VLLM, SETUP, RequestError
 
 # Read when vllm is imported. Variables that are already set win.
 ENVIRONMENT = {
@@ -29,7 +29,7 @@ ENVIRONMENT = {
 def serve(lines: TextIO, answer: Callable[[dict[str, Any]], None]) -> int:
     """Answer the setup and the requests in `lines`, and return the exit status."""
     try:
-        setup = check_setup(json.loads(lines.readline()))
+        setup = {**SETUP, **json.loads(lines.readline())}
         engine = HiddenStateWriter(setup) if setup["boundaries"] else Decoder(setup)
         answer(engine.info)
         for line in lines:
