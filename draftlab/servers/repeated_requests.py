@@ -165,14 +165,11 @@ class RepeatedRequests:
                 self._last_until.pop(connection, None)
                 return found
             except urllib.error.HTTPError as error:
-                if place_of := error.headers.get("Location"):
+                if error.headers.get("Location"):
                     error.close()
-                    raise self.failure(
-                        connection,
-                        place or path,
-                        f"HTTP {error.code}: it redirects to {place_of}, where nothing was sent",
-                        f"if you trust that server, name its address in {self.section}",
-                    ) from None
+                    do = f"if you trust that server, name its address in {self.section}"
+                    reason = connection.reason(error)
+                    raise self.failure(connection, place or path, reason, do) from None
                 reason = f"HTTP {error.code}: {connection.without_key(error_text(error))}"
                 if error.code == 400 and TOO_LONG.search(reason):
                     raise NoRoom(reason) from None

@@ -142,21 +142,13 @@ def rendered(result: str | RenderError) -> str:
     return result
 
 
-def render_text(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Messages,
-    tools: Tools | None = None,
-    arguments: Arguments | None = None,
-    *,
-    generation_prompt: bool = False,
-) -> str:
-    """Return one rendered conversation, optionally with the generation prompt.
+def render_text(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> str:
+    """Return one rendered conversation.
 
     Raises:
         RenderError: the template cannot render this conversation.
         UserError: as `render`.
     """
-    chat = Chat(messages, tools, arguments or {}, generation_prompt)
     (result,) = render(tokenizer, [chat])
     return rendered(result)
 
@@ -273,7 +265,7 @@ def prompt_ids(
     arguments: Arguments | None = None,
 ) -> tuple[int, ...]:
     """Return the token ids of the conversation with the generation prompt."""
-    text = render_text(tokenizer, messages, tools, arguments, generation_prompt=True)
+    text = render_text(tokenizer, Chat(messages, tools, arguments or {}, generation_prompt=True))
     return encode(tokenizer, text, offsets=False).ids
 
 
@@ -289,7 +281,7 @@ def served_otherwise(
     try:
         if isinstance(theirs, str):
             bos = tokenizer.bos_token or ""
-            ours = render_text(tokenizer, messages, generation_prompt=True)
+            ours = render_text(tokenizer, Chat(messages, generation_prompt=True))
             return theirs.removeprefix(bos) != ours.removeprefix(bos)
         return theirs is not None and theirs != list(prompt_ids(tokenizer, messages))
     except RenderError:  # some templates require a system message

@@ -140,7 +140,7 @@ def _stop_of_next_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """
     user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "☃"}
     try:
-        text = render_text(tokenizer, [user, answer, user])
+        text = render_text(tokenizer, Chat([user, answer, user]))
     except RenderError:
         return ()
     first = encode(tokenizer, text.rpartition("☃")[2]).ids[:1]
@@ -209,7 +209,7 @@ def _first_token_from(full: Encoded, char: int, first: int) -> int:
 def _header(tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt: Encoded) -> str:
     """Return what the template writes before the text of an answer, if that text is empty."""
     messages = [*chat.messages[:-1], {**chat.messages[-1], "content": "☃"}]
-    text = render_text(tokenizer, messages, chat.tools, chat.arguments)
+    text = render_text(tokenizer, replace(chat, messages=messages))
     return text[len(prompt.text) :].partition("☃")[0]
 
 
@@ -296,7 +296,7 @@ def written_answer(
     if not text or len(reasoning) > 1 or chat.messages[-1].get("tool_calls"):
         return None
     plain = replace(chat, messages=[*chat.messages[:-1], {"role": "assistant", "content": _MARK}])
-    rendered = render_text(tokenizer, plain.messages, plain.tools, plain.arguments)
+    rendered = render_text(tokenizer, plain)
     header, _, closing = rendered.rpartition(_MARK)
     if not prompt.startswith(header):
         header = header.removesuffix("</think>")

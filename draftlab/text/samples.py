@@ -109,7 +109,9 @@ def _checked(
     """
     manifest, count = answers.with_suffix(".json"), 0
     written = read_manifest(manifest) if manifest.exists() else {}
-    total, num_lines = written.get("conversations", 0), _count_lines(answers)
+    total = written.get("conversations", 0)
+    with open(answers, "rb") as file:
+        num_lines = sum(1 for _ in file)
     for count, conversation in enumerate(iterate_conversations(answers, do=ANSWERS_HELP), 1):
         monitor.progress("samples", count, num_lines)
         if len(modes) <= MAX_MODES:
@@ -122,15 +124,6 @@ def _checked(
             f"{count:,} conversations. To restore it, remove it: `draftlab prepare` generates all "
             "answers again"
         )
-
-
-def _count_lines(path: Path) -> int:
-    """Return the number of lines of a file; the last one may have no end."""
-    count, block = 0, b"\n"
-    with open(path, "rb") as file:
-        while more := file.read(1 << 20):
-            count, block = count + more.count(b"\n"), more
-    return count + (block[-1:] != b"\n")
 
 
 def build_samples(

@@ -32,6 +32,7 @@ from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.chat_template import (
     Arguments,
+    Chat,
     control_tokens,
     encode,
     render_text,
@@ -81,7 +82,8 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> 
         UserError: the template does not show it, or refuses a chat of one user turn.
     """
     message = {"role": "user", "content": _SENTINEL}
-    text = render_text(tokenizer, [message], arguments=arguments, generation_prompt=True)
+    chat = Chat([message], arguments=arguments, generation_prompt=True)
+    text = render_text(tokenizer, chat)
     before, *parts = text.split(_SENTINEL)
     if not before or len(parts) != 1 or not (after := parts[0].strip()):
         raise UserError(

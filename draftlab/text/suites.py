@@ -126,24 +126,19 @@ def load_suite(
     tokenizer: Any,
     monitor: Monitor,
     *,
-    max_prompt_tokens: int | None = None,
-    modes: Sequence[TemplateArguments] = ({},),
-    seed: int = 0,
     target: Target | None = None,
+    **options: Any,
 ) -> Suite:
     """Load a prompt suite as token ids.
 
     Args:
         source: a benchmark (`parse_benchmark`), an embedded prompt set, or a JSONL file of
-            conversations. A conversation's prompt is all turns before its first answer.
-        max_prompt_tokens: longer prompts are left out, and their number is reported.
-        modes, seed: template arguments, of which each prompt gets one (`with_arguments`); a
-            conversation's own ones take precedence.
-        target: reads images; None: prompts with images are dropped and counted.
+            conversations, whose own template arguments take precedence.
+        target, options: of `conversation_suite`.
 
     Raises:
-        UserError: the suite is unknown (the error lists all suites), a file has another layout, the
-            template refuses a prompt, or no prompt is left.
+        UserError: as `conversation_suite`, or the suite is unknown (the error lists all suites), or
+            a file has another layout.
     """
     benchmark = parse_benchmark(source)
     if benchmark is None:
@@ -164,17 +159,8 @@ def load_suite(
             f"{f': {categories}' if categories else ''}; vllm bench generates at most "
             f"{benchmark.layout.max_new_tokens:,} tokens for each, draftlab eval.max_new_tokens"
         )
-    return conversation_suite(
-        source,
-        conversations,
-        tokenizer,
-        monitor,
-        max_prompt_tokens=max_prompt_tokens,
-        modes=modes,
-        seed=seed,
-        keep_own=True,
-        target=target,
-    )
+    own = {"keep_own": True, "target": target}
+    return conversation_suite(source, conversations, tokenizer, monitor, **own, **options)
 
 
 def conversation_suite(
@@ -189,11 +175,17 @@ def conversation_suite(
     keep_own: bool = False,
     target: Target | None = None,
 ) -> Suite:
-    """Return a suite of conversations; the other arguments and errors are those of `load_suite`.
+    """Return a suite of conversations, whose prompts are all turns before the first answer.
 
     Args:
         source: the suite's name.
+        max_prompt_tokens: longer prompts are left out, and their number is reported.
+        modes, seed: template arguments, of which each prompt gets one (`with_arguments`).
         keep_own: whether the conversations' own template arguments take precedence.
+        target: reads images; None: prompts with images are dropped and counted.
+
+    Raises:
+        UserError: the template refuses a prompt, or no prompt is left.
     """
     texts = [one for one in conversations if not one.images]
     left_out = len(conversations) - len(texts)

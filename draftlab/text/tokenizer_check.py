@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -12,6 +13,7 @@ from draftlab.errors import UserError
 from draftlab.text.chat_template import (
     PROBE,
     Arguments,
+    Chat,
     RenderError,
     encode,
     render_text,
@@ -98,11 +100,10 @@ def _check_template(
     """
     user = {"role": "user", "content": _PROMPT}
     try:
-        prompt = render_text(tokenizer, [user], arguments=arguments, generation_prompt=True)
-        turns = [user, {"role": "assistant", "content": _ANSWER}]
-        whole, plain = (
-            render_text(tokenizer, chat, arguments=arguments) for chat in (turns, [user])
-        )
+        asked = Chat([user], arguments=arguments)
+        answered = replace(asked, messages=[user, {"role": "assistant", "content": _ANSWER}])
+        chats = replace(asked, generation_prompt=True), answered, asked
+        prompt, whole, plain = (render_text(tokenizer, chat) for chat in chats)
     except RenderError:  # it may need a system turn, or none; `regenerate` reports each prompt
         return None
     encode(tokenizer, prompt)

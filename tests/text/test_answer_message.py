@@ -9,7 +9,7 @@ import pytest
 
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request
-from draftlab.text.answer_message import AnswerParser
+from draftlab.text.answer_rounds import AnswerParser
 from draftlab.text.chat_template import RenderError, prompt_ids
 from draftlab.text.conversations import Conversation
 from tests.helpers.assistant_turns import assistant_turns

@@ -70,7 +70,7 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def worker() -> subprocess.Popen:
     """Return the process that renders for this one."""
-    render_text(toy_tokenizer("x"), MESSAGES)
+    render_text(toy_tokenizer("x"), Chat(MESSAGES))
     process = template_process._worker(os.getpid())._process
     assert process is not None
     return process
@@ -82,7 +82,7 @@ def test_a_template_is_refused_before_it_takes_much(name: str) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(UserError, match="chat template is refused: ") as caught:
-            render_text(toy_tokenizer(REFUSED[name]), MESSAGES)
+            render_text(toy_tokenizer(REFUSED[name]), Chat(MESSAGES))
         assert tracemalloc.get_traced_memory()[1] < 100e6
     finally:
         tracemalloc.stop()
@@ -90,7 +90,7 @@ def test_a_template_is_refused_before_it_takes_much(name: str) -> None:
     assert "chat_template.jinja" in caught.value.do
     assert "'once more'" in caught.value.where
     assert time.monotonic() - start < 30  # on a machine with other work
-    assert render_text(toy_tokenizer("x"), MESSAGES) == "x"
+    assert render_text(toy_tokenizer("x"), Chat(MESSAGES)) == "x"
 
 
 def test_a_long_source_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,8 +103,8 @@ def test_a_long_source_is_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_refused_template_keeps_no_memory_from_the_next() -> None:
     with pytest.raises(UserError, match="fills the memory"):
-        render_text(toy_tokenizer(REFUSED["kept slices"]), MESSAGES)
-    assert render_text(toy_tokenizer("{{ ('a' * 10**8) | length }}"), MESSAGES) == "100000000"
+        render_text(toy_tokenizer(REFUSED["kept slices"]), Chat(MESSAGES))
+    assert render_text(toy_tokenizer("{{ ('a' * 10**8) | length }}"), Chat(MESSAGES)) == "100000000"
 
 
 def test_the_conversation_that_exceeds_a_limit_is_named() -> None:
@@ -122,14 +122,14 @@ def test_a_killed_process_and_one_that_stops(monkeypatch: pytest.MonkeyPatch) ->
     for sent, words in ((signal.SIGSTOP, "takes more than"), (signal.SIGKILL, "code -9")):
         os.kill(worker().pid, sent)
         with pytest.raises(UserError, match=words):
-            render_text(toy_tokenizer("x"), MESSAGES)
+            render_text(toy_tokenizer("x"), Chat(MESSAGES))
 
 
 def test_the_process_gets_no_secrets_and_few_rights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "secret")
     worker().kill()
     with pytest.raises(UserError):
-        render_text(toy_tokenizer("x"), MESSAGES)
+        render_text(toy_tokenizer("x"), Chat(MESSAGES))
     folder = Path(f"/proc/{worker().pid}")
     assert b"secret" not in (folder / "environ").read_bytes()
     limits = (folder / "limits").read_text()
@@ -168,14 +168,14 @@ def test_forks_and_threads_do_not_mix_their_texts() -> None:
 
 def test_a_syntax_error_names_the_template_and_its_line() -> None:
     with pytest.raises(UserError, match="not a Jinja template") as caught:
-        render_text(toy_tokenizer("line one\n{{ "), MESSAGES)
+        render_text(toy_tokenizer("line one\n{{ "), Chat(MESSAGES))
     assert not isinstance(caught.value, RenderError)
     assert caught.value.where.endswith("line 2")
 
 
 def test_a_long_message_of_a_template_is_cut() -> None:
     with pytest.raises(RenderError) as caught:
-        render_text(toy_tokenizer("{{ raise_exception('no' * 1000000) }}"), MESSAGES)
+        render_text(toy_tokenizer("{{ raise_exception('no' * 1000000) }}"), Chat(MESSAGES))
     assert len(caught.value.what) < 500
 
 
@@ -184,7 +184,7 @@ def test_a_long_message_of_a_template_is_cut() -> None:
 def test_ordinary_templates_render_as_in_transformers(name: str, prompt: bool) -> None:
     tokenizer = family_tokenizer(name, "count to two")
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=prompt)
-    assert render_text(tokenizer, MESSAGES, generation_prompt=prompt) == expected
+    assert render_text(tokenizer, Chat(MESSAGES, generation_prompt=prompt)) == expected
 
 
 OPERATIONS = """\
@@ -206,15 +206,15 @@ def test_every_operation_computes_what_it_does_in_transformers() -> None:
     tokenizer = toy_tokenizer(OPERATIONS)
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
     assert "user-001" in expected
-    assert render_text(tokenizer, MESSAGES) == expected
+    assert render_text(tokenizer, Chat(MESSAGES)) == expected
 
 
 def test_the_limit_grows_with_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_process, "MAX_BYTES", 10_000)
     copies = "{% for m in messages %}" + "{{ m.content | trim }}" * 20 + "{% endfor %}"
-    assert len(render_text(toy_tokenizer(copies), [user("a" * 50_000)])) == 1_000_000
+    assert len(render_text(toy_tokenizer(copies), Chat([user("a" * 50_000)]))) == 1_000_000
     with pytest.raises(UserError, match="it writes more than"):
-        render_text(toy_tokenizer(copies * 3), [user("a" * 50_000)])
+        render_text(toy_tokenizer(copies * 3), Chat([user("a" * 50_000)]))
 
 
 def test_an_interrupted_command_does_not_wait_for_the_time_limit(
