@@ -34,7 +34,6 @@ from draftlab.text.chat_template import stop_ids
 from draftlab.text.draft_vocabulary import (
     DraftVocabulary,
     build_draft_vocabulary,
-    merge_order,
     predicted_counts,
 )
 from draftlab.text.mask_token import MASK, choose_mask_token
@@ -125,7 +124,6 @@ def draft_vocabulary(
         size,
         training=training,
         held_out=held_out,
-        order=merge_order(tokenizer, size),
     )
     coverage = "; what it covers is not known, since no records are held out"
     if vocabulary.coverage is not None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -52,12 +50,12 @@ def build_draft_vocabulary(
     *,
     training: Sequence[int] | np.ndarray | None = None,
     held_out: Sequence[int] | np.ndarray = (),
-    order: np.ndarray | None = None,
 ) -> DraftVocabulary:
     """Choose the most frequent predicted tokens of training records; the lowest id wins a tie.
 
     If fewer than D different tokens occur, the most frequent other tokens of these records, which
-    are those of prompts, fill the vocabulary, and then tokens in `order`.
+    are those of prompts, fill the vocabulary, and then the lowest ids: a tokenizer numbers its
+    tokens about as it learnt them, the frequent ones first.
 
     Args:
         store: the data set whose `prediction_mask` tokens are counted.
@@ -68,25 +66,16 @@ def build_draft_vocabulary(
         vocab_size: V of the target.
         training: indices of the records that are counted; None: all.
         held_out: indices of the records whose predicted tokens the coverage is about.
-        order: int64 [V], of tokens that do not occur the lowest numbers are chosen first; None:
-            by id.
 
     Raises:
         UserError: size is below the number of required tokens that occur, or not reachable.
-        ValueError: ids outside the vocabulary.
     """
-    required, excluded = set(required), set(excluded)
-    if any(not 0 <= i < vocab_size for i in required | excluded):
-        raise ValueError(
-            f"expected ids in 0..{vocab_size - 1}, found {sorted(required | excluded)}"
-        )
     chosen = np.ones(vocab_size, dtype=bool)
     chosen[list(excluded)] = False
     if size is not None and size < vocab_size:
         indices = range(len(store)) if training is None else training
         counts = predicted_counts(store, vocab_size, indices)
-        unused = np.zeros(vocab_size, np.int64) if order is None else order
-        chosen = _choose(*counts, unused, chosen, required, size)
+        chosen = _choose(*counts, chosen, required, size)
     unseen = predicted_counts(store, vocab_size, held_out)[0]
     total = int(unseen.sum())
     coverage = float(unseen[chosen].sum() / total) if total else None
@@ -110,37 +99,11 @@ def predicted_counts(
     return counts[0], counts[1]
 
 
-def merge_order(tokenizer: Any, vocab_size: int) -> np.ndarray:
-    """Return the place of each token in the order in which a tokenizer has learnt its tokens.
-
-    A BPE tokenizer merges the most frequent pair first; a unigram tokenizer has a score for each
-    token. All other tokens, such as special ones and single bytes, come last.
-
-    Returns:
-        int64 [V], equal numbers for those that come last; all equal for tokenizers of other kinds.
-    """
-    order = np.full(vocab_size, vocab_size, dtype=np.int64)
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    model = json.loads(backend.to_str())["model"] if backend is not None else {}
-    if model.get("type") == "BPE":
-        pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
-        ids = [model["vocab"].get("".join(pair), vocab_size) for pair in pairs]
-    elif model.get("type") == "Unigram":
-        ids = np.argsort([-score for _, score in model["vocab"]], kind="stable").tolist()
-    else:
-        ids = []
-    for place, token in reversed([*enumerate(ids)]):  # a token that two merges make: the first
-        if token < vocab_size:
-            order[token] = place
-    return order
-
-
 def _choose(
     counts: np.ndarray,
     others: np.ndarray,
-    unused: np.ndarray,
     allowed: np.ndarray,
-    required: set[int],
+    required: Iterable[int],
     size: int,
 ) -> np.ndarray:
     """Return bool [V] with `size` chosen ids."""
@@ -161,8 +124,7 @@ def _choose(
     # The last key counts first: allowed ids, then required ids, then frequent ids, then low ids.
     # Tokens that are never predicted follow: those of prompts, then unused ones.
     of_prompts = np.where(counts > 0, 0, others)
-    unused = np.where(counts + others > 0, 0, unused)
-    order = np.lexsort((np.arange(len(counts)), unused, -of_prompts, -counts, ~first, ~allowed))
+    order = np.lexsort((np.arange(len(counts)), -of_prompts, -counts, ~first, ~allowed))
     chosen = np.zeros_like(allowed)
     chosen[order[:size]] = True
     return chosen

@@ -7,19 +7,15 @@ from collections.abc import Iterable
 from itertools import pairwise
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 from draftlab.errors import UserError
-from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary, merge_order
+from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary
 from draftlab.text.settings import DraftVocabSettings
-from tests.helpers.toys import toy_tokenizer
 
 V = 20
 
@@ -94,50 +90,16 @@ def test_held_out_records_choose_nothing_and_say_what_is_covered() -> None:
     assert other.target_ids.tolist() == [5, 6]
 
 
-def test_tokens_of_prompts_then_the_tokenizers_first_tokens_fill_the_vocabulary() -> None:
+def test_tokens_of_prompts_then_the_lowest_ids_fill_the_vocabulary() -> None:
     #         prompt            answer: its first token is not predicted
     tokens = [12, 15, 15, 12, 15, 17, 6, 6]
     spans = [0, 0, 0, 0, 0, 1, 1, 1]
-    order = np.full(V, V)
-    order[[18, 2, 11]] = 0, 1, 2
     chosen = [
-        build_draft_vocabulary(TokenStore((tokens, spans)), size, [], [], V, order=order)
-        for size in range(1, 9)
+        build_draft_vocabulary(TokenStore((tokens, spans)), size, [], [], V) for size in range(1, 7)
     ]
     ids = [set(vocabulary.target_ids.tolist()) for vocabulary in chosen]
     added = [min(more - less) for less, more in pairwise([set(), *ids])]
-    assert added == [6, 15, 12, 17, 18, 2, 11, 0]
-
-
-def test_a_token_that_two_merges_make_has_the_place_of_the_first() -> None:
-    vocabulary = {token: i for i, token in enumerate(("a", "b", "c", "ab", "bc", "abc"))}
-    merges = [("a", "b"), ("ab", "c"), ("b", "c"), ("a", "bc")]
-    backend = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    assert merge_order(tokenizer, 6).tolist() == [6, 6, 6, 0, 2, 1]
-
-
-def test_the_order_of_a_bpe_tokenizer_is_that_of_its_merges() -> None:
-    tokenizer = toy_tokenizer()
-    size = len(tokenizer) + 3
-    order = merge_order(tokenizer, size)
-    first = [tokenizer.convert_ids_to_tokens(int(i)) for i in order.argsort(kind="stable")[:7]]
-    assert first == ["he", "in", "on", "re", "Ġt", "Ġa", "Ġthe"]
-    assert order[tokenizer.convert_tokens_to_ids("<|mask|>")] == size
-    assert (order[-3:] == size).all()  # no token has these ids
-
-
-def test_the_order_of_a_unigram_tokenizer_is_that_of_its_scores() -> None:
-    pieces = [("<unk>", 0.0), ("rare", -9.0), ("the", -2.0), ("a", -3.0)]
-    backend = Tokenizer(models.Unigram(pieces, unk_id=0))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
-    assert merge_order(tokenizer, 5).tolist() == [0, 3, 1, 2, 5]
-
-
-def test_a_tokenizer_of_another_kind_has_no_order() -> None:
-    backend = Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
-    assert set(merge_order(PreTrainedTokenizerFast(tokenizer_object=backend), 4)) == {4}
-    assert set(merge_order(SimpleNamespace(), 4)) == {4}  # it is not a fast one
+    assert added == [6, 15, 12, 17, 0, 1]
 
 
 def test_errors() -> None:
@@ -147,8 +109,6 @@ def test_errors() -> None:
         build(answers(1, 2, 3, 3), 2, required=[1, 2, 3])
     with pytest.raises(UserError, match="mask token"):
         build(answers(1, 2), V - 1, excluded=[4, 5])
-    with pytest.raises(ValueError, match=r"0\.\.19"):
-        build(answers(1), 2, required=[V])
     with pytest.raises(ValidationError):
         DraftVocabSettings(size=0)
 
