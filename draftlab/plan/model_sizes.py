@@ -210,7 +210,7 @@ def _token_bytes(recipe: Recipe, lines: list[bytes], path: Path) -> float:
     """Return the bytes of a line of prompts per token, which the chat template adds to, too."""
     with suppress(UserError):  # the checks report it
         if tokenizer := Planned(recipe, (), plan=True, here=True).tokenizer:
-            parsed = [parse_conversation(line, path, n)[0] for n, line in enumerate(lines, 1)]
+            parsed = [parse_conversation(line, path, n) for n, line in enumerate(lines, 1)]
             prompts = with_arguments(parsed, recipe.target.modes, recipe.seed)
             found = list(encode_prompts(tokenizer, map(Chat.of, prompts)))
             tokens = {n: len(one.ids) for n, one in enumerate(found) if isinstance(one, Encoded)}

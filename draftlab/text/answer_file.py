@@ -202,7 +202,7 @@ class AnswerFile:
         for line in file:
             conversation: Conversation | DroppedPrompt | None = DroppedPrompt.parse(line)
             if conversation is None:
-                conversation, _ = parse_conversation(line, self.partial, counts.lines + 2)
+                conversation = parse_conversation(line, self.partial, counts.lines + 2)
             if counts.lines == len(ids) or conversation.id != ids[counts.lines]:
                 raise UserError(
                     "expected answers in the order of the prompts, found another order",

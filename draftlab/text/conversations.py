@@ -155,8 +155,8 @@ class ConversationLine(StrictModel):
 LINE_HELP = (
     'a line is {"id": …, "messages": [{"role": "system" | "user" | "assistant", '
     '"content": text}, …], "source": …, "category": …, "template_arguments": {…}}; '
-    "id and source may be left out of all lines, the last two of any. Rows of ShareGPT, of the "
-    "chat APIs, pairs such as instruction and response, and prompts alone are read, too"
+    "all but messages may be left out. Rows of ShareGPT, of the chat APIs, pairs such as "
+    "instruction and response, and prompts alone are read, too"
 )
 
 
@@ -246,10 +246,8 @@ def answer_id(prompt_id: str, sample: int) -> str:
 
 def parse_conversation(
     line: bytes, path: Path, number: int, *, do: str = LINE_HELP
-) -> tuple[Conversation, set[str]]:
-    """Parse line `number` of `path`; return the conversation and its keys.
-
-    A conversation without an id gets the id file:number.
+) -> Conversation:
+    """Parse line `number` of `path`. A conversation without an id gets the id file:number.
 
     Args:
         do: the advice of errors.
@@ -263,7 +261,7 @@ def parse_conversation(
         parsed = _parse_with_json(line, number, where=f"{path}:{number}", do=do)
     asked = list(takewhile(lambda message: message.role != "assistant", parsed.messages))
     late = {"later image" for one in parsed.messages[len(asked) :] if one.images}
-    conversation = Conversation(
+    return Conversation(
         parsed.id or f"{path.stem}:{number}",
         [message.for_template() for message in parsed.messages],
         parsed.source or path.name,
@@ -275,7 +273,6 @@ def parse_conversation(
         parsed.template_arguments,
         tuple(ImageFile(path.parent, name) for one in parsed.messages for name in one.images),
     )
-    return conversation, parsed.model_fields_set
 
 
 def _parse_with_json(line: bytes, number: int, *, where: str, do: str) -> ConversationLine:
@@ -324,29 +321,18 @@ def iterate_conversations(path: Path, *, do: str = LINE_HELP) -> Iterator[Conver
         do: the advice of errors in a line.
 
     Raises:
-        UserError: a line is not valid, has other keys than the first, or repeats an id.
+        UserError: a line is not valid, or repeats an id.
     """
     first_line: dict[str, int] = {}
-    expected_keys: set[str] | None = None
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, 1):
-                where = f"{path}:{number}"
-                conversation, keys = parse_conversation(line, path, number, do=do)
-                keys = keys - {"tools", "category", "template_arguments"}
-                expected_keys = keys if expected_keys is None else expected_keys
-                if keys != expected_keys:
-                    raise UserError(
-                        f"expected the keys of line 1, {sorted(expected_keys)}, "
-                        f"found {sorted(keys)}",
-                        where=where,
-                        do="keep data sets with different keys in different files",
-                    )
+                conversation = parse_conversation(line, path, number, do=do)
                 if conversation.id in first_line:
                     raise UserError(
                         f"expected unique ids, found {conversation.id!r} here and on line "
                         f"{first_line[conversation.id]}",
-                        where=where,
+                        where=f"{path}:{number}",
                         do="rename one, or leave ids out of all lines",
                     )
                 first_line[conversation.id] = number
