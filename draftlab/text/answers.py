@@ -95,11 +95,6 @@ def regenerate(
         write_conversations(path, answered)
         monitor.say(f"answers: {len(answered):,} given conversations, not the target's own")
         return
-    if target is None:
-        raise UserError(
-            "expected a target to answer the prompts, found none",
-            do="set regenerate.enabled=false for given answers",
-        )
     if decode is None and answer_chunks is None:
         decode = engine_decode(target, settings.batch, monitor)
     stops, max_length = stop_ids(tokenizer, target.folder), target.max_length
@@ -250,19 +245,14 @@ def _in_order(
     answer_chunks: AnswerChunks, chunks: Sequence[list[Draft]], throughput: _Throughput
 ) -> Iterator[list[Draft]]:
     """Yield the chunks in their order after other processes have answered them."""
+
+    def count(chunk: list[Draft]) -> list[Draft]:
+        for answer in (answer for draft in chunk for answer in draft.answers):
+            throughput.add_answer(len(answer.token_ids))
+        return chunk
+
     with closing(answer_chunks(chunks)) as answered:
-        yield from in_order(_counted(answered, throughput))
-
-
-def _counted(
-    answered: Iterator[tuple[int, list[Draft]]], throughput: _Throughput
-) -> Iterator[tuple[int, list[Draft]]]:
-    """Yield what is answered after counting its tokens."""
-    for number, chunk in answered:
-        for draft in chunk:
-            for answer in draft.answers:
-                throughput.add_answer(len(answer.token_ids))
-        yield number, chunk
+        yield from in_order((number, count(chunk)) for number, chunk in answered)
 
 
 def _finished(draft: Draft) -> Conversation | DroppedPrompt:
@@ -343,8 +333,8 @@ class _Drafts(Sequence[list[Draft]]):
     def __init__(self, prompts: Sequence[Conversation], settings: RegenerateSettings) -> None:
         self._prompts, self._settings = prompts, settings
         self.ids, self.num_turns, self.pieces = list[str](), 0, range(0)
-        # Of each draft: its prompt and sample as one number, and where its token ids end.
-        self._numbers, self._ends, self._token_ids = array("q"), array("q"), array("i")
+        # Of each draft: the number of its prompt, that of its sample, and its first request.
+        self._drafts: list[tuple[int, int, array[int]]] = []
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -355,24 +345,21 @@ class _Drafts(Sequence[list[Draft]]):
 
     def add(self, number: int, sample: int, token_ids: Sequence[int]) -> Draft:
         """Add the next draft, whose first request has these token ids: as every sample of it."""
-        if not sample:
-            self._token_ids.extend(token_ids)
-        self._numbers.append(number * self._settings.samples + sample)
-        self._ends.append(len(self._token_ids))
+        first = self._drafts[-1][2] if sample else array("i", token_ids)
+        self._drafts.append((number, sample, first))
         draft = self._draft(len(self.ids))
         self.ids.append(draft.prompt.id)
         self.num_turns += len(draft.rounds)
         return draft
 
     def _draft(self, n: int) -> Draft:
-        number, sample = divmod(self._numbers[n], self._settings.samples)
-        start = self._ends[n - sample - 1] if n > sample else 0
+        number, sample, first = self._drafts[n]
         prompt, temperatures = self._prompts[number], self._settings.temperatures
         return Draft(
             replace(prompt, id=answer_id(prompt.id, sample)),
             temperatures[(number + sample) % len(temperatures)],
             split_rounds(prompt.messages),
-            self._token_ids[start : self._ends[n]],
+            first,
         )
 
 

@@ -8,7 +8,6 @@ from typing import TypeVar
 from draftlab.engine.engine import Engine, decoding_threads
 from draftlab.engine.sampling import Generation, Request
 from draftlab.progress import Monitor
-from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 
 Decode = Callable[[Sequence[Request], int], Iterator[Generation]]
@@ -34,9 +33,7 @@ def answer_engine(target: Target, batch: int, max_length: int, monitor: Monitor)
     )
 
 
-def engine_decode(
-    target: Target | TargetMetadata, batch: int, monitor: Monitor | None = None
-) -> Decode:
+def engine_decode(target: Target, batch: int, monitor: Monitor | None = None) -> Decode:
     """Return a `Decode` that runs the target's own engine on `batch` requests at once.
 
     It keeps the engine for later calls: on a GPU one captures dozens of graphs, each of which takes
@@ -45,8 +42,6 @@ def engine_decode(
     Args:
         monitor: told if memory is short for so many requests.
     """
-    if isinstance(target, TargetMetadata):
-        raise ValueError("expected a loaded target or `decode`, found the target's metadata only")
     monitor = monitor or Monitor()
     engine: Engine | None = None
 
