@@ -17,7 +17,9 @@ import io
 import json
 import re
 import struct
-from contextlib import redirect_stderr
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +118,7 @@ def gguf_folder(file: Path) -> Path:
     folder = cache_folder() / "gguf" / f"{file.stem}-{_hash(file)}"
     if not (folder / "config.json").is_file():
         _check_arrays(file)
-        with moved_into(folder) as work:
+        with moved_into(folder) as work, _read_once():
             metadata = _read_metadata(file)
             _tokenizer(file, metadata).save_pretrained(work)
             _write_config(file, metadata, work)
@@ -131,7 +133,7 @@ def add_weights(folder: Path, file: Path) -> None:
     config = getattr(transformers, "GgufConfig", None)
     options = {} if config is None else {"quantization_config": config(dequantize=True)}
     # transformers' bars for a second of work would fill a log.
-    with moved_into(folder) as work, redirect_stderr(io.StringIO()):
+    with moved_into(folder) as work, _read_once(), redirect_stderr(io.StringIO()):
         # They are stored in float16, which rounds less than bfloat16 does.
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float16, **options
@@ -139,6 +141,21 @@ def add_weights(folder: Path, file: Path) -> None:
         names = dict(model.named_parameters())  # a shared tensor has one name
         tensors = {name: x for name, x in model.state_dict().items() if name in names}
         save_file(tensors, work / "model.safetensors", {"format": "pt"})
+
+
+@contextmanager
+def _read_once() -> Iterator[None]:
+    """Keep what the package gguf reads: transformers asks for it up to six times, seconds each."""
+    import gguf
+
+    functions = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    try:
+        for name, function in functions.items():
+            setattr(gguf, name, cache(function))
+        yield
+    finally:
+        for name, function in functions.items():
+            setattr(gguf, name, function)
 
 
 def _check(file: Path) -> None:
@@ -217,7 +234,7 @@ def _read_metadata(file: Path) -> dict[str, Any]:
     """Return the metadata of a GGUF file that decide about the tokenizer and stop tokens."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(file)
+    reader = GGUFReader(str(file))  # as transformers names it, so that both share it
     fields = reader.fields
     names = ("model", "pre", "tokens", "token_type", "eot_token_id", *_SPECIAL)
     found = {name: fields.get(f"tokenizer.ggml.{name}") for name in names}
