@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,32 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = MAX_CHE
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old)
     return final
+
+
+class CheckpointWriter:
+    """Writes checkpoints on a thread: their hashes and the disk take seconds a gigabyte."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._writing: Future[Path] | None = None
+
+    def write(self, checkpoint: Checkpoint) -> None:
+        """Begin to write a checkpoint, whose tensors do not change any more."""
+        self.finish()
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._writing = thread.submit(save_checkpoint, self.folder, checkpoint)
+        thread.shutdown(wait=False)
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is written; raise the error that it met."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def close(self) -> None:
+        """Wait for the thread, and ignore its error: another one ended the training."""
+        if self._writing is not None:
+            wait([self._writing])
 
 
 def mark_verified(path: Path) -> None:

@@ -31,10 +31,10 @@ from draftlab.train.batch.packing import Packer, uses_one_row
 from draftlab.train.best_head import BestHead
 from draftlab.train.checkpoint import (
     Checkpoint,
+    CheckpointWriter,
     checkpoints,
     mark_verified,
     read_checkpoint,
-    save_checkpoint,
     training_key,
 )
 from draftlab.train.distributed.backends import DistillationModule, product_dtype, wrap
@@ -123,6 +123,7 @@ class Trainer:
         self.graph = self._step_graph(module)
         self._resume()
         self.verification = ShardVerification(store, folder, self.ranks)
+        self.writer = CheckpointWriter(folder / "checkpoints")
 
     def _report_setup(self, module: DistillationModule) -> None:
         """Print how training runs; on a GPU measure the rate of products, which MFU refers to."""
@@ -185,21 +186,29 @@ class Trainer:
             "training", "lower train.micro_rows or train.row_tokens, or raise train.anchor_parts"
         )
         products = onednn_products(self.device)
-        with closing(self.verification), self.ranks.report_lost_rank(), tracked, memory, products:
+        with (
+            closing(self.verification),
+            closing(self.writer),
+            self.ranks.report_lost_rank(),
+            tracked,
+            memory,
+            products,
+        ):
             if not self.resumed_verified:
                 self.verification.finish(self.monitor)
             with self.ending.postponed():
                 if not self.ended:
                     self._train()
             self.save()
-            if self.verification.finish(self.monitor) and self.ranks.is_main:
-                mark_verified(checkpoints(self.folder / "checkpoints")[-1])
             validation = None
             if self.held_out and not self.ended:
                 validation = self.best.validation_of(self.step) or self.validate()
                 self.best.compare(validation)
                 if line := validation.gap_line(self.trained_alpha):
                     self.monitor.say(line)
+            self.writer.finish()  # it is set aside, too, if a shard is damaged
+            if self.verification.finish(self.monitor) and self.ranks.is_main:
+                mark_verified(checkpoints(self.writer.folder)[-1])
         return validation
 
     def _train(self) -> None:
@@ -264,6 +273,7 @@ class Trainer:
         """Write a checkpoint and end the process if a rank received SIGTERM or SIGHUP."""
         if (number := self.ending.agreed) is not None:
             self.save()
+            self.writer.finish()
             written = f"a checkpoint of step {self.step} is written"
             self.monitor.say(f"{number.name}: {written}; the same command continues from it")
             raise SystemExit(128 + number)
@@ -326,11 +336,13 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Write a checkpoint of the current step with whole weights and moments, not shards.
+        """Have a checkpoint of the current step written, with whole weights and moments.
 
         Raises:
-            UserError: weights are not finite, or a shard that is hashed by now is damaged.
+            UserError: weights are not finite, a shard that is hashed by now is damaged, or the last
+                checkpoint could not be written.
         """
+        self.writer.finish()
         self.verification.update()
         weights, moments = self.backend.weights(), self.backend.moments()
         broken = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
@@ -338,6 +350,5 @@ class Trainer:
             self._raise_not_finite(f"weights that are not finite: {', '.join(broken)}")
         if self.ranks.is_main:
             state, verified = (self.step, self.tokens_seen, self.key), self.verification.complete
-            checkpoint = Checkpoint(*state, weights, moments, verified)
-            save_checkpoint(self.folder / "checkpoints", checkpoint)
+            self.writer.write(Checkpoint(*state, weights, moments, verified))
         self.timer.mark(NOT_TRAINING)
