@@ -26,14 +26,12 @@ from draftlab.run.folder import find_run
 from draftlab.run.resolve import REFERENCE, recipe_of, reference_head
 from draftlab.run.stages import STAGES, read_record, record_path
 from draftlab.store.manifest import MANIFEST, Manifest, StoreWindow
-from draftlab.store.prompt_split import hold_out
 from draftlab.store.shard import list_shards
 from draftlab.store.store import Store
 from draftlab.store.urls import is_url
 from draftlab.target_model.hidden_states import default_boundaries
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
-from draftlab.text.draft_vocabulary import predicted_counts
 from draftlab.text.samples import highlight_answers
 
 REPORT = "report.json"
@@ -198,15 +196,14 @@ def _fields(values: dict[str, Any]) -> str:
     return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
-def _contents(manifest: Manifest, *predicted: str) -> dict[str, str]:
-    """Return rows about what a store is of; `predicted`: further shares of its tokens."""
+def _contents(manifest: Manifest) -> dict[str, str]:
+    """Return rows about what a store is of."""
     identity, counts = manifest.identity, manifest.counts
-    in_answers = f"{counts.loss_tokens / counts.tokens:.1%} in answers"
     return {
         "target": f"{identity.target_name} ({identity.target_fingerprint[:12]})",
         "boundaries": f"{list(identity.boundaries)}, inputs of layers",
         "records": f"{counts.records:,} in {count_text(len(manifest.shards), 'shard')}",
-        "tokens": ", ".join([f"{counts.tokens:,}", in_answers, *predicted]),
+        "tokens": f"{counts.tokens:,}, {counts.loss_tokens / counts.tokens:.1%} in answers",
     }
 
 
@@ -214,28 +211,12 @@ def _store(store: Store, console: Console, verify: bool) -> None:
     if verify:
         store.verify()
     manifest, counts = store.manifest, store.manifest.counts
-    num_bytes = int(manifest.written.bytes.sum())
-    if store.files.is_local:
-        num_predicted, covered = count_predicted(store)
-        predicted = f"{num_predicted / counts.tokens:.1%} predicted"
-        shares = [f"{share:.1%} with {size:,}" for size, share in covered.items()]
-        coverage = "not counted: all records answer one prompt"
-        if shares:
-            coverage = f"chosen by other prompts, covers {', '.join(shares)}"
-    else:
-        predicted, coverage = "predicted ones are not counted", "not counted: it reads all shards"
-    histogram = length_histogram(store.lengths)
-    most = max(count for _, count in histogram)
-    lengths = "\n".join(
-        f"≤ {longest:<7,} {count:>9,} {'▇' * math.ceil(30 * count / most)}"
-        for longest, count in histogram
-    )
+    num_bytes, lengths = int(manifest.written.bytes.sum()), np.array(store.lengths)
     _table(
         f"store {store.address}",
         {
-            **_contents(manifest, predicted),
-            "draft vocabulary": coverage,
-            "lengths": lengths,
+            **_contents(manifest),
+            "lengths": f"{lengths.min():,} to {lengths.max():,}, mean {lengths.mean():,.0f}",
             "size": f"{size_text(num_bytes)}, {num_bytes / counts.tokens:,.0f} bytes per token, "
             f"{store.identity.dtype}",
             "checksums": f"the SHA-256 hashes of all {len(manifest.shards)} shards agree"
@@ -304,32 +285,3 @@ def _window(folder: Path, manifest: Manifest, window: StoreWindow, console: Cons
         },
         console,
     )
-
-
-VOCABULARY_SIZES = (1_024, 2_048, 4_096, 8_192, 16_384, 32_768, 65_536, 131_072)
-HELD_OUT = 0.2
-"""Share of the prompts whose tokens the coverage is about."""
-
-
-def count_predicted(store: Store) -> tuple[int, dict[int, float]]:
-    """Count the tokens of a whole store that a head predicts; no hidden states are read.
-
-    Returns:
-        Their number, and the size of a draft vocabulary → share of the predicted tokens of a fifth
-        of the prompts that the most frequent tokens of the other prompts cover, for sizes up to
-        that of all their tokens; empty if all records answer one prompt.
-    """
-    parts = hold_out(store.ids, HELD_OUT, seed=0)
-    chosen, unseen = (predicted_counts(store, store.identity.vocab_size, x)[0] for x in parts)
-    distinct, judged = int((chosen > 0).sum()), int(unseen.sum())
-    sizes = [size for size in VOCABULARY_SIZES if size < distinct] + [distinct]
-    found = unseen[np.argsort(-chosen, kind="stable")]
-    coverage = {size: float(found[:size].sum() / judged) for size in sizes if judged}
-    return int(chosen.sum()) + judged, coverage
-
-
-def length_histogram(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Return (upper bound, count) for lengths up to 16, 32, 64, …, without empty ends."""
-    buckets = np.maximum(np.ceil(np.log2(np.maximum(lengths, 1))).astype(int), 4)
-    counts = np.bincount(buckets)
-    return [(2**i, int(counts[i])) for i in range(int(buckets.min()), int(buckets.max()) + 1)]
