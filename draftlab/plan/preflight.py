@@ -21,7 +21,6 @@ from draftlab.errors import UserError
 from draftlab.evaluate.vllm_compare import check_heads, check_settings
 from draftlab.export.layout import Export, layout_for
 from draftlab.export.refusals import serving_warnings
-from draftlab.files import known_sha256
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import load_config
 from draftlab.heads.head import DraftHead
@@ -64,7 +63,6 @@ from draftlab.text.mask_token import choose_mask_token
 from draftlab.text.prompts import find_prompts
 from draftlab.text.self_prompts import find_user_turn
 from draftlab.text.settings import SELF
-from draftlab.text.suites import suite_sha256
 from draftlab.text.tokenizer_check import check_tokenizer
 from draftlab.train.fast.choose_forward import check_fp8_device, check_fp8_sizes
 from draftlab.train.initial_weights import check_start
@@ -160,17 +158,6 @@ def _check_inputs(planned: Planned) -> Iterable[str]:
     if planned.runs("answers") and prompts.source != SELF and find_prompts(prompts) is None:
         check_available(prompts.source)
         yield f"the run reads the data set {prompts.source} from the Hub"
-
-
-def _check_suites(planned: Planned) -> Iterable[str]:
-    """Warn about suites that are the file which training reads."""
-    prompts = find_prompts(planned.recipe.prompts) if planned.runs("eval") else None
-    for suite in (planned.recipe.eval.suite or ()) if prompts else ():
-        if suite_sha256(suite) == known_sha256(prompts):
-            yield (
-                f"warning: eval.suite: {suite} is what training reads, so that its AL is higher "
-                "than that of new prompts; without eval.suite the held-out ones are evaluated"
-            )
 
 
 def _check_adapter(planned: Planned) -> None:
@@ -398,7 +385,6 @@ def check_head(recipe: Recipe, config: Any, tokenizer_hash: str = "") -> tuple[D
 
 CHECKS: tuple[Callable[[Planned], Iterable[str] | None], ...] = (
     _check_inputs,
-    _check_suites,
     _check_adapter,
     _check_url,
     _check_machine,
