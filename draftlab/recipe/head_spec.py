@@ -21,12 +21,10 @@ from draftlab.store.manifest import StoreIdentity
 from draftlab.store.store import Store
 from draftlab.target_model.hidden_states import check_boundaries, default_boundaries
 from draftlab.target_model.locate import (
+    CONFIG_FILES,
     config_folder,
-    hub_answers,
-    hub_error,
     load_config,
     max_positions,
-    read_config,
     resolve_target,
 )
 from draftlab.target_model.settings import TargetSettings
@@ -45,18 +43,8 @@ def target_config(target: TargetSettings) -> Any:
 
     Raises a `UserError` if it cannot be read.
     """
-    if (folder := config_folder(target)) is not None:
-        return load_config(folder, trust_remote_code=target.trust_remote_code)
-    answers = hub_answers()
-    try:
-        return read_config(
-            target.path,
-            revision=target.revision,
-            trust_remote_code=target.trust_remote_code,
-            local_files_only=not answers,
-        )
-    except Exception as error:  # OSError, ValueError, and what remote code raises
-        raise hub_error(target, "the target's config", error, answers) from None
+    folder = config_folder(target) or resolve_target(target, CONFIG_FILES)
+    return load_config(folder, trust_remote_code=target.trust_remote_code)
 
 
 def choose_boundaries(recipe: Recipe, num_layers: int, monitor: Monitor) -> tuple[int, ...]:

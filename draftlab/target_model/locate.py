@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from draftlab.errors import UserError
-from draftlab.files import read_fields, read_json
+from draftlab.files import read_fields
 from draftlab.formatting import is_positive
 from draftlab.target_model.settings import EMBEDDED, TargetSettings
 
 MOST_LAYERS = 1024
+CONFIG_FILES = ("*config.json", "*.py")
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 TARGET_FILES = (*TOKENIZER_FILES, "*.safetensors")
 
@@ -173,17 +174,6 @@ def check_named(target: object, trust_remote_code: bool) -> None:
         )
 
 
-def read_config(path: Path | str, **options: Any) -> Any:
-    """Return a config of transformers; raise an AttributeError if it lacks a decoder's sizes."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path, **options)
-    text = config.get_text_config()
-    for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
-        getattr(text, name)  # which a config class of the checkpoint's own may not have
-    return config
-
-
 def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     """Return a checkpoint's config.json as transformers reads it.
 
@@ -191,8 +181,10 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
         UserError: it does not load, it has more layers than any model, or its RoPE has a base that
             is no positive number.
     """
-    fields = read_json(folder / "config.json", kind="target's config.json")
-    for part in (fields, *fields.values()) if isinstance(fields, dict) else ():
+    from transformers import AutoConfig
+
+    fields = read_fields(folder / "config.json", {}, kind="target's config.json")
+    for part in (fields, *fields.values()):
         layers = part.get("num_hidden_layers") if isinstance(part, dict) else None
         if isinstance(layers, int) and layers > MOST_LAYERS:  # a plan makes a module of each
             raise UserError(
@@ -202,7 +194,10 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
             )
     advice = "check that the folder is complete and that transformers knows the architecture"
     with explain_loading("the target's config", folder, advice):
-        config = read_config(folder, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        text = config.get_text_config()
+        for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            getattr(text, name)  # which a config class of the checkpoint's own may not have
     if (file := folder / "hf_quant_config.json").is_file() and not hasattr(
         config, "quantization_config"
     ):  # as Model Optimizer writes it; transformers does not read it
@@ -210,18 +205,6 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
         config.quantization_config = {"quant_method": "modelopt"} | found["quantization"]
     check_rope(config, folder / "config.json")
     return config
-
-
-def hub_error(settings: TargetSettings, what: str, error: Exception, answers: bool) -> UserError:
-    """Return the error of something that could not be read from the Hub."""
-    if "trust_remote_code" in str(error):
-        return load_error(what, settings.path, error, "")
-    reason = str(error) if answers else "the Hub does not answer, and the local cache lacks it"
-    return UserError(
-        f"{what} could not be read from the Hub: {reason}",
-        where=settings.path,
-        do="check the id, your network and your login, or name a local folder",
-    )
 
 
 def resolve_target(settings: TargetSettings, files: Sequence[str] = TARGET_FILES) -> Path:
@@ -260,7 +243,12 @@ def _download(settings: TargetSettings, files: Sequence[str]) -> Path:
             )
         )
     except Exception as error:  # the Hub client has many: offline, gated, unknown, interrupted
-        raise hub_error(settings, "the target", error, answers) from None
+        reason = str(error) if answers else "the Hub does not answer, and the local cache lacks it"
+        raise UserError(
+            f"the target could not be read from the Hub: {reason}",
+            where=settings.path,
+            do="check the id, your network and your login, or name a local folder",
+        ) from None
 
 
 def resolve_device(name: str) -> torch.device:

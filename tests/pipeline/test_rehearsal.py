@@ -28,6 +28,7 @@ from draftlab.heads.folder import load_config
 from draftlab.plan.estimate import RecipeSizes, estimate_table
 from draftlab.recipe import head_spec
 from draftlab.recipe.recipe import load_recipe
+from draftlab.target_model import locate
 from draftlab.target_model.locate import resolve_target, shipped_config
 from draftlab.target_model.settings import TargetSettings
 from draftlab.target_model.stand_in import check_architecture, stand_in_config
@@ -178,7 +179,7 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_plans_of_shipped_recipes_need_no_network(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_spec, "hub_answers", lambda: pytest.fail("asks the Hub"))
+    monkeypatch.setattr(locate, "hub_answers", lambda: pytest.fail("asks the Hub"))
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     target = RecipeSizes(recipe).stages()[0]
     billions = {
