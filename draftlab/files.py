@@ -228,17 +228,33 @@ def try_lock(descriptor: int, path: Path, *, wait: bool = False) -> bool:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[bool]:
-    """Lock a file, which is made if need be; yield whether no other process holds the lock.
+def locked(path: Path, *, wait: bool = False) -> Iterator[bool]:
+    """Lock a file, which is made if need be; yield whether no other process holds the lock, after
+    a `wait` for it.
 
     The operating system releases the lock when the process dies. The file is opened for writing: an
     exclusive lock over NFS needs that, so a folder cannot be locked. No link is followed.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
-        yield try_lock(descriptor, path)
+        yield try_lock(descriptor, path, wait=wait)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def only_user(folder: Path, what: str, do: str) -> Iterator[None]:
+    """Hold the lock of a folder's file `.lock`, which stays there, until the process dies.
+
+    Raises:
+        UserError: another process holds it, which `what` and `do` are about, or the file system's
+            locks do not work.
+    """
+    check_locks(folder)
+    with locked(folder / ".lock") as is_free:
+        if not is_free:
+            raise UserError(what, where=folder, do=do)
+        yield
 
 
 def check_locks(folder: Path) -> None:
@@ -431,21 +447,28 @@ def _use_umask(path: Path) -> None:
     path.chmod(0o666 & ~umask)
 
 
-def refuse_lfs_pointer(path: Path, kind: str) -> None:
-    """Raise a `UserError` if a file is a git-lfs pointer, as clones without git-lfs have them.
+@contextmanager
+def reading_tensors(
+    path: Path, kind: str, do: str = "copy or download the file again"
+) -> Iterator[None]:
+    """Raise a `UserError` if the block cannot read a safetensors file.
 
     Args:
         kind: what the file should hold, in the plural.
+        do: what to do about a file that is missing or damaged. That of a clone without git-lfs has
+            a pointer in its place, and advice of its own.
     """
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        if file.read(32).startswith(b"version https://git-lfs"):
-            raise UserError(
-                f"expected the {kind}, found a git-lfs pointer to them",
-                where=path,
-                do="run `git lfs pull` in the clone, or download the file",
-            )
+    if found := other_kind(path):
+        raise UserError(f"expected the {kind}, found {found}", where=path, do=do)
+    try:
+        yield
+    except Exception as error:  # safetensors raises its own types
+        found = f"the {kind} cannot be read: {error}"
+        with open(path, "rb") as file:
+            if file.read(32).startswith(b"version https://git-lfs"):
+                found = f"expected the {kind}, found a git-lfs pointer to them"
+                do = "run `git lfs pull` in the clone, or download the file"
+        raise UserError(found, where=path, do=do) from None
 
 
 def save_tensors(

@@ -309,7 +309,7 @@ def target_of_nan(scene: Scene) -> object:
 
 
 ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
-    ("head: a pickle as model.safetensors", pickled_weights, "unreadable"),
+    ("head: a pickle as model.safetensors", pickled_weights, "weights cannot be read"),
     ("head: pickled weights to import", pickled_bin, "pickled files can run code"),
     ("head: pickled weights beside its config", lambda s: pickled_bin(s, "own"), "weights"),
     *(
@@ -320,7 +320,7 @@ ATTACKS: list[tuple[str, Callable[[Scene], object], str]] = [
         )
     ),
     ("head: weights that are a pipe", weights_are_a_pipe, "a device or a pipe"),
-    ("head: a header of a terabyte", weights_claim_terabytes, "unreadable"),
+    ("head: a header of a terabyte", weights_claim_terabytes, "weights cannot be read"),
     ("head: an endless device as config", config_is_a_device, "a device or a pipe"),
     (
         "head: a base of RoPE of 0",

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 from draftlab.errors import UserError
 from draftlab.export.launch import LAUNCH, stated_k
-from draftlab.files import read_json
+from draftlab.files import read_fields
 from draftlab.heads.config import Size
 from draftlab.heads.family import Family, families
 from draftlab.heads.rope import attention_factor
@@ -188,10 +188,8 @@ def layout_name(folder: Path) -> Literal["draftlab", "speculators", "native", "u
     if (folder / "draftlab.json").is_file():
         return "draftlab"
     try:
-        config = read_json(folder / "config.json")
+        config = read_fields(folder / "config.json", {}, kind="head's config.json")
     except UserError:
-        return "unknown"
-    if not isinstance(config, dict):
         return "unknown"
     return "speculators" if "speculators_model_type" in config else "native"
 
@@ -216,13 +214,7 @@ def read_foreign_config(
             where=folder,
             do="use it without an import: draftlab eval --head FOLDER",
         )
-    config = read_json(where, kind="head's config.json")
-    if not isinstance(config, dict):
-        raise UserError(
-            "expected a head's config.json, found no object in it",
-            where=where,
-            do=EXPORT_AGAIN,
-        )
+    config = read_fields(where, {}, kind="head's config.json", do=EXPORT_AGAIN)
     if not any(name.endswith("fc.weight") for name in tensors):
         raise UserError(
             "expected a draft head, found no fc.weight among its tensors",

@@ -15,9 +15,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.files import (
     atomic_path,
-    other_kind,
-    read_json,
-    refuse_lfs_pointer,
+    reading_tensors,
     save_tensors,
     write_json,
 )
@@ -32,7 +30,6 @@ MAX_SHARD = "5GB"
 SAFETENSORS_METADATA = {"format": "pt"}
 """The metadata that transformers requires in a safetensors header."""
 WRITE_AGAIN = "`draftlab export` writes the export again"
-COPY_AGAIN = "copy or download the folder again"
 
 
 def write_weights(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -60,7 +57,7 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / DELTA).is_file():
         return [folder / DELTA]
     if (folder / INDEX).is_file():
-        return _files_of_index(folder)
+        return [folder / name for name in sorted({*tensor_files(folder).values()})]
     files = sorted(folder.glob("*.safetensors"))
     if (folder / WEIGHTS) in files:
         return [folder / WEIGHTS]
@@ -115,47 +112,6 @@ def delta_index(folder: Path, changed: Iterable[str]) -> dict[str, Any]:
     return {"metadata": {}, "weight_map": dict(sorted(files.items()))}
 
 
-def _files_of_index(folder: Path) -> list[Path]:
-    """Return the files in the index; no path leads outside the folder."""
-    where = folder / INDEX
-    index = read_json(where, kind="safetensors index")
-    names = index.get("weight_map") if isinstance(index, dict) else None
-    if not (isinstance(names, dict) and names and all(isinstance(n, str) for n in names.values())):
-        raise UserError(
-            'expected an index with a "weight_map" of file names',
-            where=where,
-            do=COPY_AGAIN,
-        )
-    files = sorted(set(names.values()))
-    for name in files:
-        if name != Path(name).name or not name.endswith(".safetensors"):
-            raise UserError(
-                f"expected names of safetensors files beside the index, found {name!r}",
-                where=where,
-                do=COPY_AGAIN,
-            )
-        if not (folder / name).is_file():
-            raise UserError(
-                f"the index names {name}, but there is no such file",
-                where=where,
-                do="copy or download the folder again: a file is missing",
-            )
-    return [folder / name for name in files]
-
-
-def read_file(file: Path, kind: str) -> dict[str, Tensor]:
-    """Return all tensors of a safetensors file; raise a `UserError` if it cannot be read."""
-    try:
-        if found := other_kind(file):
-            raise OSError(f"found {found}")
-        return load_file(file)
-    except Exception as error:  # safetensors raises its own types
-        refuse_lfs_pointer(file, kind)
-        raise UserError(
-            f"the {kind} cannot be read: {error}", where=file, do="copy or download the file again"
-        ) from None
-
-
 def read_weights(folder: Path, kind: str) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint.
 
@@ -167,12 +123,13 @@ def read_weights(folder: Path, kind: str) -> dict[str, Tensor]:
     """
     tensors: dict[str, Tensor] = {}
     for file in weight_files(folder):
-        for name, tensor in read_file(file, kind).items():
-            if name in tensors:
-                raise UserError(
-                    f"the {kind} hold {name} twice", where=file, do="remove one of the two files"
-                )
-            tensors[name] = tensor
+        with reading_tensors(file, kind):
+            found = load_file(file)
+        if twice := sorted(tensors.keys() & found.keys()):
+            raise UserError(
+                f"the {kind} hold {twice[0]} twice", where=file, do="remove one of the two files"
+            )
+        tensors |= found
     return tensors
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from draftlab.errors import UserError
@@ -18,19 +19,25 @@ from draftlab.export.launch import LAUNCH, cached_target_text, readme_text, temp
 from draftlab.export.layout import CONFIG, README, Export, Layout, layout_for
 from draftlab.export.refusals import serving_warnings
 from draftlab.export.serving_tables import ServingTables, read_serving_tables
-from draftlab.export.settings import ExportSettings, check_program
+from draftlab.export.settings import ExportSettings
 from draftlab.export.weight_files import (
     INDEX,
     WRITE_AGAIN,
     common_dtype,
     compare_tensors,
     delta_index,
-    floating_dtype,
-    read_file,
     write_delta,
     write_weights,
 )
-from draftlab.files import atomic_folder, known_sha256, read_json, write_json, write_text
+from draftlab.files import (
+    atomic_folder,
+    known_sha256,
+    read_fields,
+    read_json,
+    reading_tensors,
+    write_json,
+    write_text,
+)
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, load_config, meta_head
 from draftlab.heads.validate import refuse_faults, tensor_faults
@@ -42,7 +49,6 @@ from draftlab.target_model.quantisation import StoredWeights
 
 IN_VLLM, V1_K = ("vllm", "speculators"), 128
 """Layouts that vLLM reads, and the drafts that its older runner verifies (`MAX_SPEC_LEN`)."""
-WEIGHTS_KIND = "head's weights"
 
 
 @dataclass(frozen=True)
@@ -115,7 +121,7 @@ class PlannedExport:
     def _tensors(self, trust_remote_code: bool) -> dict[str, Tensor]:
         """Return the head's tensors, checked, cast, and in the layout's names."""
         export, file = self.export, self.head_folder / WEIGHTS
-        tensors = read_file(file, WEIGHTS_KIND)
+        tensors = _stored_tensors(file)
         refuse_faults(tensor_faults(meta_head(export.head), tensors), file)
         if self.layout.ships_embeddings and export.head.embeddings == "target":
             parts = load_parts(self.target_folder, trust_remote_code=trust_remote_code)
@@ -153,7 +159,6 @@ def plan_export(
     """
     log = (monitor or Monitor()).say
     destination = Path(out).expanduser().resolve()
-    check_program(program)
     check_destination(destination)
     head = load_config(head_folder)
     layout = layout_for(program, head.family)
@@ -169,9 +174,10 @@ def plan_export(
             * (k > V1_K and program in IN_VLLM)
         )
     if settings.dtype is None:
-        dtype = common_dtype(read_file(head_folder / WEIGHTS, WEIGHTS_KIND), head_folder / WEIGHTS)
+        file = head_folder / WEIGHTS
+        dtype = common_dtype(_stored_tensors(file), file)
     else:
-        dtype = floating_dtype(settings.dtype)
+        dtype = getattr(torch, settings.dtype)
     if target_name.endswith(".gguf") and program == "llamacpp":
         target_name = str(Path(target_name).expanduser().resolve())
     elif not is_hub_id(target_name):  # readers open what is written here
@@ -233,6 +239,11 @@ def write_export(*places: Any, trust_remote_code: bool = False, **options: Any) 
     return plan_export(*places, **options).write(trust_remote_code=trust_remote_code)
 
 
+def _stored_tensors(file: Path) -> dict[str, Tensor]:
+    with reading_tensors(file, "head's weights"):
+        return load_file(file)
+
+
 def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor in `dtype`; raise a `UserError` if a value does not fit it."""
     if not tensor.is_floating_point() or tensor.dtype == dtype:
@@ -249,15 +260,8 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _target_config(head: HeadConfig, folder: Path) -> dict[str, Any]:
     """Return the target's config.json if it is the target that the head was trained for."""
-    where = Path(folder) / CONFIG
-    config = read_json(where, kind="target's config.json")
-    if not isinstance(config, dict):
-        raise UserError(
-            "expected a JSON object in the target's config.json",
-            where=where,
-            do="copy or download the target again",
-        )
-    actual = fingerprint(Path(folder))
+    config = read_fields(folder / CONFIG, {}, kind="target's config.json")
+    actual = fingerprint(folder)
     if actual != head.target.fingerprint:
         raise UserError(
             f"expected the target with fingerprint {head.target.fingerprint}, found {actual}",

@@ -6,8 +6,8 @@ unchanged. Tensors that the head shares with its target are not stored.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -22,9 +22,8 @@ from torch.overrides import TorchFunctionMode
 from draftlab.errors import UserError
 from draftlab.files import (
     atomic_path,
-    other_kind,
-    read_json,
-    refuse_lfs_pointer,
+    read_fields,
+    reading_tensors,
     save_tensors,
     write_json,
 )
@@ -116,13 +115,8 @@ def load_config(folder: Path) -> HeadConfig:
             do=f"if it is a head, `draftlab import {quote(str(folder))} --to FOLDER` makes a head "
             "folder of it",
         )
-    fields = read_json(folder / CONFIG, kind="head's draftlab.json")
-    if not isinstance(fields, dict):
-        raise UserError(
-            "expected an object in draftlab.json, found none",
-            where=folder / CONFIG,
-            do="restore draftlab.json from the run or the repository that the head came from",
-        )
+    do = "restore draftlab.json from the run or the repository that the head came from"
+    fields = read_fields(folder / CONFIG, {}, kind="head's draftlab.json", do=do)
     try:
         return make_head_config(**fields)
     except UserError as error:  # the family is unknown
@@ -131,37 +125,20 @@ def load_config(folder: Path) -> HeadConfig:
         raise UserError(
             f"draftlab.json does not describe a head:\n  {describe_errors(error)}",
             where=folder / CONFIG,
-            do="restore draftlab.json from the run or the repository that the head came from",
+            do=do,
         ) from None
 
 
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Raise a `UserError` if the weights at `path` are missing or unreadable."""
-    try:
-        if path.exists() and (found := other_kind(path)):
-            raise OSError(f"found {found}")
-        yield
-    except FileNotFoundError:
-        raise UserError(
-            "expected the head's weights, found nothing",
-            where=path,
-            do="copy model.safetensors beside draftlab.json",
-        ) from None
-    except Exception as error:  # safetensors raises its own type for a truncated file
-        refuse_lfs_pointer(path, "head's weights")
-        raise UserError(
-            f"the head's weights are unreadable: {error}",
-            where=path,
-            do="remove this file; `draftlab train` makes it again from the last checkpoint"
-            if (path.parents[1] / "train").is_dir()
-            else "copy the file again from where the head came from",
-        ) from None
+def _reading(folder: Path) -> AbstractContextManager[None]:
+    do = "copy the file again from where the head came from"
+    if (folder.parent / "train").is_dir():
+        do = "remove this file; `draftlab train` makes it again from the last checkpoint"
+    return reading_tensors(folder / WEIGHTS, "head's weights", do)
 
 
 def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a head's file, by name; only its header is read."""
-    with _reading(folder / WEIGHTS), safe_open(folder / WEIGHTS, "pt") as file:
+    with _reading(folder), safe_open(folder / WEIGHTS, "pt") as file:
         return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
@@ -182,7 +159,7 @@ def load_head(
         UserError: tensors are missing, unknown, misshapen or not finite; each is named.
     """
     config = load_config(folder)
-    with _reading(folder / WEIGHTS):
+    with _reading(folder):
         tensors = load_file(folder / WEIGHTS)
     shapes = meta_head(config)
     refuse_faults(tensor_faults(shapes, tensors), folder / WEIGHTS)

@@ -69,14 +69,14 @@ def train_head(
     folder: Path,
     *,
     monitor: Monitor,
-    ranks: Ranks | None,
+    ranks: Ranks,
 ) -> DraftHead:
     """Train the head of a recipe, and return it with its provenance.
 
     Args:
         store: states of the recipe's target, recorded or computed when read.
         folder: for checkpoints and metrics.
-        ranks: the processes that train together; None: only this one.
+        ranks: the processes that train together.
     """
     trained = recipe.head.init and load_config(find_head(recipe.head.init))
     trained_mask = getattr(trained, "mask_token_id", None)
@@ -87,7 +87,6 @@ def train_head(
     )
     config = head_config(recipe, store.identity, len(vocabulary.target_ids), monitor, mask=mask)
     data = {"records": len(store), "tokens": int(np.sum(store.lengths))}
-    ranks = ranks or Ranks.join(recipe.train.device)
     with use_device(ranks.device):
         initial = _initial_head(recipe, config, parts, monitor)
         trainer = Trainer(

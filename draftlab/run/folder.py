@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from draftlab.errors import UserError
-from draftlab.files import check_folder, check_locks, locked, remove_leftovers, write_text
+from draftlab.files import check_folder, only_user, remove_leftovers, write_text
 from draftlab.recipe.recipe import LATEST
 from draftlab.run.stages import STAGES
 
@@ -59,14 +59,8 @@ def lock(folder: Path) -> Iterator[None]:
     check_folder(folder)
     check_links(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    check_locks(folder)
-    with locked(folder / ".lock") as is_free:
-        if not is_free:
-            raise UserError(
-                "another draftlab process is working in this run",
-                where=folder,
-                do="wait until it has finished, or start a run with another name",
-            )
+    what = "another draftlab process is working in this run"
+    with only_user(folder, what, "wait until it has finished, or start a run with another name"):
         for name in (".", "stages", "train", *(stage.artefact for stage in STAGES.values())):
             if name != STAGES["store"].artefact:  # which `record` looks after
                 remove_leftovers(folder / name)

@@ -45,13 +45,6 @@ class Texts(Sequence[str]):
             parts.append(b"".join(encoded))
         return cls(np.frombuffer(b"".join(parts), np.uint8), lengths.cumsum())
 
-    @classmethod
-    def join(cls, columns: Sequence[Texts]) -> Texts:
-        """Return the texts of several columns, one after another."""
-        lengths = [np.diff(column.ends, prepend=0) for column in columns]
-        utf8 = np.concatenate([column.utf8 for column in columns])
-        return cls(utf8, np.concatenate(lengths).cumsum())
-
     def __len__(self) -> int:
         return len(self.ends)
 
@@ -101,11 +94,6 @@ class ColumnFile:
         store has the right hash of any file.
         """
         return cls(**map_columns(path, cls.DTYPES))
-
-    @classmethod
-    def concatenate(cls, files: Sequence[Self]) -> dict[str, np.ndarray]:
-        """Return the columns of several files, one after another."""
-        return {name: np.concatenate([getattr(one, name) for one in files]) for name in cls.DTYPES}
 
     def columns(self) -> dict[str, np.ndarray]:
         """Return the columns of the file."""

@@ -37,7 +37,7 @@ class ExtractedStates:
     Attributes:
         tensors: features, last, logsumexp and argmax in a shard's dtypes, [n, …] for the n tokens
             of all samples in order; with fp8 also scales [n, b], and error and square [F]
-            (`Quantised`).
+            (`quantise`).
         finite: bool [n, boundaries + 2]: each boundary's states, the last state, the logits.
     """
 
@@ -179,9 +179,7 @@ def states_to_store(
     boundaries, (feature_dtype, last_dtype) = len(identity.boundaries), STATES[identity.dtype]
     tensors = {"last": last.to(last_dtype)}
     if feature_dtype is E4M3:
-        quantised = quantise(features, boundaries)
-        tensors |= {"features": quantised.codes, "scales": quantised.scales}
-        tensors |= {"error": quantised.error, "square": quantised.square}
+        tensors |= quantise(features, boundaries)
     else:  # rounded before the check: the largest float32 are infinite in bfloat16
         tensors["features"] = features = features.to(feature_dtype)
     logsumexp, argmax = summarise_logits(target, last[positions])

@@ -7,35 +7,22 @@ them too: massive activations do not erase the other channels, as they would in 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from draftlab.kernels.fp8_linear import E4M3, LARGEST_E4M3, SMALLEST_SCALE
 
 
-@dataclass(frozen=True)
-class Quantised:
-    """Features [n, F] of b boundaries, in 8 bits.
-
-    Attributes:
-        codes: e4m3 [n, F].
-        scales: float32 [n, b]; a feature is its code times the scale of its token and boundary.
-        error: float64 [F], the sum over the tokens of the squared quantisation error.
-        square: float64 [F], the sum over the tokens of the squared features.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    error: Tensor
-    square: Tensor
-
-
-def quantise(features: Tensor, boundaries: int) -> Quantised:
-    """Quantise features [n, F] on their device, without a host synchronisation.
+def quantise(features: Tensor, boundaries: int) -> dict[str, Tensor]:
+    """Quantise features [n, F] of b boundaries on their device, without a host synchronisation.
 
     A token's boundary with a value that is not finite is stored and counted as zeros.
+
+    Returns:
+        features: codes, e4m3 [n, F].
+        scales: float32 [n, b]; a feature is its code times the scale of its token and boundary.
+        error, square: float64 [F], sums over the tokens of the squared quantisation error and of
+            the squared features.
     """
     tokens, width = len(features), features.shape[-1] // max(boundaries, 1)
     codes = torch.empty_like(features, dtype=E4M3)
@@ -54,7 +41,7 @@ def quantise(features: Tensor, boundaries: int) -> Quantised:
         difference = dequantise(codes[:, channels], scale[:, None]).float() - exact
         error[channels] = difference.square().sum(0, dtype=torch.float64)
         square[channels] = exact.square().sum(0, dtype=torch.float64)
-    return Quantised(codes, scales, error, square)
+    return {"features": codes, "scales": scales, "error": error, "square": square}
 
 
 def dequantise(codes: Tensor, scales: Tensor) -> Tensor:
@@ -72,7 +59,7 @@ def relative_errors(error: Tensor, square: Tensor, boundaries: int) -> list[tupl
     """Return each boundary's relative RMS error over all channels, and of its worst channel.
 
     Args:
-        error, square: float64 [F], the attributes of `Quantised`, summed over batches.
+        error, square: float64 [F], of `quantise`, summed over batches.
     """
     result = []
     width = len(error) // max(boundaries, 1)

@@ -17,7 +17,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 
 from draftlab.errors import UserError
-from draftlab.files import known_sha256, read_json, write_json
+from draftlab.files import known_sha256, read_fields, write_json
 from draftlab.kernels.fp8_linear import E4M3
 from draftlab.settings import describe_errors
 from draftlab.store.columns import write_columns
@@ -312,8 +312,8 @@ class Manifest(_File, arbitrary_types_allowed=True):
         """Read a manifest and map its columns; raise a `UserError` if there is none, it does not
         fit this version of the schema, or one of the files of columns is missing or damaged.
         """
-        fields = read_json(path, kind="store's manifest.json")
-        version = fields.pop("schema", None) if isinstance(fields, dict) else None
+        fields = read_fields(path, {}, kind="store's manifest.json")
+        version = fields.pop("schema", None)
         if version != SCHEMA or isinstance(version, bool):
             raise UserError(
                 f"expected store schema {SCHEMA}, found {version}",

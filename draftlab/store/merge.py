@@ -7,7 +7,9 @@ import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import numpy as np
 
 from draftlab.errors import UserError
 from draftlab.files import atomic_folder, canonical_json, check_folder, sha256_text
@@ -20,8 +22,10 @@ from draftlab.store.manifest import (
     template_arguments_setting,
 )
 from draftlab.store.record_index import RecordIndex
-from draftlab.store.shard import Shard, Shards, ShardTable, shard_file
+from draftlab.store.shard import Shard, Shards, ShardTable, WrittenShard, shard_file
 from draftlab.store.store import Store
+
+T = TypeVar("T", Counts, Dropped)
 
 
 def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
@@ -43,15 +47,20 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
     manifests = [store.manifest for store in stores]
     _check_ids(stores)
     _check_new(folder)
-    total, number = sum(len(manifest.shards) for manifest in manifests), 0
+    shards = [(store, shard) for store in stores for shard in store.manifest.shards]
     with atomic_folder(folder) as new:
-        for store in stores:
-            for shard in store.manifest.shards:
-                _copy_shard(store, shard, new / shard_file(number))
-                number += 1
-                monitor.progress("merge", number, total)
-        index = RecordIndex.join([manifest.index for manifest in manifests])
-        table = ShardTable.join([one.written for one in manifests], [len(one) for one in stores])
+        for number, (store, shard) in enumerate(shards):
+            _copy_shard(store, shard, new / shard_file(number))
+            monitor.progress("merge", number + 1, len(shards))
+        index = RecordIndex.of(
+            [id_ for store in stores for id_ in store.ids],
+            *(
+                np.concatenate([getattr(manifest.index, name) for manifest in manifests])
+                for name in ("lengths", "temperatures", "shard_records")
+            ),
+        )
+        written = (WrittenShard(**shard.written()) for _, shard in shards)
+        table = ShardTable.of(index, stores[0].identity.fp8_boundaries, written)
         made_by = {"made_by": "merge"}
         shard_ids = [shard.ids for shard in Shards(index, table)]
         sources = [manifest.samples_sha256 for manifest in manifests]
@@ -64,19 +73,17 @@ def merge(stores: Sequence[Store], folder: Path, monitor: Monitor) -> Store:
                 "sources": [manifest.settings for manifest in manifests],
                 **template_arguments_setting(_all_modes(stores)),
             },
-            counts=Counts(**_sums([manifest.counts for manifest in manifests])),
-            dropped=Dropped(**_sums([manifest.dropped for manifest in manifests])),
+            counts=_sum([manifest.counts for manifest in manifests]),
+            dropped=_sum([manifest.dropped for manifest in manifests]),
             truncated=sum(manifest.truncated for manifest in manifests),
         )
         manifest.completed(table).write(new)
     return Store.open(folder)
 
 
-def _sums(models: Sequence[Counts] | Sequence[Dropped]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for model in models:
-        total.update(model.model_dump())
-    return dict(total)
+def _sum(models: Sequence[T]) -> T:
+    names = type(models[0]).model_fields
+    return type(models[0])(**{name: sum(getattr(one, name) for one in models) for name in names})
 
 
 def _check_ids(stores: Sequence[Store]) -> None:

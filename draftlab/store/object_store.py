@@ -14,7 +14,6 @@ import hashlib
 import json
 import re
 import socket
-import tempfile
 import threading
 import time
 import warnings
@@ -189,11 +188,9 @@ class UrlFolder:
         self._retry(attempt, "uploading", name)
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file, and verify it as `upload` does."""
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "content"
-            path.write_bytes(content)
-            self.upload(path, name)
+        """Write a small file."""
+        file_system, path = self._opened[0], self._path(name)
+        self._retry(lambda: file_system.pipe_file(path, content), "writing", name)
 
     def create(self, name: str, content: bytes) -> bool:
         """Write a small file unless there is one; return whether this call has written it.

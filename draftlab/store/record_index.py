@@ -59,12 +59,6 @@ class RecordIndex(ColumnFile):
         )
 
     @classmethod
-    def join(cls, indices: Sequence[RecordIndex]) -> RecordIndex:
-        """Return the index of the records of several indices, one after another."""
-        ids = Texts.join([index.ids for index in indices])
-        return cls(**cls.concatenate(indices) | {"id_ends": ids.ends})
-
-    @classmethod
     def map(cls, path: Path) -> RecordIndex:
         index = super().map(path)
         index.check()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,8 @@ from pydantic import ValidationError
 from draftlab.errors import UserError
 from draftlab.files import (
     canonical_json,
-    check_locks,
-    locked,
-    read_json,
+    only_user,
+    read_fields,
     remove,
     remove_leftovers,
     sha256_text,
@@ -35,26 +34,17 @@ from draftlab.store.recording_plan import check_same_recording
 from draftlab.store.shard import NO_FILE, SHARDS, ShardTable, WrittenShard
 from draftlab.store.shard_files import ShardFiles
 
-LOCK = ".lock"
 NOT_WRITTEN = WrittenShard(bytes=0, sha256="0" * 64)
 """In the table of a complete store: a shard that comes and goes (`StoreWindow`)."""
 
 
-@contextmanager
-def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder's file `.lock`, which stays there, until the process dies.
-
-    Raises a `UserError` if another process holds it, or the file system's locks do not work.
-    """
-    check_locks(folder)
-    with locked(folder / LOCK) as is_free:
-        if not is_free:
-            raise UserError(
-                "another process is recording into this store",
-                where=folder,
-                do="wait for it; --gpus N shares the work on one machine, --ray on several",
-            )
-        yield
+def lock_folder(folder: Path) -> AbstractContextManager[None]:
+    """Lock a store against other processes that record into it (`only_user`)."""
+    return only_user(
+        folder,
+        "another process is recording into this store",
+        "wait for it; --gpus N shares the work on one machine, --ray on several",
+    )
 
 
 class Receipts:
@@ -116,7 +106,7 @@ class Receipts:
         """Return a shard's receipt of this plan; None if there is none."""
         path = self.receipt_path(shard)
         try:
-            receipt: dict[str, Any] = read_json(path, kind="shard's receipt")
+            receipt = read_fields(path, {}, kind="shard's receipt")
         except UserError:
             if path.exists():
                 raise
@@ -215,8 +205,8 @@ def resume_plan(
             path.unlink()
     if not (folder / MANIFEST).exists():
         return plan
-    fields = read_json(folder / MANIFEST, kind="store's manifest.json")
-    if isinstance(fields, dict) and fields.get("records_sha256") == plan.records_sha256:
+    fields = read_fields(folder / MANIFEST, {}, kind="store's manifest.json")
+    if fields.get("records_sha256") == plan.records_sha256:
         plan.write_index(folder)  # it may be damaged
     manifest = Manifest.read(folder / MANIFEST)
     check_same_recording(manifest, plan, folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from multiprocessing.pool import ThreadPool
@@ -100,17 +100,6 @@ class ShardTable(ColumnFile):
                 locations += shard.not_finite.values()
         texts = Texts.of(locations)
         return cls(sizes, hashes, errors, np.array(records, np.int64), texts.utf8, texts.ends)
-
-    @classmethod
-    def join(cls, tables: Sequence[ShardTable], records: Sequence[int]) -> ShardTable:
-        """Return the table of the shards of several stores, with these numbers of records, one
-        after another.
-        """
-        starts = np.cumsum([0, *records[:-1]])
-        numbers = [t.not_finite_records + start for t, start in zip(tables, starts, strict=True)]
-        ends = Texts.join([table.not_finite for table in tables]).ends
-        places = {"not_finite_records": np.concatenate(numbers), "not_finite_ends": ends}
-        return cls(**cls.concatenate(tables) | places)
 
     def check(self, index: RecordIndex, boundaries: int) -> None:
         """Raise a `ValueError` if this is not the table of an index; boundaries: as in `of`."""
@@ -240,9 +229,6 @@ class Shards(Sequence[Shard]):
         if isinstance(number, slice):
             return [self[i] for i in range(len(self))[number]]
         return Shard(self._index, self._table, range(len(self))[number])
-
-    def __iter__(self) -> Iterator[Shard]:
-        return (Shard(self._index, self._table, number) for number in range(len(self)))
 
 
 def _checked(path: Path) -> Path:

@@ -23,7 +23,7 @@ from pathlib import Path
 from uuid import uuid4
 
 from draftlab.errors import UserError
-from draftlab.files import CACHE, cache_folder, check_locks, sha256_file, try_lock
+from draftlab.files import CACHE, cache_folder, check_locks, locked, sha256_file, try_lock
 from draftlab.formatting import parse_size, size_text
 
 SIZE = "DRAFTLAB_CACHE_SIZE"
@@ -83,7 +83,7 @@ class ShardCache:
                 finally:
                     os.close(descriptor)
                 return
-            with _lock(self._locks / sha256[:2]):
+            with locked(self._locks / sha256[:2], wait=True):
                 if sha256 not in self:
                     self._download(sha256, size, download, where)
 
@@ -92,7 +92,7 @@ class ShardCache:
         size = path.stat().st_size
         if size > self.max_bytes:
             return
-        with _lock(self._locks / sha256[:2]), self._reserved(sha256, size) as part:
+        with locked(self._locks / sha256[:2], wait=True), self._reserved(sha256, size) as part:
             self._commit(path, part, sha256)
 
     @contextmanager
@@ -110,7 +110,7 @@ class ShardCache:
 
     def num_bytes(self) -> int:
         """Return the size of all files, downloads that have begun among them."""
-        with _lock(self.folder / ".lock"):
+        with locked(self.folder / ".lock", wait=True):
             return sum(size for _, size, _ in self._entries())
 
     def _pin(self, sha256: str, size: int) -> int | None:
@@ -123,10 +123,8 @@ class ShardCache:
         fcntl.flock(descriptor, fcntl.LOCK_SH)
         stat = os.fstat(descriptor)
         if stat.st_nlink:
-            if stat.st_mtime_ns == CHECKED_NS and stat.st_size == size:
-                os.utime(descriptor, ns=(time.time_ns(), CHECKED_NS))
-                return descriptor
-            if stat.st_size == size and sha256_file(path) == sha256:
+            is_checked = stat.st_mtime_ns == CHECKED_NS
+            if stat.st_size == size and (is_checked or sha256_file(path) == sha256):
                 os.utime(descriptor, ns=(time.time_ns(), CHECKED_NS))
                 return descriptor
             path.unlink(missing_ok=True)  # it was changed; it is downloaded again
@@ -158,7 +156,7 @@ class ShardCache:
         """Give a file its name in place of the download that had reserved its room."""
         with open(path, "rb") as file:
             os.fsync(file.fileno())  # a name must not outlive a power cut without its bytes
-        with _lock(self.folder / ".lock"):  # others count files
+        with locked(self.folder / ".lock", wait=True):  # others count files
             os.replace(path, part)
             # Not before: `temporary` of another thread would remove so old a file.
             os.utime(part, ns=(time.time_ns(), CHECKED_NS))
@@ -178,7 +176,7 @@ class ShardCache:
 
     def _reserve(self, part: Path, size: int) -> int | None:
         """Return the locked descriptor of a new file; None if there is no room yet."""
-        with _lock(self.folder / ".lock"):
+        with locked(self.folder / ".lock", wait=True):
             entries = sorted(self._entries())
             free = self.max_bytes - sum(taken for _, taken, _ in entries)
             for _, taken, path in entries:
@@ -212,14 +210,3 @@ class ShardCache:
             return is_free
         finally:
             os.close(descriptor)
-
-
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a file; wait for others."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        try_lock(descriptor, path, wait=True)
-        yield
-    finally:
-        os.close(descriptor)

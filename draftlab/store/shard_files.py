@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, known_sha256, read_json
+from draftlab.files import atomic_path, known_sha256, read_fields
 from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.object_store import UrlClaim, UrlFolder
 from draftlab.store.record_index import RECORDS
@@ -186,10 +186,6 @@ class RemoteShardFiles(ShardFiles):
         """Return the content of the manifest at the URL; None: there is none."""
         return self.remote.read(MANIFEST)
 
-    def copy_columns(self, name: str, path: Path, sha256: str) -> None:
-        """Copy the file of an index or table, which has this hash, from the URL."""
-        self.remote.download(name, path, None, sha256)
-
     def fetch(self, shards: Iterable[Shard]) -> list[Future[None]]:
         """Begin to download shards that are read soon; return the downloads. Errors are left to
         who reads them, and a cancelled download does not begin.
@@ -319,11 +315,11 @@ def read_copy(files: RemoteShardFiles, content: bytes, folder: Path) -> Manifest
     """
     try:
         (folder / MANIFEST).write_bytes(content)
-        fields = read_json(folder / MANIFEST, kind="store's manifest.json")
+        fields = read_fields(folder / MANIFEST, {}, kind="store's manifest.json")
         for name in (RECORDS, SHARDS):
             key = f"{name.partition('.')[0]}_sha256"  # the manifest has the hash of what it needs
-            if isinstance(fields, dict) and (digest := fields.get(key)):
-                files.copy_columns(name, folder / name, digest)
+            if digest := fields.get(key):
+                files.remote.download(name, folder / name, None, digest)
         return Manifest.read(folder / MANIFEST)
     except OSError as error:
         raise UserError(

@@ -84,7 +84,6 @@ class Store:
         self,
         folder: Path,
         manifest: Manifest,
-        shards: dict[int, dict[str, Tensor]] | None = None,
         files: ShardFiles | None = None,
         samples: Sequence[Sample] | None = None,
     ) -> None:
@@ -96,7 +95,7 @@ class Store:
         self._num_kept, self._verified = manifest.num_kept, set[int]()
         # A process may map 65,530 files; of a shard that is mapped no more, views stay valid.
         num_open = OPEN_SHARDS if self.files.is_local else OPEN_REMOTE_SHARDS
-        self._kept_shard = shards.__getitem__ if shards else lru_cache(num_open)(self._map)
+        self._kept_shard = lru_cache(num_open)(self._map)
 
     @classmethod
     def open(

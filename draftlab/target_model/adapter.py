@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import cache_folder, moved_into, read_json, sha256_file, sha256_text
+from draftlab.files import cache_folder, moved_into, read_fields, sha256_file, sha256_text
 from draftlab.formatting import is_positive
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.parts import shard_files, without_wrappers
@@ -80,7 +80,7 @@ def read_adapter(adapter: Path) -> tuple[dict[str, Any], Path]:
             where=adapter,
             do="name the folder that peft's save_pretrained wrote",
         )
-    config = read_json(adapter / CONFIG, kind=CONFIG)
+    config = read_fields(adapter / CONFIG, {}, kind=CONFIG)
     wrong = [
         f"{key} {expected}, found {config[key]}"
         for key, expected in _ALWAYS.items()

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, parse_json, read_json
+from draftlab.files import canonical_json, parse_json, read_fields
 from draftlab.target_model.parts import shard_files
 
 PAGE = 4096
@@ -28,7 +28,7 @@ def fingerprint(folder: Path) -> str:
     Returns:
         "2-", 32 hex digits of that sample, "-", and 32 of each tensor's first page alone.
     """
-    config = read_json(folder / "config.json", kind="target's config.json")
+    config = read_fields(folder / "config.json", {}, kind="target's config.json")
     volatile = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
     settings = canonical_json({k: v for k, v in config.items() if k not in volatile}).encode()
     headers = {file: _read_header(file) for file in shard_files(folder)}
@@ -40,7 +40,7 @@ def fingerprint(folder: Path) -> str:
         with open(file, "rb") as opened:
             for name, entry in sorted(tensors.items(), key=lambda item: item[1]["data_offsets"]):
                 start, end = entry["data_offsets"]
-                read = _read_pages(opened.fileno(), data_start + start, end - start, pages)
+                read = read_pages(opened.fileno(), data_start + start, end - start, pages)
                 for samples, content in ((first_pages, read[0]), (all_pages, b"".join(read))):
                     digest = hashlib.sha256(content).hexdigest()
                     samples.append([name, entry["dtype"], entry["shape"], digest])
@@ -51,7 +51,7 @@ def fingerprint(folder: Path) -> str:
     return f"2-{of_all}-{of_first}"
 
 
-def _read_pages(descriptor: int, start: int, size: int, pages: int) -> list[bytes]:
+def read_pages(descriptor: int, start: int, size: int, pages: int) -> list[bytes]:
     """Read pages of a tensor of `size` bytes at equal distances, its first and its last included.
 
     A tensor with fewer pages is read whole.

@@ -40,10 +40,11 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from draftlab.errors import UserError
 from draftlab.files import MAX_JSON, cache_folder, moved_into
 from draftlab.formatting import pip_install
+from draftlab.target_model.fingerprint import read_pages
 
 _MAKER = "2"
 """Changes with what is made of a file."""
-_HEADER_BYTES, _PAGES, _PAGE = 32 << 20, 1024, 4096
+_HEADER_BYTES, _PAGES = 32 << 20, 1024
 """What is hashed of a file: its start, which holds the metadata, and pages at equal distances."""
 _SPECIAL = {
     "bos_token_id": "bos_token",
@@ -224,9 +225,7 @@ def _hash(file: Path) -> str:
     digest = hashlib.sha256(f"{_MAKER} {size} ".encode())
     with open(file, "rb") as opened:
         digest.update(opened.read(_HEADER_BYTES))
-        for i in range(_PAGES):
-            opened.seek(i * max(size - _PAGE, 0) // (_PAGES - 1))
-            digest.update(opened.read(_PAGE))
+        digest.update(b"".join(read_pages(opened.fileno(), 0, size, _PAGES)))
     return digest.hexdigest()[:16]
 
 

@@ -6,19 +6,19 @@ import copy
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftlab.errors import UserError
-from draftlab.files import other_kind, read_fields
+from draftlab.files import read_fields, reading_tensors
 from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.locate import explain_loading, load_config
 
@@ -103,13 +103,6 @@ class TargetParts:
     def norm_form(self) -> NormForm | None:
         """What the norm computes; None: neither an RMS norm nor a layer norm."""
         return find_norm_form(self.norm, self.lm_head)
-
-    def to(self, device: torch.device | str, dtype: torch.dtype) -> TargetParts:
-        """Return copies on another device, in another dtype."""
-        # `Module.to` works in place, and this module may belong to a model in use.
-        norm = copy.deepcopy(self.norm).to(device, dtype)
-        embeddings, lm_head = (x.to(device, dtype) for x in (self.embeddings, self.lm_head))
-        return replace(self, embeddings=embeddings, norm=norm, lm_head=lm_head)
 
 
 def text_decoder(model: PreTrainedModel) -> tuple[nn.Module, nn.ModuleList, nn.Module]:
@@ -239,9 +232,10 @@ def tensor_files(folder: Path) -> dict[str, str]:
         files = read_fields(index, {"weight_map": dict}, kind="safetensors index")["weight_map"]
         for file in files.values():
             # Whatever an index says, nothing outside of the folder is opened.
-            if not isinstance(file, str) or file != Path(file).name:
+            is_name = isinstance(file, str) and file == Path(file).name
+            if not is_name or not file.endswith(".safetensors"):
                 raise UserError(
-                    f"expected names of files beside the index, found {file!r}",
+                    f"expected names of safetensors files beside the index, found {file!r}",
                     where=index,
                     do="fetch the checkpoint again from a source that you trust",
                 )
@@ -296,19 +290,9 @@ def without_wrappers(name: str) -> str:
 
 @contextmanager
 def _open(file: Path) -> Iterator[Any]:
-    """Open a safetensors file; raise a `UserError` if it lacks what is read of it."""
-    if found := other_kind(file):
-        raise UserError(
-            f"expected a shard of the checkpoint, found {found}",
-            where=file,
-            do="fetch the checkpoint again",
-        )
-    try:
-        with safe_open(file, "pt") as tensors:
-            yield tensors
-    except SafetensorError as error:
-        raise UserError(
-            f"a safetensors file is truncated or corrupt: {error}",
-            where=file,
-            do="fetch the file again (git clones need git-lfs)",
-        ) from None
+    """Open a safetensors file of a checkpoint; raise a `UserError` if it cannot be read."""
+    with (
+        reading_tensors(file, "target's weights", "fetch the checkpoint again"),
+        safe_open(file, "pt") as tensors,
+    ):
+        yield tensors

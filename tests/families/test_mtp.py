@@ -245,7 +245,7 @@ def test_a_file_that_vllm_would_read_later_is_refused(tmp_path: Path) -> None:
         delta_index(tmp_path, ["x"])
     for file in ("../x.safetensors", ["x"]):  # of a stranger's index
         (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"x": file}}))
-        with pytest.raises(UserError, match="expected names of files beside the index"):
+        with pytest.raises(UserError, match="expected names of safetensors files beside the index"):
             delta_index(tmp_path, ["x"])
 
 

@@ -229,7 +229,7 @@ def test_all_faults_are_listed_at_once(folder: Path) -> None:
 def test_truncated_weights_are_named(folder: Path, size: int) -> None:
     file = folder / FILE
     file.write_bytes(file.read_bytes()[:size])
-    with pytest.raises(UserError, match="unreadable") as caught:
+    with pytest.raises(UserError, match="weights cannot be read") as caught:
         load(folder)
     assert FILE in str(caught.value)
 

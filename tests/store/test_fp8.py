@@ -25,9 +25,9 @@ def random_features(tokens: int, channels: int, seed: int = 0) -> torch.Tensor:
 def test_dequantised_features_are_exact_to_three_bits_of_mantissa() -> None:
     exact = random_features(200, 96) * torch.logspace(-3, 3, 200)[:, None]
     quantised = quantise(exact, 3)
-    assert (quantised.codes.dtype, quantised.scales.dtype) == (E4M3, torch.float32)
-    assert quantised.scales.shape == (200, 3)
-    decoded = dequantise(quantised.codes, quantised.scales)
+    assert (quantised["features"].dtype, quantised["scales"].dtype) == (E4M3, torch.float32)
+    assert quantised["scales"].shape == (200, 3)
+    decoded = dequantise(quantised["features"], quantised["scales"])
     assert decoded.dtype == torch.bfloat16
     by_boundary = exact.view(200, 3, 32)
     largest = by_boundary.abs().amax(-1, keepdim=True)
@@ -46,7 +46,7 @@ def test_other_channels_stay_precise_beside_massive_activations() -> None:
     massive[:, [5, 40]] *= 1000
     for features in (exact, massive):
         quantised = quantise(features, 1)
-        error, square = (sums.float() for sums in (quantised.error, quantised.square))
+        error, square = (sums.float() for sums in (quantised["error"], quantised["square"]))
         assert float((error / square).sqrt().max()) < 0.045
     # int8 with the same scales rounds everything but the two channels to zero.
     step = massive.abs().amax(-1, keepdim=True) / 127
@@ -62,11 +62,11 @@ def test_zeros_tiny_and_not_finite_tokens() -> None:
     exact[3, :4] = torch.tensor([1.0, -2.0, 3.0, float("inf")])
     exact[3, 4:] = 1.0
     quantised = quantise(exact, 2)
-    decoded = dequantise(quantised.codes, quantised.scales).float()
+    decoded = dequantise(quantised["features"], quantised["scales"]).float()
     assert bool(decoded.isfinite().all())
     assert bool((decoded[2] == 0).all())
     assert decoded[3].tolist() == [0, 0, 0, 0, 1, 1, 1, 1]
-    assert bool(quantised.error.isfinite().all())
+    assert bool(quantised["error"].isfinite().all())
 
 
 def test_relative_errors_by_boundary() -> None:
@@ -85,7 +85,7 @@ def test_a_store_in_fp8(target: Target, tmp_path: Path) -> None:
     for a, b in zip(exact, store, strict=True):
         assert b.features.dtype == b.last.dtype == torch.bfloat16
         expected = quantise(a.features, len(BOUNDARIES))
-        assert torch.equal(b.features, dequantise(expected.codes, expected.scales))
+        assert torch.equal(b.features, dequantise(expected["features"], expected["scales"]))
         assert torch.equal(b.last, a.last.bfloat16())
         assert torch.equal(b.argmax, a.argmax)
     # The reported errors are those of the features as read.

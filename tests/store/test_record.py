@@ -12,7 +12,7 @@ import torch
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.store import extraction, resume
+from draftlab.store import extraction
 from draftlab.store import record as record_module
 from draftlab.store.record import RecordSettings, record
 from draftlab.store.recording_plan import PASS_TOKENS, batches_of, cut_batches
@@ -153,7 +153,7 @@ def test_too_little_disk_is_refused(
     monkeypatch.setattr(record_module.shutil, "disk_usage", lambda _: usage(10_000))
     with pytest.raises(UserError, match="free disk"):
         record_store(target, tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == [resume.LOCK]
+    assert [p.name for p in tmp_path.iterdir()] == [".lock"]
 
 
 def test_no_sample_is_longer_than_the_target_has_positions(target: Target, tmp_path: Path) -> None:

@@ -283,13 +283,13 @@ def test_a_receipt_that_the_leader_removes_is_no_error(
     (tmp_path / first.file).write_bytes(b"ab")
     assert 0 in receipts.missing(), "a file of another size"
     (tmp_path / first.file).write_bytes(b"a")
-    read_json = resume_module.read_json
+    read_fields = resume_module.read_fields
 
-    def removed(path: Path, **options: str) -> object:
+    def removed(path: Path, *arguments: object, **options: str) -> object:
         path.unlink()
-        return read_json(path, **options)
+        return read_fields(path, *arguments, **options)
 
-    monkeypatch.setattr(resume_module, "read_json", removed)
+    monkeypatch.setattr(resume_module, "read_fields", removed)
     assert 0 in receipts.missing()
 
 

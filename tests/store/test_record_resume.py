@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from draftlab.errors import UserError
-from draftlab.store import resume
 from draftlab.store.store import Store
 from draftlab.target_model.model import Target
 from tests.helpers.monitors import RecordingMonitor
@@ -191,7 +190,7 @@ def test_killed_at_every_step_a_recording_resumes_to_the_same_bytes(
     assert process.returncode == 0, process.stderr[-3000:]
     result = json.loads(process.stdout.splitlines()[-1])
     shards = [name for name in result["files"] if name.endswith(".safetensors")]
-    assert result["files"] == [resume.LOCK, "manifest.json", *shards]
+    assert result["files"] == [".lock", "manifest.json", *shards]
     # For each shard: half its file, fsync, replace, fsync of the folder, the same for its receipt,
     # unlink; and the manifest twice.
     assert len(shards) > 2

@@ -34,16 +34,6 @@ def test_parts_from_shards_equal_those_in_memory(kind: str, shard: str, tmp_path
     torch.testing.assert_close(actual.logits(last, rows), logits[:, rows])
 
 
-def test_parts_keep_the_checkpoints_dtype_and_move_as_copies(tmp_path: Path) -> None:
-    """Copies for a trainer must not turn the norm of a model in use into another dtype."""
-    target = zoo_target(tmp_path, "llama")
-    half = target.parts.to("cpu", torch.bfloat16)
-    assert half.logits(torch.ones(1, SHAPE["hidden_size"])).dtype == torch.float32
-    assert {p.dtype for p in half.norm.parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in target.model.parameters()} == {torch.float32}
-    target.check_parts()
-
-
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
     [("granite", "logits_scaling", 3.0), ("gemma2", "final_logit_softcapping", 3.0)],
@@ -83,7 +73,7 @@ def test_missing_or_broken_shards_are_named(shard: str, tmp_path: Path) -> None:
     files = sorted(folder.glob("*.safetensors"))
     for file in files:
         file.write_bytes(file.read_bytes()[:-4])
-    with pytest.raises(UserError, match="truncated or corrupt"):
+    with pytest.raises(UserError, match="weights cannot be read"):
         load_parts(folder)
     for file in files:
         file.unlink()
