@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
 from draftlab.evaluate.results import Report
@@ -56,24 +56,29 @@ def without_private_values(value: Any, paths: Paths = ()) -> Any:
 
     `paths` are relative ones, which look like Hub ids (see `relative_paths`).
     """
+
+    def public(text: str) -> str:
+        if _WHOLE_PATH.fullmatch(text):
+            return _last_part(text)
+        text = _ADDRESS.sub(REMOVED, text)
+        for path in (*paths, _PATH):
+            text = path.sub(lambda match: _last_part(match[0]), text)
+        return text
+
+    return _changed(value, public)
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a JSON value whose texts and keys are changed; equal keys get numbers."""
     if isinstance(value, dict):
         keys: set[str] = set()
         return {
-            distinct_name([without_private_values(key, paths)], keys): without_private_values(
-                item, paths
-            )
+            distinct_name([change(key)], keys): _changed(item, change)
             for key, item in value.items()
         }
     if isinstance(value, list):
-        return [without_private_values(item, paths) for item in value]
-    if not isinstance(value, str):
-        return value
-    if _WHOLE_PATH.fullmatch(value):
-        return _last_part(value)
-    value = _ADDRESS.sub(REMOVED, value)
-    for path in (*paths, _PATH):
-        value = path.sub(lambda match: _last_part(match[0]), value)
-    return value
+        return [_changed(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _last_part(path: str) -> str:
@@ -104,14 +109,6 @@ def publishable_report(report: Report, paths: Paths) -> Report:
         head: distinct_name([_last_part(head)], names)
         for head in dict.fromkeys(row.head for row in report.rows if row.head)
     }
-    values = _renamed(report.model_dump(mode="json", by_alias=True), renamed)
+    values = report.model_dump(mode="json", by_alias=True)
+    values = _changed(values, lambda text: renamed.get(text, text))
     return Report.model_validate(without_private_values(values, paths))
-
-
-def _renamed(value: Any, names: dict[str, str]) -> Any:
-    """Return a JSON value with other texts for some of its texts and keys."""
-    if isinstance(value, dict):
-        return {names.get(key, key): _renamed(item, names) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_renamed(item, names) for item in value]
-    return names.get(value, value) if isinstance(value, str) else value

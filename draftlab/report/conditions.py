@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from draftlab.evaluate.results import Report, Row
@@ -39,21 +38,10 @@ _CONDITIONS: dict[str, Callable[[Row], str | None]] = {
 }
 
 
-@dataclass(frozen=True)
-class Conditions:
-    """The conditions of a report's rows.
-
-    Attributes:
-        shared: value of each condition that is the same in every row that has it.
-        varying: values of each other condition, one per row.
+def split_conditions(rows: Sequence[Row]) -> tuple[dict[str, str], dict[str, list[str]]]:
+    """Return the value of each condition that is the same in every row that has it, and the values
+    of each other one, one per row.
     """
-
-    shared: dict[str, str]
-    varying: dict[str, list[str]]
-
-
-def split_conditions(rows: Sequence[Row]) -> Conditions:
-    """Return the rows' conditions, split into shared and varying ones."""
     shared, varying = {}, {}
     for name, get in _CONDITIONS.items():
         values = [get(row) for row in rows]
@@ -80,7 +68,7 @@ def split_conditions(rows: Sequence[Row]) -> Conditions:
         shared["trained K"] = ", ".join(
             dict.fromkeys(f"{k} ({head})" if several else f"{k}" for head, k in trained.items())
         )
-    return Conditions(shared, varying)
+    return shared, varying
 
 
 def report_conditions(report: Report) -> dict[str, str]:
@@ -88,7 +76,7 @@ def report_conditions(report: Report) -> dict[str, str]:
 
     The timing pass can differ from the counting pass: batch 1, fewer prompts, shorter answers.
     """
-    found = {"target": fmt.target_name(report)} | split_conditions(report.rows).shared
+    found = {"target": fmt.target_name(report)} | split_conditions(report.rows)[0]
     timing = report.environment.get("timing")
     if isinstance(timing, Mapping):
         found["timed at"] = ", ".join(
@@ -101,7 +89,7 @@ def report_conditions(report: Report) -> dict[str, str]:
 
 def row_traits(rows: Sequence[Row], *, with_k: bool = True) -> list[tuple[str, ...]]:
     """Return what distinguishes each row from the others, except its temperature."""
-    varying = split_conditions(rows).varying
+    _, varying = split_conditions(rows)
     several_k = with_k and len({row.k for row in rows if fmt.has_drafter(row)}) > 1
     traits = []
     for i, row in enumerate(rows):

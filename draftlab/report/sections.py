@@ -156,7 +156,7 @@ def _results(rows: Sequence[Row]) -> Section:
 
     The fastest of several K's of a head under the same conditions is marked.
     """
-    varying = split_conditions(rows).varying
+    _, varying = split_conditions(rows)
     drafting = {"drafting": varying.pop("drafting")} if "drafting" in varying else {}
     several_batches = any(len(row.timings) > 1 for row in rows)
     groups: dict[Any, list[Row]] = {}

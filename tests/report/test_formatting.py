@@ -42,9 +42,9 @@ def test_labels_name_what_differs_and_are_unique() -> None:
 
 def test_the_trained_k_of_several_heads_names_the_head() -> None:
     rows = [sample.baseline(), sample.row(head="a", k_trained=4), sample.row(head="b", k_trained=6)]
-    conditions = split_conditions(rows)
-    assert conditions.shared["trained K"] == "4 (a), 6 (b)"
-    assert set(conditions.varying) == {"head"}
+    shared, varying = split_conditions(rows)
+    assert shared["trained K"] == "4 (a), 6 (b)"
+    assert set(varying) == {"head"}
     assert row_labels(rows) == ["T = 0, no drafting", "T = 0, a", "T = 0, b"]
 
 
