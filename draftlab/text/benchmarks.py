@@ -6,7 +6,7 @@ Of each conversation the first turn is read only, as in `vllm bench`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ _PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"
 
 
 @dataclass(frozen=True)
-class BenchmarkLayout:
+class Benchmark:
     """The columns of a benchmark's rows, and where the rows are.
 
     Attributes:
@@ -29,45 +29,17 @@ class BenchmarkLayout:
         get: what a user does to get the benchmark if it is not on the Hub.
         subset: the file that is read of a folder with one file per subset, as in `vllm bench`.
         max_new_tokens: the output tokens per prompt in `vllm bench`.
+        path: a local file or folder of the rows; None: the Hub.
     """
 
+    name: str
     column: str
     id_column: str | None
     hub: Source | None = None
     subset: str | None = None
     get: str = ""
     max_new_tokens: int = 256
-
-
-BENCHMARKS = {
-    "mt-bench": BenchmarkLayout("turns", "question_id", Source("mt-bench", "philschmid/mt-bench")),
-    "humaneval": BenchmarkLayout(
-        "prompt", "task_id", Source("humaneval", "openai/openai_humaneval", "test")
-    ),
-    "gsm8k": BenchmarkLayout("question", None, Source("gsm8k", "openai/gsm8k", "test", "main")),
-    "spec-bench": BenchmarkLayout(
-        "turns",
-        "question_id",
-        get="give it as spec-bench:PATH, the question.jsonl of the Spec-Bench repository",
-    ),
-    "speed-bench": BenchmarkLayout(
-        "messages",
-        "question_id",
-        subset="qualitative",
-        get="give it as speed-bench:PATH, the folder that SPEED-Bench's prepare script writes",
-        max_new_tokens=4096,
-    ),
-}
-"""The layouts of the benchmarks, by name."""
-
-
-@dataclass(frozen=True)
-class BenchmarkSource:
-    """A benchmark's rows: from a local file or folder (`path` None: the Hub)."""
-
-    name: str
-    layout: BenchmarkLayout
-    path: Path | None
+    path: Path | None = None
 
     def file(self) -> Path | None:
         """Return the local file; None for the Hub.
@@ -76,11 +48,11 @@ class BenchmarkSource:
             UserError: there is no such file, or it is ambiguous which one is meant.
         """
         if self.path is None:
-            if self.layout.hub is None:
+            if self.hub is None:
                 raise UserError(
                     f"expected a path for {self.name}, found none",
                     where=self.name,
-                    do=self.layout.get,
+                    do=self.get,
                 )
             return None
         if self.path.is_file():
@@ -102,12 +74,12 @@ class BenchmarkSource:
             for file in self.path.rglob("*")
             if file.suffix in FORMATS and file.name != "dataset_infos.json" and file.is_file()
         )
-        matches = [file for file in files if self.layout.subset in (None, file.stem)]
+        matches = [file for file in files if self.subset in (None, file.stem)]
         if len(matches) == 1:
             return matches[0]
         names = ", ".join(str(file.relative_to(self.path)) for file in files[:8])
         raise UserError(
-            f"expected one file {self.layout.subset or ''}".rstrip()
+            f"expected one file {self.subset or ''}".rstrip()
             + f", found {len(matches)} in {names or 'no such file'}"
             + ", …" * (len(files) > 8),
             where=self.path,
@@ -115,15 +87,42 @@ class BenchmarkSource:
         )
 
 
-def parse_benchmark(source: str) -> BenchmarkSource | None:
+BENCHMARKS = {
+    one.name: one
+    for one in (
+        Benchmark("mt-bench", "turns", "question_id", Source("mt-bench", "philschmid/mt-bench")),
+        Benchmark(
+            "humaneval", "prompt", "task_id", Source("humaneval", "openai/openai_humaneval", "test")
+        ),
+        Benchmark("gsm8k", "question", None, Source("gsm8k", "openai/gsm8k", "test", "main")),
+        Benchmark(
+            "spec-bench",
+            "turns",
+            "question_id",
+            get="give it as spec-bench:PATH, the question.jsonl of the Spec-Bench repository",
+        ),
+        Benchmark(
+            "speed-bench",
+            "messages",
+            "question_id",
+            subset="qualitative",
+            get="give it as speed-bench:PATH, the folder that SPEED-Bench's prepare script writes",
+            max_new_tokens=4096,
+        ),
+    )
+}
+"""The benchmarks by name."""
+
+
+def parse_benchmark(source: str) -> Benchmark | None:
     """Parse "NAME" or "NAME:PATH"; return None for embedded prompts and files of conversations."""
     name, _, path = source.partition(":")
     if name not in BENCHMARKS:
         return None
-    return BenchmarkSource(name, BENCHMARKS[name], Path(path).expanduser() if path else None)
+    return replace(BENCHMARKS[name], path=Path(path).expanduser() if path else None)
 
 
-def read_rows(source: BenchmarkSource) -> list[tuple[str, str | None, str]]:
+def read_rows(source: Benchmark) -> list[tuple[str, str | None, str]]:
     """Return (id, category, first turn) of every row of the source, in the data's order.
 
     An id is name/id or, for rows without an id, name/number (from 1). A repeated id gets the row's
@@ -133,11 +132,10 @@ def read_rows(source: BenchmarkSource) -> list[tuple[str, str | None, str]]:
         UserError: a row has another layout (the error names file, line, and the expected field), or
             there are no rows.
     """
-    layout = source.layout
     rows: dict[str, tuple[str, str | None, str]] = {}
     for number, (where, row) in enumerate(_rows(source), 1):
         category = None if row.get("category") is None else str(row["category"])
-        row_id = row.get(layout.id_column) if layout.id_column else None
+        row_id = row.get(source.id_column) if source.id_column else None
         id_ = f"{source.name}/{number if row_id is None else row_id}"
         if id_ in rows:
             id_ = f"{source.name}/{row_id}:{number}"
@@ -145,17 +143,17 @@ def read_rows(source: BenchmarkSource) -> list[tuple[str, str | None, str]]:
     if not rows:
         raise UserError(
             "expected prompts, found no rows",
-            where=source.path or (layout.hub.path if layout.hub else source.name),
+            where=source.path or (source.hub.path if source.hub else source.name),
             do="check the file",
         )
     return list(rows.values())
 
 
-def _rows(source: BenchmarkSource) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(source: Benchmark) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield each row after its location for error messages."""
-    layout, file = source.layout, source.file()
+    file = source.file()
     if file is None:
-        one, alternative = layout.hub, f"give a local copy: {source.name}:PATH"
+        one, alternative = source.hub, f"give a local copy: {source.name}:PATH"
     else:
         one, alternative = Source(source.name, str(file)), ""
     for number, row in enumerate(rows_of(one, alternative), 1):
@@ -171,8 +169,8 @@ def _rows(source: BenchmarkSource) -> Iterator[tuple[str, dict[str, Any]]]:
             )
 
 
-def _first_turn(source: BenchmarkSource, row: dict[str, Any], where: str) -> str:
-    column = source.layout.column
+def _first_turn(source: Benchmark, row: dict[str, Any], where: str) -> str:
+    column = source.column
     if column not in row:
         raise UserError(
             f"expected the field {column} of {source.name}, found {', '.join(row) or 'no field'}",
@@ -180,7 +178,7 @@ def _first_turn(source: BenchmarkSource, row: dict[str, Any], where: str) -> str
             do="check that the file is the benchmark that its name says",
         )
     try:
-        messages = read_row({column: row[column]}).messages
+        messages, _ = read_row({column: row[column]})
     except Dropped as reason:
         raise UserError(
             f"expected a text, turns or messages in {column}, found {reason}",

@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 ROLES = {
@@ -62,16 +61,8 @@ class Dropped(Exception):
     """The reason why a row is no conversation; reasons are counted, so texts are few."""
 
 
-@dataclass(frozen=True)
-class Chat:
-    """Messages and tools in the schema of `conversations.py`."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] = field(default_factory=list)
-
-
-def read_row(row: Any) -> Chat:
-    """Convert a row of any of the shapes above.
+def read_row(row: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Convert a row of any of the shapes above to messages and tools (`conversations.py`).
 
     Raises:
         Dropped: with the reason.
@@ -90,7 +81,7 @@ def read_row(row: Any) -> Chat:
         _tool(tool) for tool in _listed(row.get("tools") or row.get("functions") or [], "tools")
     ]
     _check(messages, tools, answered=answered)
-    return Chat(messages, tools)
+    return messages, tools
 
 
 def as_line(row: Any) -> dict[str, Any]:
@@ -104,17 +95,16 @@ def as_line(row: Any) -> dict[str, Any]:
     if isinstance(row, Mapping) and isinstance(messages := row.get("messages"), list):
         return {**row, "messages": [_of_chat_api(message) for message in messages]}
     media = _media(row)
-    chat = read_row({k: v for k, v in row.items() if k not in MEDIA} if media else row)
+    messages, tools = read_row({k: v for k, v in row.items() if k not in MEDIA} if media else row)
     if media:
-        asked = next(i for i, one in enumerate(chat.messages) if one["role"] == "user")
-        first = chat.messages[asked]
-        chat.messages[asked] = {**first, "content": _with_media(row, media, first["content"])}
-    fields: dict[str, Any] = {"messages": chat.messages}
+        first = next(one for one in messages if one["role"] == "user")
+        first["content"] = _with_media(row, media, first["content"])
+    fields: dict[str, Any] = {"messages": messages}
     if isinstance(row.get("category"), str):
         fields["category"] = row["category"]
     if "template_arguments" in row:
         fields["template_arguments"] = row["template_arguments"]
-    return fields | ({"tools": chat.tools} if chat.tools else {})
+    return fields | ({"tools": tools} if tools else {})
 
 
 def _media(row: Any) -> list[str]:

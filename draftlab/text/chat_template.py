@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import tee
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from draftlab.files import canonical_json, read_fields, sha256_text
 from draftlab.target_model.image_files import MARK, Images, content_parts
 from draftlab.target_model.images import process
 from draftlab.target_model.settings import FOLDER, ROWS
-from draftlab.text.template_process import Fault, render_template
+from draftlab.text.template_process import BATCH, Fault, render_template
 
 if TYPE_CHECKING:
     from draftlab.text.conversations import Conversation
@@ -86,7 +86,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def render(
-    tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat]
+    tokenizer: PreTrainedTokenizerBase, chats: Sequence[Chat]
 ) -> Iterator[str | RenderError]:
     """Yield the text of each conversation, or why the template has none, in order.
 
@@ -97,17 +97,14 @@ def render(
         UserError: the template can render no conversation, or a conversation has it exceed its
             limits or do what a template must not.
     """
-    chats, again, first = tee(chats, 3)
     named, source = tokenizer.special_tokens_map, chat_template(tokenizer)
+    if not chats:
+        return
     try:
         parts = _reads_parts_only(tokenizer, source)
     except Fault as fault:
-        for chat in first:
-            raise _template_error(tokenizer, chat, fault) from None
-        return
-    del first  # which would keep every chat
-    variables = (_variables(chat, named, parts=parts) for chat in again)
-    results = render_template(source, variables)
+        raise _template_error(tokenizer, chats[0], fault) from None
+    results = render_template(source, (_variables(chat, named, parts=parts) for chat in chats))
     for chat, result in zip(chats, results, strict=True):
         if not chat.messages:
             yield RenderError("expected a turn before the first answer, found none")
@@ -248,14 +245,14 @@ def _equal(one: Sequence[int], other: Sequence[int]) -> int:
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, chats: Iterable[Chat]
 ) -> Iterator[Encoded | RenderError]:
-    """Yield conversations with the generation prompt, as `render`."""
-    chats, again = tee(chats)
-    prompts = (replace(chat, generation_prompt=True) for chat in again)
-    for chat, result in zip(chats, render(tokenizer, prompts), strict=True):
-        try:
-            yield encode(tokenizer, rendered(result), offsets=False, images=chat.images)
-        except RenderError as error:
-            yield error
+    """Yield conversations with the generation prompt, as `render`, of which there may be many."""
+    prompts = (replace(chat, generation_prompt=True) for chat in chats)
+    while batch := list(islice(prompts, BATCH)):
+        for chat, result in zip(batch, render(tokenizer, batch), strict=True):
+            try:
+                yield encode(tokenizer, rendered(result), offsets=False, images=chat.images)
+            except RenderError as error:
+                yield error
 
 
 def prompt_ids(

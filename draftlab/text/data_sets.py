@@ -30,7 +30,7 @@ from draftlab.files import (
 from draftlab.formatting import pip_install
 from draftlab.progress import Monitor
 from draftlab.target_model.locate import hub_answers
-from draftlab.text.chat_rows import Chat, Dropped, read_row
+from draftlab.text.chat_rows import Dropped, read_row
 from draftlab.text.settings import PromptSettings
 
 KNOWN = {
@@ -191,23 +191,23 @@ def conversations(
         try:
             if isinstance(row, bytes):
                 raise Dropped("a line that is no JSON" if row.strip() else "an empty line")
-            chat = read_row(row)
+            messages, tools = read_row(row)
             if seen is not None:
-                _first_of_its_kind(chat, seen)
+                _first_of_its_kind(messages, seen)
         except Dropped as reason:
             counts[str(reason)] += 1
             continue
         counts["kept"] += 1
         yield {
             "id": f"{source.name}-{number}",
-            "messages": chat.messages,
+            "messages": messages,
             "source": source.name,
-            **({"tools": chat.tools} if chat.tools else {}),
+            **({"tools": tools} if tools else {}),
         }
 
 
-def _first_of_its_kind(chat: Chat, seen: set[bytes]) -> None:
-    asked = next(m["content"] for m in chat.messages if m["role"] == "user")
+def _first_of_its_kind(messages: list[dict[str, Any]], seen: set[bytes]) -> None:
+    asked = next(m["content"] for m in messages if m["role"] == "user")
     digest = hashlib.blake2b(" ".join(asked.split()).encode(), digest_size=8).digest()
     if digest in seen:
         raise Dropped("a question that was there before")

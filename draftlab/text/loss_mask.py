@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from itertools import chain, islice, tee
+from itertools import chain, islice
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -34,28 +34,15 @@ from draftlab.text.chat_template import (
     rendered,
     special_ids,
 )
+from draftlab.text.conversations import Answer
 
 REGENERATE = "let the target answer the prompts itself (regenerate.enabled: true)"
 _THINK_TAGS = re.compile(r"</?think>")
 
 
-@dataclass(frozen=True)
-class AssistantTurn:
-    """One answer as token ids.
-
-    Attributes:
-        prompt_ids: everything before the answer, including the generation prompt.
-        token_ids: what the target writes, including the closing tag.
-    """
-
-    prompt_ids: tuple[int, ...]
-    token_ids: tuple[int, ...]
-
-
 def find_turns(
-    tokenizer: PreTrainedTokenizerBase,
-    conversations: Iterable[tuple[Chat, str]],
-) -> Iterator[tuple[str, list[AssistantTurn]] | RenderError]:
+    tokenizer: PreTrainedTokenizerBase, conversations: Sequence[tuple[Chat, str]]
+) -> Iterator[tuple[str, list[Answer]] | RenderError]:
     """Yield the text of each conversation and its answers, in order, or why there are none.
 
     The text is that of the last prompt, which may have turns that its answer removes, and that of
@@ -70,13 +57,13 @@ def find_turns(
     Raises:
         UserError: the tokenizer has no template or is not a fast tokenizer; or as `render`.
     """
-    conversations, again = tee(conversations)
-    results = render(tokenizer, chain.from_iterable(_chats(chat) for chat, _ in again))
-    for chat, where in conversations:
-        own = list(islice(results, sum(1 for _ in _chats(chat))))
+    parts = [list(_chats(chat)) for chat, _ in conversations]
+    results = render(tokenizer, list(chain.from_iterable(parts)))
+    for chats, (_, where) in zip(parts, conversations, strict=True):
+        own = list(islice(results, len(chats)))
         try:
             text = "".join(rendered(one) for one in own[-2:])
-            ends = (end for end in _chats(chat) if not end.generation_prompt)
+            ends = (end for end in chats if not end.generation_prompt)
             triples = zip(ends, map(rendered, own[::2]), map(rendered, own[1::2]), strict=False)
             found = text, [_last_turn(tokenizer, *one) for one in triples]
         except RenderError as error:
@@ -96,9 +83,7 @@ def _chats(chat: Chat) -> Iterator[Chat]:
         yield chat
 
 
-def _last_turn(
-    tokenizer: PreTrainedTokenizerBase, chat: Chat, before: str, whole: str
-) -> AssistantTurn:
+def _last_turn(tokenizer: PreTrainedTokenizerBase, chat: Chat, before: str, whole: str) -> Answer:
     """Return the last message, an answer, from the texts before and after it."""
     index = len(chat.messages) - 1
     whole = _as_written(tokenizer, chat, before, whole)
@@ -129,7 +114,7 @@ def _last_turn(
     answer, stops = full.ids[start:end], answer_stops(tokenizer)
     if stops.isdisjoint(full.ids[start:]):
         answer += _stop_of_next_turn(tokenizer)
-    return AssistantTurn(prompt.ids, answer)
+    return Answer(prompt.ids, answer, "stop")
 
 
 @lru_cache(maxsize=8)
@@ -261,24 +246,13 @@ def _texts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 _MARK = "☃"
 
 
-@dataclass(frozen=True)
-class _Tags:
-    """What a target writes around its reasoning.
-
-    Attributes:
-        mode: a text of the prompts that let the target reason.
-    """
-
-    begin: str
-    end: str
-    mode: str = ""
-
-
 _TAGS = (
-    _Tags("<think>\n", "\n</think>\n\n"),  # DeepSeek R1, QwQ
-    _Tags("<think>", "</think>"),  # DeepSeek V3.1
-    _Tags("<|channel>thought\n", "\n<channel|>", mode="<|think|>"),  # Gemma 4
+    ("<think>\n", "\n</think>\n\n", ""),  # DeepSeek R1, QwQ
+    ("<think>", "</think>", ""),  # DeepSeek V3.1
+    ("<|channel>thought\n", "\n<channel|>", "<|think|>"),  # Gemma 4
 )
+"""What targets write before and after their reasoning, and a text of the prompts that let them
+reason."""
 
 
 def written_answer(
@@ -303,11 +277,11 @@ def written_answer(
     if not prompt.startswith(header):
         return None
     opened, template = prompt[len(header) :], chat_template(tokenizer)
-    for tags in _TAGS:
-        if reasoning and opened == tags.begin:
-            return f"{prompt}{reasoning[0]}{tags.end}{text}{closing}"
-        if reasoning and not opened and tags.end.strip() in template and tags.mode in prompt:
-            return f"{prompt}{tags.begin}{reasoning[0]}{tags.end}{text}{closing}"
-        if not reasoning and opened in (tags.begin + tags.end, tags.begin + tags.end.lstrip("\n")):
+    for begin, end, mode in _TAGS:
+        if reasoning and opened == begin:
+            return f"{prompt}{reasoning[0]}{end}{text}{closing}"
+        if reasoning and not opened and end.strip() in template and mode in prompt:
+            return f"{prompt}{begin}{reasoning[0]}{end}{text}{closing}"
+        if not reasoning and opened in (begin + end, begin + end.lstrip("\n")):
             return f"{prompt}{text}{closing}"
     return None

@@ -25,7 +25,8 @@ from draftlab.text.chat_template import (
     tokenizer_sha256,
 )
 from draftlab.text.conversations import Answer, Conversation, Reasons, iterate_conversations
-from draftlab.text.loss_mask import REGENERATE, AssistantTurn, find_turns
+from draftlab.text.loss_mask import REGENERATE, find_turns
+from draftlab.text.template_process import BATCH
 
 ANSWERS_HELP = (
     "remove this line to go on without it, or remove the file: `draftlab prepare` then generates "
@@ -165,11 +166,11 @@ def build_samples(
 
 def _with_answers(
     conversations: Iterable[Conversation], tokenizer: PreTrainedTokenizerBase, omitted: Reasons
-) -> Iterator[tuple[Conversation, Sequence[Answer | AssistantTurn] | RenderError]]:
+) -> Iterator[tuple[Conversation, Sequence[Answer] | RenderError]]:
     """Yield each conversation with its answers; given ones as the target would write them."""
     conversations = iter(conversations)
-    while batch := list(islice(conversations, 64)):
-        chats = ((Chat.of(c), c.id) for c in batch if not c.answers)
+    while batch := list(islice(conversations, BATCH)):
+        chats = [(Chat.of(c), c.id) for c in batch if not c.answers]
         given = find_turns(tokenizer, chats)
         for conversation in batch:
             if conversation.answers:
@@ -185,9 +186,7 @@ def _with_answers(
             yield conversation, turns
 
 
-def _join_answers(
-    conversation: Conversation, answers: Sequence[Answer | AssistantTurn]
-) -> Iterator[Sample]:
+def _join_answers(conversation: Conversation, answers: Sequence[Answer]) -> Iterator[Sample]:
     """Yield as few samples as hold every answer behind exactly the prompt that it answered."""
     tokens: tuple[int, ...] = ()
     lengths: list[int] = []  # of the prompt, the first answer, the tokens behind it, …

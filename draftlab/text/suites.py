@@ -157,7 +157,7 @@ def load_suite(
         monitor.say(
             f"suite: {len(rows):,} prompts (first turns) of {source}"
             f"{f': {categories}' if categories else ''}; vllm bench generates at most "
-            f"{benchmark.layout.max_new_tokens:,} tokens for each, draftlab eval.max_new_tokens"
+            f"{benchmark.max_new_tokens:,} tokens for each, draftlab eval.max_new_tokens"
         )
     own = {"keep_own": True, "target": target}
     return conversation_suite(source, conversations, tokenizer, monitor, **own, **options)

@@ -34,7 +34,7 @@ MAX_SOURCE = 1 << 18
 """Characters that a template may have."""
 _MAX_WAIT_S = 90.0
 """Seconds that a batch may take on a busy machine."""
-_BATCH, _BATCH_BYTES = 64, 1 << 20
+BATCH, _BATCH_BYTES = 64, 1 << 20
 """Conversations of a batch, and their bytes if there is more than one."""
 _START = "import sys; sys.path += sys.argv[1:]; from template_worker import main; main()"
 
@@ -148,7 +148,7 @@ def render_template(source: str, chats: Iterable[Mapping[str, Any]]) -> Iterator
         return
     template, batch = _to_json(source), []
     for chat in map(_to_json, chats):
-        if len(batch) == _BATCH or (batch and sum(map(len, batch)) + len(chat) > _BATCH_BYTES):
+        if len(batch) == BATCH or (batch and sum(map(len, batch)) + len(chat) > _BATCH_BYTES):
             yield from _render_batch(template, batch)
             batch = []
         batch.append(chat)

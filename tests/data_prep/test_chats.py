@@ -206,16 +206,16 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize("shape", ROWS)
 def test_each_shape(shape: str, tmp_path: Path) -> None:
     row, expected = ROWS[shape]
-    chat = chat_rows.read_row(row)
-    assert chat.messages == expected
+    messages, tools = chat_rows.read_row(row)
+    assert messages == expected
     has_tools = "tools" in row or "functions" in row
-    assert chat.tools == ([{"type": "function", "function": ADD}] if has_tools else [])
+    assert tools == ([{"type": "function", "function": ADD}] if has_tools else [])
     # What is written is what the package reads.
     (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     chats.prepare([chats.parse_source(str(tmp_path / "rows.jsonl"))], tmp_path / "o", say=print)
     (read,) = read_conversations(tmp_path / "o")
     assert read.messages == expected
-    assert list(read.tools) == chat.tools
+    assert list(read.tools) == tools
     assert read.source == "rows.jsonl"
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.text.chat_template import Arguments, Chat, Messages, RenderError, Tools
-from draftlab.text.loss_mask import AssistantTurn, find_turns
+from draftlab.text.conversations import Answer
+from draftlab.text.loss_mask import find_turns
 
 
 def assistant_turns(
@@ -15,7 +16,7 @@ def assistant_turns(
     arguments: Arguments | None = None,
     *,
     where: str = "",
-) -> list[AssistantTurn]:
+) -> list[Answer]:
     """Return the answers of one conversation, in order.
 
     Raises:

@@ -153,7 +153,7 @@ def test_forks_and_threads_do_not_mix_their_texts() -> None:
 
     def right(number: int) -> bool:
         texts = [f"{number}.{i}" for i in range(100)]
-        results = render(tokenizer, (Chat([user(text)]) for text in texts))
+        results = render(tokenizer, [Chat([user(text)]) for text in texts])
         return [rendered(result) for result in results] == texts
 
     worker()
