@@ -44,7 +44,10 @@ def timing_batches(
     The second copy of a prompt has its own id, and so its own sampling noise.
     """
     count = -(-max(prompts, batch) // batch) * batch
-    repeated = [repeated_request(requests, i) for i in range(count)]
+    repeated = []
+    for copy, place in (divmod(i, len(requests)) for i in range(count)):
+        one = requests[place]
+        repeated.append(replace(one, id=f"{one.id} (copy {copy})") if copy else one)
     for start in range(0, count, batch):
         yield repeated[start : start + batch]
 
@@ -71,13 +74,6 @@ def warm_up_prefills(batches: Sequence[Sequence[Request]]) -> list[list[Request]
 
 def _shortened(batch: Sequence[Request]) -> list[Request]:
     return [replace(request, max_new_tokens=WARM_UP_TOKENS) for request in batch]
-
-
-def repeated_request(requests: Sequence[Request], i: int) -> Request:
-    """Return request i of a suite that is repeated; each copy of a prompt has its own id."""
-    copy, place = divmod(i, len(requests))
-    request = requests[place]
-    return replace(request, id=f"{request.id} (copy {copy})") if copy else request
 
 
 def time_in_turn(

@@ -128,7 +128,12 @@ class ServerAnswers:
                 post = self._requests.post
                 tokens, finish = post(self.connections, path, body, read, stopped, place)
         except NoRoom as error:
-            self._say_no_room(request, str(error))
+            if not self._says_no_room:
+                self._says_no_room = True
+                self.monitor.say(
+                    f"answers: the server has no room for prompt {request.id!r}; such prompts are "
+                    f"left out: {error}"
+                )
             return Generation(request.id, (), "no_room", Counters(0), (), (), 0.0, 0.0)
         seconds = time.perf_counter() - started
         return Generation(request.id, tuple(tokens), finish, Counters(0), (), (), seconds, seconds)
@@ -192,15 +197,6 @@ class ServerAnswers:
             f"the answer ended at {token!r}, which is no stop token",
             "start the server without stop texts of its own",
         )
-
-    def _say_no_room(self, request: Request, reason: str) -> None:
-        """Say what the server says of the first prompt that is too long for it."""
-        if not self._says_no_room:
-            self._says_no_room = True
-            self.monitor.say(
-                f"answers: the server has no room for prompt {request.id!r}; such prompts are left "
-                f"out: {reason}"
-            )
 
 
 def _check_prompt(

@@ -20,12 +20,15 @@ def load_engine(setup: dict[str, Any], **options: Any) -> Any:
         "skip_tokenizer_init": True,  # requests and answers are token ids
         "generation_config": "vllm",  # do not use the model's own sampling defaults
     }
+    config = json.loads((Path(setup["target"]) / "config.json").read_text())
+    override = generation_override(config)
+    corrected = {"override_generation_config": override} if override else {}
     return vllm.LLM(
         model=setup["target"],
         dtype=setup["dtype"],
         max_model_len=setup["max_model_len"],
         max_num_seqs=setup["max_num_seqs"],
-        **defaults | options | engine_options(setup["target"]) | setup["engine_extra"],
+        **defaults | options | corrected | setup["engine_extra"],
     )
 
 
@@ -54,9 +57,3 @@ def generation_override(config: dict[str, Any]) -> dict[str, Any]:
     if text.get("model_type") not in ("llama4", "llama4_text"):
         return {}
     return {TUNING: bool(text.get(TUNING, True))}
-
-
-def engine_options(folder: str | Path) -> dict[str, Any]:
-    """Return the override as options of LLM(), for the target in a folder."""
-    override = generation_override(json.loads((Path(folder) / "config.json").read_text()))
-    return {"override_generation_config": override} if override else {}
