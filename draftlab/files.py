@@ -303,6 +303,15 @@ def check_folder(path: Path) -> None:
     )
 
 
+def check_new_folder(path: Path, do: str) -> None:
+    """Check that a folder can be written to, and is new or empty; raise a `UserError` otherwise."""
+    check_folder(path)
+    if path.exists() and any(path.iterdir()):
+        raise UserError(
+            "expected a new or an empty folder to write to, found one with files", where=path, do=do
+        )
+
+
 def write_text(path: Path, text: str, *, writer: str | None = None) -> None:
     """Write a text file atomically (see `atomic_path`)."""
     with (

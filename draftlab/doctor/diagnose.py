@@ -37,15 +37,9 @@ def diagnose(folder: Path, session: TargetSession) -> Diagnosis:
     reason is a note of the diagnosis.
 
     Raises:
-        UserError: no such folder, or a head without faults in its files cannot be scored: the
-            target does not load, or the prompts cannot be used.
+        UserError: a head without faults in its files cannot be scored: the target does not load, or
+            the prompts cannot be used.
     """
-    if not folder.is_dir():
-        raise UserError(
-            "expected a head's folder, found none",
-            where=folder,
-            do="give a folder with a head, or the name of a run",
-        )
     text_config = session.text_config  # raises here: it is no fault of the head
     layout = layout_name(folder)
     conclude = partial(make_diagnosis, str(folder), session.target_settings.path, layout=layout)

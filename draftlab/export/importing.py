@@ -31,7 +31,7 @@ from draftlab.export.weight_files import (
     read_weights,
     weight_files,
 )
-from draftlab.files import atomic_folder, sha256_file
+from draftlab.files import atomic_folder, check_new_folder, sha256_file
 from draftlab.heads.config import HeadConfig, TargetIdentity, make_head_config
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import empty_head, meta_head, save_head
@@ -92,12 +92,7 @@ def import_head(
     """
     log = (monitor or Monitor()).say
     destination = Path(out).expanduser().resolve()
-    if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
-        raise UserError(
-            "expected a new or an empty folder to import into",
-            where=destination,
-            do="name another folder: --to FOLDER",
-        )
+    check_new_folder(destination, "name another folder: --to FOLDER")
     torch_dtype = None if dtype is None else floating_dtype(dtype)
     folder = _source_folder(source)
     stored = read_weights(folder, "head's weights")

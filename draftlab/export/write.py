@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,23 +16,26 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report, fastest_k
-from draftlab.export.destination import check_destination
+from draftlab.export.gguf import FILE
 from draftlab.export.launch import LAUNCH, cached_target_text, readme_text, template_text
 from draftlab.export.layout import CONFIG, README, Export, Layout, layout_for
 from draftlab.export.refusals import serving_warnings
-from draftlab.export.serving_tables import ServingTables, read_serving_tables
+from draftlab.export.serving_tables import CALIBRATION, STS, ServingTables, read_serving_tables
 from draftlab.export.settings import ExportSettings
 from draftlab.export.weight_files import (
+    DELTA,
     INDEX,
     WRITE_AGAIN,
     common_dtype,
     compare_tensors,
     delta_index,
+    weight_files,
     write_delta,
     write_weights,
 )
 from draftlab.files import (
     atomic_folder,
+    check_folder,
     known_sha256,
     read_fields,
     read_json,
@@ -49,6 +54,10 @@ from draftlab.target_model.quantisation import StoredWeights
 
 IN_VLLM, V1_K = ("vllm", "speculators"), 128
 """Layouts that vLLM reads, and the drafts that its older runner verifies (`MAX_SPEC_LEN`)."""
+
+
+_EXPORT_FILES = {CONFIG, README, LAUNCH, CALIBRATION, STS, WEIGHTS, DELTA, INDEX, FILE}
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 
 
 @dataclass(frozen=True)
@@ -128,6 +137,38 @@ class PlannedExport:
             tensors[EMBEDDINGS] = parts.embeddings
         cast = {name: _cast(name, tensor, export.dtype) for name, tensor in tensors.items()}
         return self.layout.tensors(cast, export)
+
+
+def check_destination(
+    destination: Path, kind: str = "earlier export", more: Collection[str] = ()
+) -> None:
+    """Check that a folder can be created, or has only files that draftlab writes into one.
+
+    Args:
+        destination: an absolute path.
+        kind: what may be replaced, for the error.
+        more: names of files beside those of an export.
+
+    Raises:
+        UserError: it cannot be created, or has other content.
+    """
+    check_folder(destination)
+    paths = sorted(destination.iterdir()) if destination.exists() else []
+    known = {*_EXPORT_FILES, *more}
+    if (destination / INDEX).is_file():
+        with suppress(UserError):  # of a damaged index no shard is known
+            known |= {
+                file.name for file in weight_files(destination) if _SHARD.fullmatch(file.name)
+            }
+    foreign = [p.name for p in paths if p.name not in known or p.is_symlink() or not p.is_file()]
+    if foreign or (paths and destination / LAUNCH not in paths):
+        raise UserError(
+            f"expected a new folder or an {kind}, found "
+            + (", ".join(foreign[:20]) or f"a model without {LAUNCH}")
+            + f" and {len(foreign) - 20:,} more" * (len(foreign) > 20),
+            where=destination,
+            do="name another folder with --out, or move these files",
+        )
 
 
 def plan_export(

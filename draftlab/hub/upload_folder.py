@@ -13,13 +13,12 @@ import yaml
 
 from draftlab.errors import UserError
 from draftlab.evaluate.results import Report
-from draftlab.export.destination import check_destination
 from draftlab.export.launch import cached_target_text
 from draftlab.export.layout import layout_for
 from draftlab.export.serving_tables import CALIBRATION, STS
 from draftlab.export.settings import ExportSettings
 from draftlab.export.weight_files import DELTA
-from draftlab.export.write import write_export
+from draftlab.export.write import check_destination, write_export
 from draftlab.files import atomic_folder, known_sha256, read_json, write_json, write_text
 from draftlab.formatting import plain_values
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config

@@ -6,7 +6,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 from draftlab.errors import UserError
@@ -145,21 +144,13 @@ def open_head(
     if head is None:
         check_named(target, trust_remote_code)
         folder = find_run(run_name)
-        recipe = recipe_of(folder)
-        if not (folder / "head" / CONFIG).is_file():
-            raise UserError(
-                "expected the run to have a trained head, found none",
-                where=folder,
-                do=f"`draftlab train {quote(str(folder / RECIPE))}` finishes it",
-            )
+        recipe, path = recipe_of(folder), find_head(folder)
         settings = recipe.target
         if target is not None:  # the recipe's revision is one of another target
             code = {"trust_remote_code": trust_remote_code, "revision": None}
             settings = settings.model_copy(update={"path": target, **code})
         say_target(settings, "--target" if target else str(folder / RECIPE), monitor)
-        return HeadWorkspace(
-            folder / "head", folder.name, settings, recipe.eval, recipe.export, folder, True
-        )
+        return HeadWorkspace(path, folder.name, settings, recipe.eval, recipe.export, folder, True)
     if run_name is not None:
         raise UserError(
             f"expected a run or a head, found both: {run_name} and {head}",

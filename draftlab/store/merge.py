@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_folder, canonical_json, check_folder, sha256_text
+from draftlab.files import atomic_folder, canonical_json, check_new_folder, sha256_text
 from draftlab.progress import Monitor
 from draftlab.store.manifest import (
     MANIFEST,
@@ -109,13 +109,7 @@ def _all_modes(stores: Sequence[Store]) -> list[dict[str, Any]] | None:
 
 def _check_new(folder: Path) -> None:
     """Raise a `UserError` if a folder is not empty, inside a store, or cannot be written to."""
-    check_folder(folder)
-    if folder.exists() and any(folder.iterdir()):
-        raise UserError(
-            "expected a new folder to write to, found one with files",
-            where=folder,
-            do="name another folder: --out FOLDER",
-        )
+    check_new_folder(folder, "name another folder: --out FOLDER")
     for parent in folder.resolve().parents:
         if (parent / MANIFEST).is_file():
             raise UserError(

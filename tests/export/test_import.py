@@ -378,7 +378,7 @@ def test_unusable_sources_and_destinations_are_refused(
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "thesis.tex").write_text("user")
     for place in (tmp_path / "user", tmp_path / "user" / "thesis.tex"):
-        with pytest.raises(UserError, match="a new or an empty folder"):
+        with pytest.raises(UserError, match=r"folder to write to, found (one with files|a file)"):
             import_head(exported.folder, place, target=str(exported.target))
     shutil.copytree(exported.folder, tmp_path / "lfs")
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"

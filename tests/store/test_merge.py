@@ -68,7 +68,7 @@ def test_stores_that_cannot_be_merged_or_continued_are_refused(tmp_path: Path) -
     with pytest.raises(UserError, match="dtype: expected float32, found bfloat16") as raised:
         merge([one, other], tmp_path / "c", Monitor())
     assert "remove" not in raised.value.do
-    with pytest.raises(UserError, match="a new folder"):
+    with pytest.raises(UserError, match="a new or an empty folder"):
         merge([one], tmp_path / "b", Monitor())
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "d"]
     merge([one], tmp_path / "c", Monitor())
