@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -54,7 +55,6 @@ class Chat:
             self.messages.append({"role": "system", "content": system})
         self.stops = stop_ids(tokenizer, target.folder)
         self.engine = self._engine(new_drafter(head, k, draft_probs=sampling.temperature > 0))
-        self._plain: Engine | None = None
 
     def _engine(self, drafter: Drafter | None) -> Engine:
         """Return an engine that has compiled and captured what it needs."""
@@ -85,9 +85,11 @@ class Chat:
 
     def plain(self) -> Generation:
         """Decode the last answer again without drafts, and return its generation."""
-        if self._plain is None:
-            self._plain = self._engine(None)
         return self._generate(self._plain, self._request(self.messages[:-1]))
+
+    @cached_property
+    def _plain(self) -> Engine:
+        return self._engine(None)
 
     def _request(self, messages: list[dict[str, Any]]) -> Request:
         ids = prompt_ids(self.tokenizer, messages, arguments=self.arguments)

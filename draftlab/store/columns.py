@@ -36,8 +36,6 @@ class Texts(Sequence[str]):
     @classmethod
     def of(cls, texts: Sequence[str]) -> Texts:
         """Return texts as a column."""
-        if isinstance(texts, Texts):
-            return texts
         lengths, parts = np.zeros(len(texts), np.int64), []
         for start in range(0, len(texts), _CHUNK):  # one by one they would take seven times as much
             encoded = [text.encode() for text in texts[start : start + _CHUNK]]

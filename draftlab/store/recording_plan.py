@@ -25,7 +25,6 @@ from draftlab.store.prompt_split import hold_out
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.sample_table import Sample, SampleTable, Selection
 from draftlab.store.settings import RecordSettings
-from draftlab.target_model.hidden_states import check_boundaries
 from draftlab.target_model.metadata import TargetMetadata
 
 if TYPE_CHECKING:
@@ -64,11 +63,9 @@ def plan_recording(
         The manifest of an incomplete store, and its samples, truncated, in stored order.
 
     Raises:
-        UserError: there are no samples, or none with an answer; two have the same id; or the tokens
-            of one do not match its spans or the vocabulary.
+        UserError: there are no samples with an answer; two have the same id; or tokens of
+            one are not of the vocabulary.
     """
-    if identity.boundaries:  # none: the last state alone, which every store holds
-        check_boundaries(identity.boundaries, target.num_layers)
     padding_reason = target.padding_reason
     if padding_reason is not None:
         monitor.say(f"forward passes are of right-padded rows: the target {padding_reason}")
@@ -79,8 +76,6 @@ def plan_recording(
             f"record.max_length: {settings.max_length:,} is cut to {positions:,}, the target's "
             "number of positions"
         )
-    if not len(samples):
-        raise UserError("expected conversations to record, found none", do="check the data set")
     table = SampleTable.of(samples)
     _check_samples(table, identity.vocab_size)
     too_long = table.lengths > max_length

@@ -8,7 +8,6 @@ processes record them.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -182,11 +181,6 @@ def _manifest_version(folder: Path) -> tuple[int, int]:
     """Return a value that changes when the manifest is written again."""
     stat = (folder / MANIFEST).stat()
     return stat.st_ino, stat.st_mtime_ns
-
-
-def renew_version(folder: Path) -> None:
-    """Have writers of a former leader, which may outlive it, end with an error (`check_plan`)."""
-    os.utime(folder / MANIFEST)
 
 
 def resume_plan(

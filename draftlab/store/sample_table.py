@@ -130,9 +130,7 @@ class SampleTable(_Samples):
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleTable:
-        """Return samples as a table, in memory; raise a `UserError` if one has not as many spans
-        as tokens.
-        """
+        """Return samples as a table, in memory."""
         if isinstance(samples, SampleTable):
             return samples
         digest, folders = hashlib.sha256(), (i.folder for s in samples for i in s.images)
@@ -240,12 +238,6 @@ def _make_parts(samples: Iterable[Sample], digest: Any) -> Iterator[Columns]:
     part, num_tokens = list[Sample](), 0
     for sample in samples:
         length = len(sample.token_ids)
-        if length != len(sample.spans):
-            raise UserError(
-                f"expected a span for each of {length} tokens, found {len(sample.spans)}",
-                where=f"sample {sample.id!r}",
-                do="make the answers again: `draftlab prepare --force`",
-            )
         tokens, spans = (np.asarray(one, "<i4") for one in (sample.token_ids, sample.spans))
         digest.update(f"{sample.id!r} {sample.temperature!r} {length}\n".encode())
         digest.update(tokens.tobytes())

@@ -108,11 +108,6 @@ class ShardCache:
         finally:
             path.unlink(missing_ok=True)
 
-    def num_bytes(self) -> int:
-        """Return the size of all files, downloads that have begun among them."""
-        with locked(self.folder / ".lock", wait=True):
-            return sum(size for _, size, _ in self._entries())
-
     def _pin(self, sha256: str, size: int) -> int | None:
         """Return a descriptor that keeps a file from being removed; None: it is not there."""
         path = self._shards / sha256

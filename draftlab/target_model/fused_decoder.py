@@ -224,15 +224,6 @@ def fused_decoder(target: Target) -> FusedDecoder | None:
 
 def _stack_in_place(parameters: list[nn.Parameter]) -> Tensor:
     """Stack parameters into one tensor, of which each becomes a view; done once a model."""
-    first = parameters[0].detach()
-    size = [sum(len(p) for p in parameters), *first.shape[1:]]
-    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
-    for p in parameters:
-        if p.untyped_storage().data_ptr() != storage or p.data_ptr() != end:
-            break
-        end += p.numel() * p.element_size()
-    else:  # they are adjacent already
-        return first.as_strided(size, first.stride())
     stacked = torch.cat([p.detach() for p in parameters])
     views = stacked.split([len(p) for p in parameters])
     for parameter, view in zip(parameters, views, strict=True):

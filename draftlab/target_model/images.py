@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
-from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -148,7 +147,7 @@ class ImageReader:
         self.target = target
         fields = read_fields(target.folder / "config.json", {}, kind="target's config.json")
         self.token: int = next(fields[name] for name in _TOKENS if name in fields)
-        self._rows: OrderedDict[int, Tensor] = OrderedDict()  # by hash
+        self.rows = lru_cache(MAX_KEPT)(self._rows_of)
         self._images: dict[int, Images] = {}
         self._found: tuple[Tensor, list[int]] | None = None
         self._refusal: UserError | None = None
@@ -187,22 +186,14 @@ class ImageReader:
         """Return the image token for every name."""
         return ids.where(ids < FIRST, self.token)
 
-    def rows(self, key: int) -> Tensor:
-        """Return the embeddings of images, [N, H], which are kept for a while."""
-        if key not in self._rows:
-            self._rows[key] = self._read(self._images[key])
-            if len(self._rows) > MAX_KEPT:
-                self._rows.popitem(last=False)
-        self._rows.move_to_end(key)
-        return self._rows[key]
-
     @torch.inference_mode()
-    def _read(self, images: Images) -> Tensor:
-        """Return what the checkpoint's model gives to its decoder at image positions.
+    def _rows_of(self, key: int) -> Tensor:
+        """Return what the checkpoint's model gives to its decoder at image positions, [N, H].
 
         Raises:
             UserError: it gives more than embeddings, such as positions in two dimensions.
         """
+        images = self._images[key]
         if self._refusal is not None:
             raise self._refusal
         inputs = process(self.target.folder, images).to(self.target.device, self.target.dtype)

@@ -23,6 +23,7 @@ from draftlab.store.shard import SHARDS
 from draftlab.store.shard_cache import machine_cache
 from draftlab.store.store import Store
 from draftlab.target_model.model import Target
+from tests.helpers.caches import cached_bytes
 from tests.helpers.object_server import BUCKET, FaultyServer, empty_cache, object_server, objects
 from tests.helpers.recordings import exit_codes, fork_recorder, make_samples, record_store
 
@@ -208,7 +209,7 @@ def test_a_cache_smaller_than_the_store_is_enough(
     store = Store.open(URL)
     for index in random.Random(0).sample(range(12), 12):
         assert store[index].features.equal(local[index].features)
-        assert machine_cache().num_bytes() <= 2 * size
+        assert cached_bytes(machine_cache()) <= 2 * size
 
 
 def test_shards_are_fetched_ahead(server: FaultyServer, target: Target, tmp_path: Path) -> None:

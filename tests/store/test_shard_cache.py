@@ -16,6 +16,7 @@ import pytest
 from draftlab.errors import UserError
 from draftlab.store import shard_cache
 from draftlab.store.shard_cache import ShardCache, machine_cache
+from tests.helpers.caches import cached_bytes
 
 SIZE = 1000
 
@@ -50,7 +51,7 @@ def test_files_are_downloaded_once_and_the_oldest_goes_first(tmp_path: Path) -> 
     cache, log = ShardCache(tmp_path / "cache", 3 * SIZE), tmp_path / "log"
     for number in (1, 2, 3, 1, 4, 1, 2):  # 4 takes the place of 2
         assert read(cache, number, log) == content(number)
-        assert cache.num_bytes() <= 3 * SIZE
+        assert cached_bytes(cache) <= 3 * SIZE
     assert log.read_text().split() == ["1", "2", "3", "4", "2"]
     assert [digest(n) in cache for n in (1, 2, 3, 4)] == [True, True, False, True]
 
@@ -127,7 +128,7 @@ def test_a_download_that_fails_leaves_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(UserError, match="damaged"), cache.file(digest(1), SIZE, fail, ""):
         pass
-    assert cache.num_bytes() == 0
+    assert cached_bytes(cache) == 0
     assert read(cache, 1) == content(1)
 
 
@@ -146,7 +147,7 @@ def test_new_files_are_moved_in(tmp_path: Path) -> None:
             cache.add(path, digest(number))
         with cache.file(digest(number), SIZE, never, "") as path:
             assert path.read_bytes() == content(number)
-        assert cache.num_bytes() <= 2 * SIZE
+        assert cached_bytes(cache) <= 2 * SIZE
     assert not list(tmp_path.glob("new.*"))
 
 
@@ -175,7 +176,7 @@ def _process(folder: Path, log: Path, seed: int) -> None:
     cache = ShardCache(folder, 4 * SIZE)
     for number in np.random.default_rng(seed).integers(0, 8, 60).tolist():
         assert read(cache, number, log, pause=0.001) == content(number)
-        assert cache.num_bytes() <= 4 * SIZE
+        assert cached_bytes(cache) <= 4 * SIZE
 
 
 def test_processes_share_the_bound(tmp_path: Path) -> None:

@@ -103,10 +103,6 @@ def test_the_fused_path_shares_the_models_memory(target: Target) -> None:
         for p in (attention.q_proj, attention.k_proj, attention.v_proj)
     }
     assert storages == {fused.layers[0].weights.qkv.untyped_storage().data_ptr()}
-    for one, other in zip(FusedDecoder(target).layers, fused.layers, strict=True):
-        one, other = one.weights.qkv, other.weights.qkv
-        assert one.data_ptr() == other.data_ptr()
-        assert torch.equal(one, other)
 
 
 class QuantisedTensor(Tensor):

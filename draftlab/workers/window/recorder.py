@@ -23,7 +23,8 @@ import torch.distributed as dist
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
 from draftlab.progress import Monitor
-from draftlab.store.resume import Receipts, renew_version
+from draftlab.store.manifest import MANIFEST
+from draftlab.store.resume import Receipts
 from draftlab.store.shard import WrittenShard
 from draftlab.store.store import Store
 from draftlab.train.batch.window_order import WindowOrder
@@ -140,8 +141,8 @@ class WindowRecorder:
 
     def _lead(self) -> None:
         try:
-            # Workers of a killed recorder that still write end with an error.
-            renew_version(self.store.folder)
+            # Workers of a killed recorder that still write end with an error (`check_plan`).
+            os.utime(self.store.folder / MANIFEST)
             self.shards = self._new_shards(Receipts.from_published(self.store.folder))
             with ThreadPoolExecutor(VERIFIERS, "verify") as verifiers, self.new_pool() as pool:
                 session = WindowSession(

@@ -12,7 +12,6 @@ from draftlab.files import parse_json, sha256_file
 from draftlab.progress import Monitor
 from draftlab.store.resume import Receipts
 from draftlab.store.shard import WrittenShard, shard_number
-from draftlab.store.shard_files import map_shard
 
 JOURNAL = "recorded.jsonl"
 """In the store's folder: the SHA-256 that each shard had when it was first recorded."""
@@ -90,8 +89,7 @@ class WindowShards:
     def read(self, number: int) -> WrittenShard:
         """Compare a shard with its receipt, and return the receipt; any thread calls this.
 
-        Raises a `DamagedShardError` if it has other bytes or does not appear, a `UserError` if it
-        is another file than the plan's.
+        Raises a `DamagedShardError` if it has other bytes or does not appear.
         """
         shard = self.plan.shards[number]
         end = time.monotonic() + VISIBLE_S
@@ -103,7 +101,6 @@ class WindowShards:
         digest = sha256_file(self.folder / shard.file)
         if receipt is None or digest != receipt.sha256:
             raise DamagedShardError(f"its SHA-256 is {digest}, which its receipt has not")
-        map_shard(self.receipts.files, shard, self.plan.identity, "run the same command again")
         return receipt
 
     def add_verified(self, number: int, receipt: WrittenShard, *, new: bool) -> None:
