@@ -30,8 +30,6 @@ import numpy as np
 from draftlab.evaluate.metrics import suite_speedup
 from draftlab.evaluate.results import Row, Timing, drafting_pays
 
-Shape = tuple[int, int]
-"""(batch, K)."""
 Conditions = tuple[str, str | None, float, bool]
 """Engine, head, temperature and drafter setting."""
 
@@ -93,39 +91,36 @@ def interpolate_acceptance(k: int, known: Mapping[int, Acceptance]) -> Acceptanc
 
 @dataclass(frozen=True)
 class SpeedupTable:
-    """Timings with drafts that differ in batch and K alone.
+    """Timings with drafts at a batch, which differ in K alone.
 
     Attributes:
         flat: whether a single timed K serves all others, as for a parallel head.
-        timings: by (batch, K); each has its own time of plain decoding.
-        head_steps: step times of the same head under the conditions where most were timed.
+        timings: by K, in ascending order; each has its own time of plain decoding.
+        head_steps: step times of the same head under the conditions where most were timed, by K.
     """
 
     flat: bool
-    timings: Mapping[Shape, Timing]
-    head_steps: Mapping[Shape, float]
+    timings: Mapping[int, Timing]
+    head_steps: Mapping[int, float]
 
-    def at_batch(self, batch: int) -> dict[int, Timing]:
-        """Return the timings at a batch, by K."""
-        return dict(sorted((k, one) for (b, k), one in self.timings.items() if b == batch))
-
-    def plain_ms(self, batch: int) -> float:
+    @property
+    def plain_ms(self) -> float:
         """Return the milliseconds of a step without drafts."""
-        return next(iter(self.at_batch(batch).values())).baseline_tpot_ms or math.nan
+        return next(iter(self.timings.values())).baseline_tpot_ms or math.nan
 
-    def step_ms(self, batch: int, k: int, without: int | None = None) -> float | None:
+    def step_ms(self, k: int, without: int | None = None) -> float | None:
         """Return the milliseconds of a step; None if they do not follow.
 
         A measured step is its own prediction. Others lie on the lines between the head's measured
-        K's at this batch, moved by the interpolated difference to these conditions' own steps.
+        K's, moved by the interpolated difference to these conditions' own steps.
 
         Args:
             without: a K whose measurements are left out.
         """
-        own = {i: one.step_ms for i, one in self.at_batch(batch).items() if i != without}
+        own = {i: one.step_ms for i, one in self.timings.items() if i != without}
         if k in own:
             return own[k]
-        steps = {i: ms for (b, i), ms in self.head_steps.items() if b == batch and i != without}
+        steps = {i: ms for i, ms in self.head_steps.items() if i != without}
         if not own or not (len(steps) > 1 or self.flat):
             return None
         if len(steps) < 2:
@@ -134,33 +129,28 @@ class SpeedupTable:
         return _on_lines(k, steps) + float(np.interp(k, [*own], differences))
 
     def predict(
-        self,
-        batch: int,
-        k: int,
-        acceptance: Mapping[int, Acceptance],
-        without: int | None = None,
+        self, k: int, acceptance: Mapping[int, Acceptance], without: int | None = None
     ) -> tuple[Acceptance, float, float] | None:
         """Return acceptance, milliseconds of a step and speed-up; None if they are unknown."""
-        at_k = interpolate_acceptance(k, acceptance)
-        step = self.step_ms(batch, k, without)
+        at_k, step = interpolate_acceptance(k, acceptance), self.step_ms(k, without)
         if at_k is None or step is None:
             return None
-        plain = self.plain_ms(batch)
+        plain = self.plain_ms
         return at_k, max(step, plain), float(suite_speedup(plain, step, at_k.tokens))
 
-    def left_out(self, batch: int, k: int) -> float | None:
+    def left_out(self, k: int) -> float | None:
         """Return the speed-up of a timed K, predicted without any measurement with that K.
 
         None: the K does not lie between two others.
         """
-        own, known = self.at_batch(batch), {}
-        if not min(own) < k < max(own):
+        if not min(self.timings) < k < max(self.timings):
             return None
-        for i, one in own.items():
+        known = {}
+        for i, one in self.timings.items():
             if i != k and one.acceptance_at and one.tokens_per_step:
                 emitted = one.tokens_per_step / (1 + sum(one.acceptance_at))
                 known[i] = Acceptance(one.acceptance_at, emitted)
-        predicted = self.predict(batch, k, known, without=k)
+        predicted = self.predict(k, known, without=k)
         return predicted and predicted[2]
 
 
@@ -174,21 +164,20 @@ def _on_lines(k: int, steps: Mapping[int, float]) -> float:
 
 def speedup_tables(
     drafted: Sequence[Row], probes: Sequence[Probe]
-) -> dict[Conditions, SpeedupTable]:
-    """Return a table of the timed steps for each drafted row's conditions."""
+) -> dict[tuple[Conditions, int], SpeedupTable]:
+    """Return a table of the timed steps for each drafted row's conditions, at each batch."""
     timed = [(conditions(p), p.k, p.timing) for p in probes]
     timed += [(conditions(row), row.k, timing) for row in drafted for timing in row.timings]
-    found: dict[Conditions, dict[Shape, Timing]] = {}
+    found: dict[tuple[Conditions, int], dict[int, Timing]] = {}
     for key, k, timing in timed:
         if timing.baseline_tpot_ms and not timing.disturbance:
-            found.setdefault(key, {})[timing.batch, k] = timing
+            found.setdefault((key, timing.batch), {})[k] = timing
     tables = {}
-    for key in dict.fromkeys(conditions(row) for row in drafted):
-        if key in found:
-            same_head = [found[key], *(own for other, own in found.items() if other[:2] == key[:2])]
-            steps = {shape: one.step_ms for shape, one in max(same_head, key=len).items()}
-            flat = any(row.drafter == "parallel" for row in drafted if row.head == key[1])
-            tables[key] = SpeedupTable(flat, found[key], steps)
+    for (key, batch), own in found.items():
+        same = [ks for (k, b), ks in found.items() if (k[:2], b) == (key[:2], batch)]
+        steps = {k: one.step_ms for k, one in max([own, *same], key=len).items()}
+        flat = any(row.drafter == "parallel" for row in drafted if row.head == key[1])
+        tables[key, batch] = SpeedupTable(flat, dict(sorted(own.items())), steps)
     return tables
 
 
@@ -232,10 +221,11 @@ def advise(rows: Sequence[Row], probes: Iterable[Probe] = ()) -> dict[str, Any] 
         drafted = [row for row in rows if row.suite == suite and row.drafts]
         drafted.sort(key=lambda row: row.k)
         tables = speedup_tables(drafted, [p for p in probes if p.suite == suite])
-        for key, table in tables.items():
+        for key in dict.fromkeys(map(conditions, drafted)):
             members = [row for row in drafted if conditions(row) == key]
             for batch in (timing.batch for timing in members[-1].timings):
-                if table.at_batch(batch) and (one := _advice(table, members, batch)):
+                table = tables.get((key, batch))
+                if table and (one := _advice(table, members, batch)):
                     advice.append(one)
     if not advice:
         return None
@@ -255,7 +245,7 @@ def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> dict[str, A
     Args:
         rows: the decoded suite, by K.
     """
-    largest, timed = rows[-1], table.at_batch(batch)
+    largest, timed = rows[-1], table.timings
     counted = {
         row.k: Acceptance(
             row.counters.acceptance_at or (), row.tokens_per_step / (row.acceptance_length or 1.0)
@@ -267,7 +257,7 @@ def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> dict[str, A
     own = {row.k: t for row in rows for t in row.timings if t.batch == batch and t.speedup}
     predictions = []
     for k in range(1, largest.k + 1):
-        predicted = table.predict(batch, k, counted)
+        predicted = table.predict(k, counted)
         if predicted is None:
             return None
         acceptance, step, speedup = predicted
@@ -275,7 +265,7 @@ def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> dict[str, A
         if k in own:
             speedup, interval = own[k].speedup, own[k].speedup_ci
         one, check = timed.get(k), {}
-        ci, left = one and one.timed_speedup_ci, one and table.left_out(batch, k)
+        ci, left = one and one.timed_speedup_ci, one and table.left_out(k)
         if one and one.timed_speedup and ci and left:
             error, met = left / one.timed_speedup - 1, ci[0] <= left <= ci[1]
             check = {"left_out_speedup": left, "error": error, "met": met}
@@ -290,7 +280,7 @@ def _advice(table: SpeedupTable, rows: Sequence[Row], batch: int) -> dict[str, A
     same = ("suite", "engine", "head", "drafter", "temperature", "draft_probs")
     return {name: getattr(largest, name) for name in same} | {
         "batch": batch,
-        "plain_ms": table.plain_ms(batch),
+        "plain_ms": table.plain_ms,
         "best_k": best.k,
         "text": _text(best, predictions, batch),
         "predictions": [asdict(one) for one in predictions],

@@ -17,11 +17,6 @@ def bin_numbers(predicted: np.ndarray) -> np.ndarray:
     return (predicted * NUM_BINS).astype(np.int64).clip(0, NUM_BINS - 1)
 
 
-def _bin_differences(predicted: np.ndarray, observed: np.ndarray) -> np.ndarray:
-    """Return Σ (predicted − observed) in each bin, [NUM_BINS]."""
-    return np.bincount(bin_numbers(predicted), predicted - observed, minlength=NUM_BINS)
-
-
 def calibration_error(predicted: np.ndarray, observed: np.ndarray) -> float:
     """Return the expected calibration error of predictions [N] of outcomes [N]; NaN if N = 0.
 
@@ -29,7 +24,8 @@ def calibration_error(predicted: np.ndarray, observed: np.ndarray) -> float:
     """
     if not len(predicted):
         return float("nan")
-    return float(np.abs(_bin_differences(predicted, observed)).sum() / len(predicted))
+    differences = np.bincount(bin_numbers(predicted), predicted - observed)
+    return float(np.abs(differences).sum() / len(predicted))
 
 
 def perfect_error(predicted: np.ndarray, samples: int = SIMULATIONS) -> tuple[float, float]:

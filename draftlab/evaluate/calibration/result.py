@@ -132,6 +132,4 @@ class Calibration(_Part):
             raise ValueError(
                 f"expected a confidence_temperature exactly with a {Source.__args__[1]}"
             )
-        if any(p.survived > p.blocks for p in self.positions):
-            raise ValueError("expected at most as many survivors as blocks at each position")
         return self
