@@ -16,7 +16,7 @@ from draftlab.servers.server_load import LoadedServer
 from draftlab.servers.settings import BenchSettings
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.locate import check_named
-from draftlab.target_model.settings import ROWS, TargetSettings, template_modes
+from draftlab.target_model.settings import TargetSettings, template_modes
 from draftlab.text.suites import load_suite
 
 
@@ -58,7 +58,7 @@ def open_bench(
     modes = served.modes if arguments is None else template_modes(arguments)
     suite = load_suite(settings.suite, tokenizer, monitor, modes=modes, seed=settings.seed)
     server, other = (
-        LoadedServer(address, settings, getattr(tokenizer, ROWS), monitor.say) if address else None
+        LoadedServer(address, settings, monitor.say) if address else None
         for address in (url, plain)
     )
     return ServerBench(server, other, suite, settings, monitor, report, tokenizer)

@@ -27,7 +27,6 @@ from draftlab.servers.connection import (
     MAX_TEXT,
     Connection,
     in_threads,
-    is_token_id,
     served_card,
 )
 from draftlab.servers.repeated_requests import (
@@ -95,7 +94,6 @@ class LoadedServer:
     """A running server that is measured.
 
     Args:
-        vocab_size: rows of the target's embedding.
         say: receives lines for the user.
 
     Attributes:
@@ -108,10 +106,8 @@ class LoadedServer:
         UserError: the server cannot be reached, or does not serve the named model.
     """
 
-    def __init__(
-        self, url: str, settings: BenchSettings, vocab_size: int, say: Callable[[str], None]
-    ) -> None:
-        self.settings, self.vocab_size, self.connection = settings, vocab_size, Connection(url)
+    def __init__(self, url: str, settings: BenchSettings, say: Callable[[str], None]) -> None:
+        self.settings, self.connection = settings, Connection(url)
         self.url, self.no_counters = self.connection.url, ""
         if self.connection.key_note:
             say(self.connection.key_note)
@@ -300,10 +296,10 @@ class LoadedServer:
             event = _event(data)
             said |= {key: event[key] for key in ("usage", "timings", "metrics") if event.get(key)}
             for choice in event.get("choices") or ():
-                if finish:
-                    raise _Fault("expected the end of an answer, found more of it")
                 text, tokens = choice.get("text") or "", choice.get("token_ids") or ()
-                ids += _checked_ids(text, tokens, self.vocab_size)
+                if not isinstance(text, str) or not isinstance(tokens, list | tuple):
+                    raise _Fault("expected a text and a list of token ids, found other types")
+                ids += len(tokens)
                 if text or tokens:
                     pieces += first is not None
                     first = first or now
@@ -343,16 +339,6 @@ def _event(data: bytes) -> dict[str, Any]:
     if not is_list or not all(isinstance(choice, dict) for choice in choices):
         raise _Fault("expected events with one choice, found another")
     return event
-
-
-def _checked_ids(text: Any, tokens: Any, vocab_size: int) -> int:
-    """Return the number of tokens of a piece, whose text and ids are checked."""
-    if not isinstance(text, str):
-        raise _Fault("expected a text, found another type")
-    is_list = isinstance(tokens, list | tuple)
-    if not is_list or not all(is_token_id(token, vocab_size) for token in tokens):
-        raise _Fault(f"expected token ids from 0 to {vocab_size - 1:,}, found others")
-    return len(tokens)
 
 
 def _counts(fields: Any, *names: str) -> list[int | None]:

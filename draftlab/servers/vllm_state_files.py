@@ -59,17 +59,13 @@ class StatesFormat:
                 where=file,
                 do=f"repeat the command; if it happens again, {self.do}",
             )
-        states = tensors["hidden_states"]
-        if tuple(states.shape) != (expected := (len(token_ids), *self.shape)):
+        states, shape = tensors["hidden_states"], [len(token_ids), *self.shape]
+        if (list(states.shape), states.dtype) != (shape, self.dtype):
             raise UserError(
-                f"expected states in shape {list(expected)} (tokens, boundaries, hidden size), "
-                f"found {list(states.shape)}",
+                f"expected states {shape} (tokens, boundaries, hidden size) in {self.dtype}, "
+                f"found {list(states.shape)} in {states.dtype}",
                 where=file,
                 do=self.do,
-            )
-        if states.dtype != self.dtype:
-            raise UserError(
-                f"expected states in {self.dtype}, found {states.dtype}", where=file, do=self.do
             )
         return states
 

@@ -137,7 +137,7 @@ class _Handler(Handler):
             if fault == "cut" and tokens > limit // 2:
                 server.count(tokens, accepted)
                 return
-            ids = [10**9] * new if fault == "ids" else [1] * new
+            ids = 7 if fault == "ids" else [1] * new
             text = 7 if fault == "type" else "x" * (1 << 21 if fault == "huge" else 1)
             self._event(text=text, token_ids=ids)
             if fault == "slow":
