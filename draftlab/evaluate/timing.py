@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -62,16 +62,6 @@ def warm_up_batches(batch: Sequence[Request]) -> list[list[Request]]:
     return [short[:size] for size in sorted(sizes, reverse=True)]
 
 
-def warm_up_prefills(batches: Sequence[Sequence[Request]]) -> list[list[Request]]:
-    """Return a short batch for each combination of prompt lengths among the batches.
-
-    The first prefill of a length pays for kernels and a graph, too, so that otherwise the
-    temperature that is timed first would have the longest time to the first token.
-    """
-    by_lengths = {tuple(len(request.prompt_ids) for request in batch): batch for batch in batches}
-    return [_shortened(batch) for batch in by_lengths.values()]
-
-
 def _shortened(batch: Sequence[Request]) -> list[Request]:
     return [replace(request, max_new_tokens=WARM_UP_TOKENS) for request in batch]
 
@@ -83,19 +73,22 @@ def time_in_turn(
 ) -> dict[DecodingConfig, TimedRun]:
     """Decode the same batches with every engine in turn and return the timed generations.
 
-    Before, every engine decodes short answers to the same prompts, which are discarded.
+    Before, every engine decodes short answers to the same prompts, which are discarded: the first
+    prefill of a length pays for kernels and a graph, too, so that otherwise the temperature that is
+    timed first would have the longest time to the first token. With graphs it does so twice, since
+    each capture gives unused memory back to device and host, that of other engines, too.
 
     Args:
         progress: called with the number of finished batches and of all batches.
     """
     runs = {config: TimedRun([], 0.0) for config in engines}
-    sizes, prefills = warm_up_batches(batches[0]), warm_up_prefills(batches)
-    for engine in engines.values():
-        for requests in sizes + prefills:
-            list(engine.generate(requests))
-    if have_graphs(engines.values()):
+    prefills = list(map(_shortened, batches))
+    warm_ups = [warm_up_batches(batches[0]) + prefills]
+    if any(getattr(engine, "graphs", None) is not None for engine in engines.values()):
+        warm_ups.append(prefills)
+    for warm_up in warm_ups:
         for engine in engines.values():
-            for requests in prefills:
+            for requests in warm_up:
                 list(engine.generate(requests))
     with collected_garbage():
         for number, batch in enumerate(batches, 1):
@@ -106,15 +99,6 @@ def time_in_turn(
                 runs[config].generations += [by_id[r.id] for r in batch]
             progress(number, len(batches))
     return runs
-
-
-def have_graphs(engines: Iterable[Decoder]) -> bool:
-    """Return whether any engine has CUDA graphs.
-
-    Each capture gives unused memory back to device and host, that of other engines, too. So every
-    engine is warmed up again after the last capture.
-    """
-    return any(getattr(engine, "graphs", None) is not None for engine in engines)
 
 
 @contextmanager
