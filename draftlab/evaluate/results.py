@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError, model_validator
 from draftlab.engine.counters import COUNTER_FIELDS, Counters
 from draftlab.errors import UserError
 from draftlab.evaluate.calibration.result import Calibration
-from draftlab.files import read_json, write_json
+from draftlab.files import read_fields, write_json
 from draftlab.settings import describe_errors
 
 SCHEMA_VERSION = 1
@@ -210,14 +210,9 @@ class Report(BaseModel, extra="forbid"):
         Raises:
             UserError: the file is missing, no report, or of another version.
         """
-        fields = read_json(path, kind="report.json of draftlab")
-        if not isinstance(fields, dict) or not {"schema", "rows"} <= fields.keys():
-            raise UserError(
-                "expected a report.json of draftlab, found other JSON",
-                where=path,
-                do="`draftlab eval` writes the report again",
-            )
-        version = fields.pop("schema")
+        again = "`draftlab eval` writes the report again"
+        fields = read_fields(path, {"rows": list}, kind="report.json of draftlab", do=again)
+        version = fields.pop("schema", None)
         if version != SCHEMA_VERSION:
             raise UserError(
                 f"expected report schema {SCHEMA_VERSION}, found {version}",
@@ -231,7 +226,7 @@ class Report(BaseModel, extra="forbid"):
                 f"expected a report.json of schema {version}, but the file does not match it:\n  "
                 + describe_errors(error),
                 where=path,
-                do="`draftlab eval` writes the report again",
+                do=again,
             ) from None
 
 

@@ -23,6 +23,7 @@ from typing import IO, Any, TypeVar
 from urllib.parse import urlsplit
 
 from draftlab.errors import UserError
+from draftlab.files import parse_json
 from draftlab.url_secrets import HIDDEN
 
 API_KEY = "OPENAI_API_KEY"
@@ -295,10 +296,7 @@ def read_json(answer: IO[bytes], max_bytes: int) -> Any:
     content = answer.read(max_bytes + 1)
     if len(content) > max_bytes:
         raise ValueError(f"an answer of more than {max_bytes:,} bytes")
-    try:
-        return json.loads(content)
-    except RecursionError:
-        raise ValueError("JSON that is nested too deep") from None
+    return parse_json(content)
 
 
 @contextmanager

@@ -181,7 +181,7 @@ def test_inspect_shows_run_store_head_and_report() -> None:
     assert "expected a run, found none" in refused(finished(), "inspect", "nothing")
     assert "expected a report" in refused(finished(), "inspect", str(run / "eval"), "nothing")
     other = str(run / "provenance.json")
-    assert "report.json of draftlab, found other JSON" in refused(finished(), "inspect", other)
+    assert "with its values, found other JSON" in refused(finished(), "inspect", other)
     assert "found another file" in refused(finished(), "inspect", str(run / "answers.jsonl"))
     layout = run / "export" / "speculators"
     for export in (layout, layout.parent, layout / "config.json"):

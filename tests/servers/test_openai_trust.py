@@ -243,7 +243,7 @@ def test_a_choice_that_is_none(
         ("/v1/completions", {"choices": [7]}, "expected one choice"),
         ("/v1/completions", {"choices": None}, "expected one choice"),
         ("/v1/completions", [CHOICE], "an answer without choices"),
-        ("/v1/completions", b"[" * 100_000, "nested too deep"),
+        ("/v1/completions", b"[" * 100_000, "brackets within each other"),
         ("/v1/completions", b"[" + b"[]," * 400_000, "more than 1,050,976 bytes"),
         ("/v1/models", b" " * (1 << 20) + b"{}", "more than 1,048,576 bytes"),
         ("/v1/completions", b"<html>", "Expecting value"),
