@@ -163,7 +163,7 @@ class Pipeline:
         settings = self.recipe.prompts
         unread = settings.source == SELF or (plan and find_prompts(settings) is None)
         if "answers" in names and not unread:
-            prompts = self.recording.prompts  # a broken file must not leave a run folder
+            prompts = self.recording.given_prompts  # a broken file must not leave a run folder
             planned = Planned(self.recipe, names, plan, here)
             for warning in check_given_answers(planned, prompts):
                 self.monitor.say(warning)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from draftlab.engine.sampling import Generation, Request
+from draftlab.errors import UserError
+from draftlab.files import canonical_json
 from draftlab.formatting import size_text
 from draftlab.progress import Monitor
 from draftlab.run.stages import STAGES
@@ -30,7 +32,7 @@ from draftlab.text.decode import Decode, in_order
 from draftlab.text.prompts import load_prompts
 from draftlab.text.samples import open_samples
 from draftlab.text.self_prompts import SELF_PROMPTS, write_self_prompts
-from draftlab.text.settings import SELF
+from draftlab.text.settings import SELF, PromptSettings
 from draftlab.train.batch.order import check_row_tokens
 from draftlab.workers.pool import WorkerPool
 from draftlab.workers.target_worker import TargetWorker, held_out
@@ -65,9 +67,29 @@ class Recording(TargetWorker):
     @cached_property
     def prompts(self) -> list[Conversation]:
         """Return the conversations that the target answers."""
-        modes, settings = self.recipe.target.modes, self.recipe.prompts
-        if settings.source == SELF:
-            settings = settings.model_copy(update={"source": str(self.run / SELF_PROMPTS)})
+        settings = self.recipe.prompts
+        given = [] if settings.source == SELF else self.given_prompts
+        if not settings.num_self_written:
+            return given
+        update = {"source": str(self.run / SELF_PROMPTS), "max_prompts": None}
+        written = self._load(settings.model_copy(update=update))
+        if repeated := {one.id for one in given} & {one.id for one in written}:
+            raise UserError(
+                f"expected other ids than those of prompts that the target writes, found "
+                f"{min(repeated)}",
+                where=settings.source,
+                do="rename them, or leave ids out of all lines",
+            )
+        texts = {canonical_json(one.messages) for one in given if settings.deduplicate}
+        return given + [one for one in written if canonical_json(one.messages) not in texts]
+
+    @cached_property
+    def given_prompts(self) -> list[Conversation]:
+        """Return those of the conversations that the target does not write itself."""
+        return self._load(self.recipe.prompts)
+
+    def _load(self, settings: PromptSettings) -> list[Conversation]:
+        modes = self.recipe.target.modes
         prompts = load_prompts(
             settings,
             self.monitor,
@@ -107,7 +129,7 @@ class Recording(TargetWorker):
         elif settings.enabled:
             target, decode = self.answering_target, self.decode
         try:
-            if target is not None and self.recipe.prompts.source == SELF:
+            if target is not None and self.recipe.prompts.num_self_written:
                 self._write_prompts(target, decode, pool)
             prompts = [
                 replace(one, images=tuple(image.copy_to(self.run) for image in one.images))
@@ -198,7 +220,8 @@ class Recording(TargetWorker):
         """Return the recorded store. The target is freed: training gets the whole memory."""
         record, folder = self.recipe.record, self.run / STAGES["store"].artefact
         self.free("target", "metadata")
-        self.__dict__.pop("prompts", None)
+        for name in ("prompts", "given_prompts"):
+            self.__dict__.pop(name, None)
         if record.window is None and record.url is None:
             return Store.open(folder, url=record.url)
         # Counting tokens must not download all shards of a URL; a window's may not be there.

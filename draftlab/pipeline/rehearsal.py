@@ -32,6 +32,7 @@ MAX_SIZES: dict[str, int] = {
     "regenerate.batch": 8,
     "regenerate.piece": 16,
     "prompts.max_prompts": 16,
+    "prompts.self_written": 0,
     "record.shard_tokens": 4096,
     "record.batch_tokens": 2048,
     "record.max_length": 1024,

@@ -34,7 +34,6 @@ from draftlab.target_model.locate import (
     shipped_config,
 )
 from draftlab.text.self_prompts import MAX_TOKENS
-from draftlab.text.settings import SELF
 from draftlab.train.checkpoint import MAX_CHECKPOINTS
 from draftlab.train.distributed.ranks import idle_note
 
@@ -137,9 +136,9 @@ class RecipeSizes:
             why = f"there is no {source}, and prompts.max_prompts is not set"
             return Estimate("answers", f"unknown: {why}", known=False)
         assumed, prompt_tokens = "", 0
-        if source == SELF:  # the target writes the prompts, too, in batches of its own
+        if written := recipe.prompts.num_self_written:  # in batches of their own
             prompt_tokens = min(MAX_TOKENS, target.max_length)
-            assumed = f", and {as_count(conversations.prompts * prompt_tokens)} of prompts"
+            assumed = f", and {as_count(written * prompt_tokens)} of prompts"
         elif conversations.assumed:
             assumed = f" (assuming {PROMPT_TOKENS} tokens per prompt: there is no {source})"
         note = f"{conversations.count:,} conversations"
@@ -150,7 +149,7 @@ class RecipeSizes:
             return Estimate("answers", f"{note} whose prompts leave {limit}{assumed}")
         tokens = conversations.count * conversations.answer
         steps = math.ceil(conversations.count / batch) * conversations.answer
-        steps += math.ceil(conversations.prompts / batch) * prompt_tokens
+        steps += math.ceil(written / batch) * prompt_tokens
         mean = conversations.prompt + conversations.answer / 2
         # A KV cache that does not fit in memory is made smaller (`engine/kv_pool.py`), and answers
         # take longer.

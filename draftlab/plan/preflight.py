@@ -243,7 +243,7 @@ def _check_tokenizer(planned: Planned) -> Iterable[str]:
     rows = planned.config.get_text_config().vocab_size
     if planned.runs("answers", "store", "eval"):
         yield from check_tokenizer(tokenizer, folder, rows, recipe.target.modes)
-    if planned.runs("answers") and recipe.prompts.source == SELF:
+    if planned.runs("answers") and recipe.prompts.num_self_written:
         find_user_turn(tokenizer, recipe.target.modes[0])
     if family.has_mask_token:
         choose_mask_token(

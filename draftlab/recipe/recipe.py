@@ -23,7 +23,7 @@ from draftlab.servers.settings import RegenerateSettings
 from draftlab.settings import Settings, describe_error, merged_errors
 from draftlab.store.settings import RecordSettings
 from draftlab.target_model.settings import TargetSettings
-from draftlab.text.settings import SELF, DraftVocabSettings, PromptSettings
+from draftlab.text.settings import DraftVocabSettings, PromptSettings
 from draftlab.train.settings import HeadSettings, TrainSettings
 
 RECIPE = "recipe.yaml"
@@ -201,9 +201,9 @@ class Recipe(Settings):
                 f"record.dtype: fp8 is for features at boundaries, and {family.name} heads need "
                 "none: expected bfloat16, since the last state is never quantised"
             )
-        if self.prompts.source == SELF and not self.regenerate.enabled:
+        if self.prompts.num_self_written and not self.regenerate.enabled:
             raise ValueError(
-                f"prompts.source: {SELF} writes prompts without answers: expected "
+                "prompts: the target writes prompts without answers: expected "
                 "regenerate.enabled true, found false"
             )
         return self

@@ -89,8 +89,8 @@ def find_user_turn(tokenizer: PreTrainedTokenizerBase, arguments: Arguments) -> 
         raise UserError(
             "expected a chat template with text before and after a user's content, so that the "
             f"target can write it, found {text[:200]!r}",
-            where=f"prompts.source={SELF}, the chat template of {tokenizer.name_or_path}",
-            do="give a file of prompts: prompts.source=prompts.jsonl",
+            where=f"prompts, the chat template of {tokenizer.name_or_path}",
+            do="give a file of prompts, prompts.source=prompts.jsonl, without prompts.self_written",
         )
     control = control_tokens(tokenizer)
     token = control.match(after) if control else None
@@ -163,14 +163,14 @@ def write_self_prompts(
     seed: int,
     monitor: Monitor,
 ) -> None:
-    """Have the target write `settings.max_prompts` prompts into `path`, unless they are there.
+    """Have the target write prompts into `path`, unless they are there.
 
     A second call resumes after the last whole piece. A piece has at most `piece` tries.
 
     Raises:
         UserError: too few tries become prompts, or `find_user_turn` raised it.
     """
-    turn, number = find_user_turn(tokenizer, arguments), settings.max_prompts or 1
+    turn, number = find_user_turn(tokenizer, arguments), settings.num_self_written
     size = min(piece, math.ceil(1.25 * number))
     made_with = {
         "target": target.fingerprint,
@@ -207,8 +207,9 @@ def write_self_prompts(
             if tries.tries >= MOST_TRIES * max(number, size):
                 raise UserError(
                     f"expected {number:,} prompts, found {len(tries.kept):,} in {tries}",
-                    where=f"prompts.source={SELF}",
-                    do="lower prompts.max_prompts, or give a file of prompts",
+                    where="prompts",
+                    do=f"have it write fewer (prompts.max_prompts with source={SELF}, else "
+                    "prompts.self_written), or give a file of prompts",
                 )
             share = max(len(tries.kept) / tries.tries, 0.1) if tries.tries else 0.8
             count = math.ceil((number - len(tries.kept)) / share / size)

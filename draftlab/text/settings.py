@@ -29,6 +29,8 @@ class PromptSettings(Settings):
     machine first read it."""
     max_prompts: Annotated[int, Field(ge=1)] | None = None
     """Number of conversations, from the start of the source; None: all."""
+    self_written: Annotated[int, Field(ge=0)] = 0
+    """Number of prompts that the target writes in addition to those of the source."""
     deduplicate: bool = True
     """Whether to drop conversations that repeat an earlier one."""
 
@@ -39,7 +41,17 @@ class PromptSettings(Settings):
                 f"source={SELF} has the target write prompts: expected their number in "
                 "max_prompts, found none"
             )
+        if self.source == SELF and self.self_written:
+            raise ValueError(
+                f"self_written: with source={SELF} expected all prompts in max_prompts, found "
+                f"{self.self_written} more"
+            )
         return self
+
+    @property
+    def num_self_written(self) -> int:
+        """Return how many prompts the target writes."""
+        return (self.max_prompts or 0) if self.source == SELF else self.self_written
 
 
 class DraftVocabSettings(Settings):

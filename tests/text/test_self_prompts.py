@@ -126,9 +126,39 @@ def test_a_run_of_prompts_that_the_target_writes(
     assert "no end within 1 tokens" in refused(tmp_path, *command, "name=few")
 
 
+def test_the_target_writes_prompts_beside_those_of_a_file(tmp_path: Path) -> None:
+    new_workshop(tmp_path)
+    run = tmp_path / "runs/small"
+    more = ("prompts.self_written=3", "prompts.max_prompts=1", "regenerate.max_new_tokens=2")
+    command = ("prepare", "small.yaml", "target=embedded", *more)
+    assert draftlab(tmp_path, *command).exit_code == 0
+    written = [json.loads(line) for line in (run / "prompts.jsonl").read_text().splitlines()]
+
+    def asked(*given: dict[str, Any], number: int = 2) -> list[str]:
+        file = tmp_path / "own.jsonl"
+        file.write_text("".join(f"{json.dumps(one)}\n" for one in given))
+        own = (f"prompts.source={file}", f"prompts.max_prompts={number}", "--force")
+        result = draftlab(tmp_path, *command, *own)
+        assert result.exit_code == 0, result.output
+        answers = map(json.loads, (run / "answers.jsonl").read_text().splitlines())
+        return [one["messages"][0]["content"] for one in answers]
+
+    texts = [one["messages"][0]["content"] for one in written]
+    assert len(texts) == 3
+    hello = {"id": "a", "messages": [{"role": "user", "content": "Hello"}]}
+    repeated = written[1] | {"id": "b"}
+    assert asked(hello, repeated) == ["Hello", texts[1], texts[0], texts[2]]
+    assert asked(hello, repeated, number=1) == ["Hello", *texts]
+    (tmp_path / "own.jsonl").write_text(json.dumps(hello | {"id": written[0]["id"]}))
+    own = (f"prompts.source={tmp_path / 'own.jsonl'}", "--force")
+    assert "expected other ids" in refused(tmp_path, *command, *own)
+
+
 def test_what_a_recipe_of_own_prompts_needs() -> None:
     for prompts, regenerate, found in (
         ({"source": "self"}, {}, "expected their number"),
+        ({"source": "self", "max_prompts": 4, "self_written": 1}, {}, "all prompts in max_prompts"),
+        ({"self_written": 4}, {"enabled": False}, "without answers"),
         ({"source": "self", "max_prompts": 4}, {"enabled": False}, "without answers"),
     ):
         with pytest.raises(UserError, match=found):
