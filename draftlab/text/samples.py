@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from draftlab.errors import UserError
-from draftlab.files import canonical_json, known_sha256, try_lock
+from draftlab.files import canonical_json, known_sha256, locked
 from draftlab.progress import Monitor
 from draftlab.store.sample_table import MAX_MODES, Sample, SampleTable, read_index, write_index
 from draftlab.text.answer_file import read_manifest
@@ -61,10 +60,10 @@ def open_samples(
     }
     table = read_index(folder, made_of)
     if table is None:
-        with _locked(answers, monitor):
+        monitor.say(f"samples: indexing {answers} in {folder}, or waiting for a process that does")
+        with locked(answers, wait=True):
             table = read_index(folder, made_of)  # another process may have made it meanwhile
             if table is None:
-                monitor.say(f"samples: indexing {answers} in {folder}")
                 notes = _Notes(monitor)
                 modes: dict[str, dict[str, Any]] = {}
                 conversations = _checked(answers, sha256, notes, modes)
@@ -88,16 +87,6 @@ class _Notes(Monitor):
     def __init__(self, monitor: Monitor) -> None:
         self.lines: list[str] = []
         self.say, self.progress = self.lines.append, monitor.progress
-
-
-@contextmanager
-def _locked(answers: Path, monitor: Monitor) -> Iterator[None]:
-    """Hold the lock of the process that indexes a file of answers."""
-    with open(answers, "rb+") as file:
-        if not try_lock(file.fileno(), answers):
-            monitor.say(f"waiting for another process that indexes {answers}")
-            try_lock(file.fileno(), answers, wait=True)
-        yield
 
 
 def _checked(
