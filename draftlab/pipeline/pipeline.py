@@ -281,15 +281,8 @@ class Pipeline:
         self._training = False
 
     def _train(self, folder: Path) -> None:
-        train_and_save(
-            self.recipe,
-            self.recording,
-            self.folder,
-            folder,
-            monitor=self.monitor,
-            ranks=self.ranks,
-            new_pool=partial(local_window_pool, self.recipe, self.folder, self.monitor),
-        )
+        new_pool = partial(local_window_pool, self.recipe, self.folder, self.monitor)
+        train_and_save(self.recording, folder, self.ranks, new_pool)
 
     def _evaluate(self, folder: Path) -> None:
         if self.cluster is not None:

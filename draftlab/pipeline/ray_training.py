@@ -172,16 +172,14 @@ def _train_rank(config: dict[str, Any]) -> None:
     try:
         ranks = Ranks.join(recipe.train.device)
         recording = Recording(recipe, run, monitor)
-        head = run / STAGES["head"].artefact
 
         def new_pool(_: Ranks) -> RayPool:
             return RayPool(recipe, run, monitor)
 
         if rank == 0:
             threading.Thread(target=_receive_signal, args=(signals,), daemon=True).start()
-        arguments = (recipe, recording, run, head)
         with suppress(SystemExit):  # the driver's signal, at which all ranks end after one step
-            train_and_save(*arguments, monitor=monitor, ranks=ranks, new_pool=new_pool)
+            train_and_save(recording, run / STAGES["head"].artefact, ranks, new_pool)
         ranks.leave()
     except Exception as error:
         traceback.print_exc()

@@ -33,51 +33,25 @@ from draftlab.workers.window.devices import NewPool, window_recording
 
 
 def train_and_save(
-    recipe: Recipe,
-    recording: Recording,
-    run: Path,
-    folder: Path,
-    *,
-    monitor: Monitor,
-    ranks: Ranks | None,
-    new_pool: NewPool,
+    recording: Recording, folder: Path, ranks: Ranks | None, new_pool: NewPool
 ) -> None:
     """Train the head of a recipe on the store of its run; the first rank writes it to a folder.
 
     For rank 0 `new_pool` returns the workers that record the shards of a window meanwhile.
     """
+    recipe = recording.recipe
     store, ranks = recording.open_store(), ranks or Ranks.join(recipe.train.device)
-    with window_recording(recipe, store, ranks, new_pool, monitor):
-        head = train_head(
-            recipe,
-            store,
-            recording.tokenizer,
-            run / "train",
-            monitor=monitor,
-            ranks=ranks,
-        )
+    with window_recording(recipe, store, ranks, new_pool, recording.monitor):
+        head = _train(recording, store, ranks)
         if ranks.is_main:
             target = resolve_target(recipe.target)
             head = get_family(head.config.family).as_exported(head, target)
             save_head(folder, head, torch.bfloat16)
 
 
-def train_head(
-    recipe: Recipe,
-    store: Store,
-    tokenizer: Any,
-    folder: Path,
-    *,
-    monitor: Monitor,
-    ranks: Ranks,
-) -> DraftHead:
-    """Train the head of a recipe, and return it with its provenance.
-
-    Args:
-        store: states of the recipe's target, recorded or computed when read.
-        folder: for checkpoints and metrics.
-        ranks: the processes that train together.
-    """
+def _train(recording: Recording, store: Store, ranks: Ranks) -> DraftHead:
+    """Train the head of a recipe, and return it with its provenance."""
+    recipe, tokenizer, monitor = recording.recipe, recording.tokenizer, recording.monitor
     trained = recipe.head.init and load_config(find_head(recipe.head.init))
     trained_mask = getattr(trained, "mask_token_id", None)
     mask = mask_token(recipe, store, tokenizer, monitor, trained_mask)
@@ -96,7 +70,7 @@ def train_head(
             vocabulary,
             recipe.train,
             seed=recipe.seed,
-            folder=folder,
+            folder=recording.run / "train",
             monitor=monitor,
             initial=initial,
             tracked_config={**recipe.model_dump(mode="json"), "data": data},

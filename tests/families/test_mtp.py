@@ -371,17 +371,11 @@ def test_a_trained_head_is_saved_as_its_export_stores_it(
                 one = trained.state_dict()[name]
                 one.mul_(1 + 3 * torch.rand(one.shape, generator=generator) ** 8)
     monkeypatch.setattr(training, "window_recording", lambda *_: nullcontext())
-    monkeypatch.setattr(training, "train_head", lambda *_, **__: trained)
-    recording = SimpleNamespace(open_store=lambda: None, tokenizer=None)
-    training.train_and_save(
-        mtp_recipe(target.folder),
-        recording,
-        tmp_path,
-        tmp_path / "head",
-        monitor=Monitor(),
-        ranks=SimpleNamespace(is_main=True),
-        new_pool=None,
-    )
+    monkeypatch.setattr(training, "_train", lambda *_: trained)
+    recipe = mtp_recipe(target.folder)
+    recording = SimpleNamespace(recipe=recipe, monitor=Monitor(), open_store=lambda: None)
+    rank = SimpleNamespace(is_main=True)
+    training.train_and_save(recording, tmp_path / "head", rank, new_pool=None)
     settings, name = ExportSettings(k=3), str(target.folder)
     places = tmp_path / "head", target.folder, tmp_path / "export"
     write_export(*places, "vllm", target_name=name, settings=settings)

@@ -117,7 +117,7 @@ def test_the_target_is_freed_where_others_need_the_memory(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(target_worker, "load_target", load)
-    module, function = (recording, "record") if stage == "store" else (training, "train_head")
+    module, function = (recording, "record") if stage == "store" else (training, "_train")
     monkeypatch.setattr(module, function, stop)
     with pytest.raises(KeyboardInterrupt):
         run.make(stage)
