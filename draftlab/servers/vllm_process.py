@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from draftlab.errors import UserError
-from draftlab.servers.vllm_client.request import NO_VLLM
+from draftlab.servers.vllm_client.loading import NO_VLLM
 from draftlab.target_model.settings import VllmSettings
 
 PYTHON_VARIABLE = "DRAFTLAB_VLLM_PYTHON"
@@ -66,7 +66,7 @@ class VllmProcess:
     """A process with a loaded vLLM engine, which answers requests.
 
     Args:
-        setup: the client's setup (`vllm_client/request.py`); its `engine_extra` replaces the
+        setup: the client's setup (`vllm_client/loading.py`); its `engine_extra` replaces the
             options for memory and GPUs chosen here.
         settings: its share of memory.
         device, gpus: the first of its GPUs, and their number; a CPU build uses none.

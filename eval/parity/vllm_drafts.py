@@ -21,7 +21,7 @@ def main() -> None:
     request = json.loads(Path(sys.argv[1]).read_text())
     sys.path.insert(0, request["client"])
     from vllm_client.generation import Decoder
-    from vllm_client.request import SETUP
+    from vllm_client.loading import SETUP
     from vllm_client.serve import ENVIRONMENT
 
     for name, value in ENVIRONMENT.items():

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftlab.servers.vllm_client import corrections
-from draftlab.servers.vllm_client.request import RequestError
+from draftlab.servers.vllm_client.loading import RequestError
 from draftlab.servers.vllm_process import VllmProcess
 from draftlab.target_model.settings import VllmSettings
 

@@ -6,7 +6,7 @@ first line of standard input is the setup, which is answered when the engine is 
 further line is a request, answered when its prompts are decoded. The end of the input ends the
 program. Answers go to the original standard output; what vLLM itself prints goes to standard error.
 
-`request.SETUP` explains the keys of a setup.
+`loading.SETUP` explains the keys of a setup.
 
 Request: prompts (lists of token ids) and sampling (for each prompt an object with temperature,
 max_new_tokens and stop_token_ids, which are all that ends an answer because vLLM knows no eos here,

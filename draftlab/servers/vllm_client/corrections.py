@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
-from .request import RequestError
+from .loading import RequestError
 
 INTERPRETER = (
     "Triton's kernels run in its interpreter: the V2 runner needs them, and no Triton compiles for "

@@ -6,8 +6,7 @@ import dataclasses
 from typing import Any
 
 from .corrections import apply_corrections
-from .loading import engine_info, load_engine
-from .request import RequestError, check_request
+from .loading import RequestError, engine_info, load_engine
 
 COUNTERS = ("drafts", "draft_tokens", "accepted", "accepted_at")
 _METRICS = {
@@ -96,6 +95,22 @@ class Decoder:
             "times": [request_times(result) for result in results],
             "per_prompt": per_prompt,
         }
+
+
+def check_request(request: dict[str, Any], setup: dict[str, Any]) -> None:
+    """Raise RequestError if vLLM would truncate an answer, or return wrong counters."""
+    pairs = zip(request["prompts"], request["sampling"], strict=True)
+    for index, (prompt, options) in enumerate(pairs):
+        if len(prompt) + options["max_new_tokens"] > setup["max_model_len"]:
+            raise RequestError(
+                f"prompts[{index}]: {len(prompt)} tokens + {options['max_new_tokens']} new ones "
+                f"exceed the {setup['max_model_len']} positions of max_model_len"
+            )
+        # vLLM pads such a prompt, where it joins a running batch, with k zeros as its drafts.
+        if len(prompt) == 1 and setup["draft"] and setup["max_num_seqs"] > 1:
+            raise RequestError(
+                f"prompts[{index}]: vLLM miscounts prompts of one token in a batch; use batch 1"
+            )
 
 
 def _fields(config: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""Loading of vLLM's engine, for decoding and for hidden states."""
+"""Loading of vLLM's engine, for decoding and for hidden states: its setup and its options."""
 
 from __future__ import annotations
 
@@ -6,7 +6,30 @@ import json
 from pathlib import Path
 from typing import Any
 
+INVALID_REQUEST, NO_VLLM = 2, 3  # exit statuses
+SETUP: dict[str, Any] = {
+    "target": None,  # folder of the target model (required)
+    "draft": None,  # folder of the head, speculators or native format; None: no drafting
+    "method": "eagle3",  # or another method of vLLM, which would otherwise guess
+    "k": 0,  # drafted tokens per step
+    "draft_probs": False,  # whether drafts are sampled and verified with the head's probabilities
+    "parallel_drafting": False,  # True for P-EAGLE heads
+    "dtype": "float32",
+    "max_model_len": 1024,  # maximum number of positions of a request
+    "max_num_seqs": 1,  # batch size; 1: one request after the other
+    # Layers in ascending order (num_layers: the state before the final norm), whose inputs are
+    # written instead of decoding, and the folder of those states, a safetensors file per prompt.
+    "boundaries": None,
+    "states_folder": None,
+    # More options of vLLM's speculative_config and LLM().
+    "speculative_extra": {},
+    "engine_extra": {},
+}
 TUNING = "attn_temperature_tuning"
+
+
+class RequestError(ValueError):
+    """A setup or request that cannot be run; the message says what to change."""
 
 
 def load_engine(setup: dict[str, Any], **options: Any) -> Any:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from .generation import Decoder
 from .hidden_states import HiddenStateWriter
-from .request import INVALID_REQUEST, NO_VLLM, SETUP, RequestError
+from .loading import INVALID_REQUEST, NO_VLLM, SETUP, RequestError
 
 # Read when vllm is imported. Variables that are already set win.
 ENVIRONMENT = {
