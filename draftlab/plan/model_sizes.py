@@ -173,7 +173,7 @@ class Conversations:
             samples, most = regenerate.samples, regenerate.max_new_tokens
         prompt = min(float(tokens.mean()), max_length)
         longest = float((tokens + turns * most).max())
-        prompts = (len(sizes) or number or 0) + recipe.prompts.self_written
+        prompts = (len(sizes) or number or 0) + (recipe.prompts.self_written or 0)
         return cls(
             prompts=prompts,
             count=prompts * samples,

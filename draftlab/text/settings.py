@@ -29,8 +29,8 @@ class PromptSettings(Settings):
     machine first read it."""
     max_prompts: Annotated[int, Field(ge=1)] | None = None
     """Number of conversations, from the start of the source; None: all."""
-    self_written: Annotated[int, Field(ge=0)] = 0
-    """Number of prompts that the target writes in addition to those of the source."""
+    self_written: Annotated[int, Field(ge=1)] | None = None
+    """Number of prompts that the target writes in addition to those of the source; None: none."""
     deduplicate: bool = True
     """Whether to drop conversations that repeat an earlier one."""
 
@@ -51,7 +51,7 @@ class PromptSettings(Settings):
     @property
     def num_self_written(self) -> int:
         """Return how many prompts the target writes."""
-        return (self.max_prompts or 0) if self.source == SELF else self.self_written
+        return (self.max_prompts if self.source == SELF else self.self_written) or 0
 
 
 class DraftVocabSettings(Settings):

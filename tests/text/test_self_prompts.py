@@ -17,7 +17,7 @@ from draftlab.text import self_prompts
 from draftlab.text.self_prompts import Filter, find_user_turn, write_self_prompts
 from draftlab.text.settings import PromptSettings
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.small_run import draftlab, new_workshop, refused
+from tests.helpers.small_run import copy_of_finished, draftlab, new_workshop, refused
 from tests.helpers.toys import toy_target_folder, toy_tokenizer
 
 TURN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -152,6 +152,20 @@ def test_the_target_writes_prompts_beside_those_of_a_file(tmp_path: Path) -> Non
     (tmp_path / "own.jsonl").write_text(json.dumps(hello | {"id": written[0]["id"]}))
     own = (f"prompts.source={tmp_path / 'own.jsonl'}", "--force")
     assert "expected other ids" in refused(tmp_path, *command, *own)
+
+
+def test_a_run_without_such_prompts_that_an_earlier_version_began_is_continued(
+    tmp_path: Path,
+) -> None:
+    copy_of_finished(tmp_path)
+    record = tmp_path / "runs/small/stages/answers.json"
+    fields = json.loads(record.read_text())
+    del fields["inputs"]["prompts.self_written"]
+    record.write_text(json.dumps(fields))
+    before = (tmp_path / "runs/small/answers.jsonl").stat().st_mtime_ns
+    result = draftlab(tmp_path, "run", "small.yaml")
+    assert result.exit_code == 0, result.output
+    assert (tmp_path / "runs/small/answers.jsonl").stat().st_mtime_ns == before
 
 
 def test_what_a_recipe_of_own_prompts_needs() -> None:
