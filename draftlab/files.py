@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -12,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -149,10 +150,13 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield an empty sibling folder, and rename it to `path` on success.
 
     An older folder at `path` is renamed before and deleted afterwards, so that one of the two is
-    complete on disk at any time.
+    complete on disk at any time. What killed processes left is removed.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    old = path.with_name(f".{path.name}.old.{os.getpid()}.tmp")
+    name = glob.escape(path.name)
+    with suppress(OSError):  # perhaps another user's
+        remove_leftovers(path.parent, f".{name}.[0-9]*.tmp")
     try:
         remove(temporary)  # of a killed process, which in a container often had the same number
         temporary.mkdir(parents=True)
@@ -174,6 +178,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
             raise
         _sync_folder(path.parent)
         shutil.rmtree(old, ignore_errors=True)
+        with suppress(OSError):
+            remove_leftovers(path.parent, f".{name}.old.*.tmp")  # there is a new one now
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -14,7 +14,14 @@ import pytest
 import torch
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, check_locks, locked, remove_leftovers, save_tensors
+from draftlab.files import (
+    atomic_folder,
+    atomic_path,
+    check_locks,
+    locked,
+    remove_leftovers,
+    save_tensors,
+)
 from draftlab.run.folder import lock, write_recipe
 from tests.helpers.table_target import record_table, samples_of_lengths
 
@@ -136,6 +143,25 @@ def test_a_file_that_is_being_written_is_no_leftover(tmp_path: Path) -> None:
         temporary.write_text("whole")
         remove_leftovers(tmp_path)
     assert (tmp_path / "file").read_text() == "whole"
+
+
+def test_folders_that_killed_writers_left_are_removed_when_there_is_a_new_one(
+    tmp_path: Path,
+) -> None:
+    killed = subprocess.Popen(["true"])
+    killed.wait()
+    for name in (f".c.{killed.pid}.tmp", f".c.old.{killed.pid}.tmp", f".c.{os.getppid()}.tmp"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(RuntimeError), atomic_folder(tmp_path / "c"):
+        raise RuntimeError
+    left = {f".c.old.{killed.pid}.tmp", f".c.{os.getppid()}.tmp"}
+    assert {path.name for path in tmp_path.iterdir()} == left
+    for content in ("first", "second"):
+        with atomic_folder(tmp_path / "c") as folder:
+            (folder / content).touch()
+        names = {path.name for path in tmp_path.iterdir()}
+        assert names == {"c", f".c.{os.getppid()}.tmp"}
+        assert [path.name for path in (tmp_path / "c").iterdir()] == [content]
 
 
 def test_tensors_are_written_for_all_who_may_read_the_folder(tmp_path: Path) -> None:
