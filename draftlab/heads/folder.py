@@ -132,7 +132,7 @@ def load_config(folder: Path) -> HeadConfig:
 def _reading(folder: Path) -> AbstractContextManager[None]:
     do = "copy the file again from where the head came from"
     if (folder.parent / "train").is_dir():
-        do = "remove this file; `draftlab train` makes it again from the last checkpoint"
+        do = "`draftlab train` makes this file again from the last checkpoint, once it is removed"
     return reading_tensors(folder / WEIGHTS, "head's weights", do)
 
 
