@@ -39,7 +39,7 @@ OPTIONS = SettingsOptions(
             "calibrate",
         ],
         "Prompts and answers": [
-            *("suite", "template_arguments", "max_prompts", "by_length"),
+            *("suite", "raw", "template_arguments", "max_prompts", "by_length"),
             *("max_new_tokens", "seed"),
         ],
         "Times": [

@@ -131,7 +131,8 @@ class TargetSession:
 
     def _suite(self) -> Suite:
         room = self.target.max_length - self.settings.max_new_tokens
-        options: dict[str, Any] = {"max_prompt_tokens": max(room, 1)}
+        raw = self.tokenizer.chat_template is None
+        options: dict[str, Any] = {"raw": raw, "max_prompt_tokens": max(room, 1)}
         arguments = self.tokenizer, self.monitor
         if self.settings.prompts is None and self._held_out is not None:
             return conversation_suite(self.suite_name, self._held_out(), *arguments, **options)
@@ -176,6 +177,7 @@ class TargetSession:
             "k": k,
             "prompts": len(requests),
             "suite": self.suite_name,
+            "template": self.tokenizer.chat_template is not None,
             "max_new_tokens": self.settings.max_new_tokens,
             "answer_tokens": sum(len(g.token_ids) for g in answers),
             "repetition_rate": round(repetition_rate(g.token_ids for g in answers), 4),

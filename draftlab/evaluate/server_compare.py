@@ -121,7 +121,7 @@ def compare(bench: ServerBench) -> Iterator[str]:
         trained = f" (trained for {row.k_trained})" * bool(row.k_trained)
         yield f"  - found: other K: the server drafts {served.k}, the report {row.k}{trained}"
     served_template = partial(bench.server.connection.template, bench.server.model)
-    if served_otherwise(bench.tokenizer, served_template):
+    if not settings.raw and served_otherwise(bench.tokenizer, served_template):
         yield (
             "  - found: template: the server's chat template differs from the target's files (this "
             "measurement sends token ids; chats get the server's)"

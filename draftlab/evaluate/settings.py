@@ -34,6 +34,8 @@ class EvalSettings(Settings):
     """Prompts, one or several suites: a JSONL file of conversations, mt-bench, humaneval, gsm8k,
     spec-bench:PATH, speed-bench:PATH or "embedded:heldout" (Python functions). None: the run's own
     prompts that training held out; for the built-in target "embedded:heldout"."""
+    raw: bool = False
+    """Use the prompts as plain text, without the chat template."""
     template_arguments: TemplateMix | None = None
     """Template arguments of the evaluation, such as {"enable_thinking": true}. With a list of such
     objects each prompt gets one of them, evenly and by `seed`, and AL is reported for each. None:
@@ -103,6 +105,8 @@ class EvalSettings(Settings):
 
     @model_validator(mode="after")
     def _has_effect(self) -> EvalSettings:
+        if self.raw and self.template_arguments is not None:
+            raise ValueError("template_arguments has no effect: raw prompts have no template")
         sampled = self.draft_probs != "off" and any(self.temperatures)
         idle = {
             "verification": self.verification == "block" and not sampled,

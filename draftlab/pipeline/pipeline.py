@@ -27,7 +27,7 @@ from draftlab.heads.folder import WEIGHTS
 from draftlab.kernels.devices import reuse_freed_memory
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.training import train_and_save
-from draftlab.plan.estimate import estimate_table, estimate_warnings
+from draftlab.plan.estimate import estimate_table, estimate_warnings, predicted_seconds
 from draftlab.plan.preflight import (
     Planned,
     check_before_run,
@@ -208,6 +208,7 @@ class Pipeline:
         run = self.run
         statuses = run.plan(*last)  # reads whole files, to compare their hashes
         self.check(statuses, plan=False)
+        predicted = self._predict(statuses)
         start = time.perf_counter()
         pool = self._new_pool()
         with lock(run.folder), pool or nullcontext():
@@ -233,7 +234,28 @@ class Pipeline:
                 self._run_stage(stage, pool)
         if sum(status.runs for status in statuses) > 1:
             took = timedelta(seconds=round(time.perf_counter() - start))
-            self.monitor.say(f"all stages: done in {took}")
+            self.monitor.say(f"all stages: done in {took}{predicted}")
+
+    def _predict(self, statuses: Sequence[Status]) -> str:
+        """Say how long the stages will take, if an earlier run tells it, and return it."""
+        stages, devices = [one.stage.name for one in statuses if one.runs], self._devices
+        begun = any(status.state == "unfinished" for status in statuses)
+        if len(stages) < 2 or begun or devices is None:
+            return ""
+        found = predicted_seconds(self.recipe, self.runs, stages, devices)
+        if found is None:
+            return ""
+        seconds = timedelta(seconds=round(found[0]))
+        self.monitor.say(f"all stages: about {seconds}, by the times of {self.runs / found[1]}")
+        return f", predicted {seconds}"
+
+    @property
+    def _devices(self) -> str | None:
+        """The devices of this process, such as "1 × NVIDIA L4"; None: others work, too."""
+        if self.cluster is not None or (self.gpus or num_launched()) > 1 or num_recorders():
+            return None
+        found = environment(_device())
+        return f"{torch.cuda.device_count() or found['threads']} × {found['device']}"
 
     def _run_stage(self, stage: Stage, pool: WorkerPool | None) -> None:
         functions = {
@@ -245,7 +267,7 @@ class Pipeline:
         }
         write_provenance(self.recipe, self.run)
         start = time.perf_counter()
-        with reuse_freed_memory(), self.run.recorded_stage(stage) as artefact:
+        with reuse_freed_memory(), self.run.recorded_stage(stage, self._devices) as artefact:
             functions[stage.name](artefact)
         self.monitor.say(f"{stage.name}: done in {time.perf_counter() - start:.0f} s")
 

@@ -10,13 +10,15 @@ import math
 import os
 import shutil
 import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 import torch
 
+from draftlab.errors import UserError
 from draftlab.evaluate.decoding_config import more_ks
 from draftlab.evaluate.settings import MAX_K
 from draftlab.formatting import rounded_text, size_text
@@ -24,8 +26,9 @@ from draftlab.plan.model_sizes import PROMPT_TOKENS, Conversations, HeadSize, Ta
 from draftlab.plan.preflight import check_head
 from draftlab.recipe.hardware import GPUS
 from draftlab.recipe.head_spec import planned_identity, target_config
-from draftlab.recipe.recipe import Recipe
+from draftlab.recipe.recipe import LATEST, RECIPE, Recipe, load_recipe
 from draftlab.run.held_out_prompts import default_suite
+from draftlab.run.stages import STAGES, read_record
 from draftlab.store.shard_cache import DEFAULT_SIZE, SIZE
 from draftlab.target_model.locate import (
     config_folder,
@@ -334,6 +337,48 @@ def estimate_warnings(
     """Yield the warnings of `estimate_table`, each as one line."""
     sizes = RecipeSizes(recipe)
     yield from _warnings(sizes, _rows(sizes, stages, num_working), runs.resolve())
+
+
+def predicted_seconds(
+    recipe: Recipe, runs: Path, stages: Sequence[str], devices: str
+) -> tuple[float, str] | None:
+    """Return how long stages will take in one process, and the run that tells it; None: none does.
+
+    It is the latest run of this target, loaded as this recipe says, with the same backends and such
+    devices. The times of its stages are scaled by what the data sheet of a GPU, any one, says of
+    both recipes; a stage of which it says nothing must have the same settings.
+    """
+
+    def least(recipe: Recipe) -> dict[str, float | None]:
+        gpu = recipe.hardware.model_copy(update={"gpu": "H100"})
+        sizes = RecipeSizes(recipe.model_copy(update={"hardware": gpu}))
+        return {row.name: row.seconds for row in sizes.stages()}
+
+    def way(recipe: Recipe) -> tuple[object, ...]:
+        backends = recipe.regenerate.backend, recipe.record.backend
+        return recipe.target, *backends, recipe.record.rolls, recipe.train.device
+
+    records = runs.glob(f"*/stages/{stages[-1]}.json")
+    for record in sorted(records, key=lambda path: path.stat().st_mtime, reverse=True):
+        folder, total = record.parents[1], 0.0
+        if folder.name == LATEST:
+            continue
+        with suppress(UserError, KeyError, TypeError):
+            made = {name: read_record(folder / "stages" / f"{name}.json") for name in stages}
+            earlier = load_recipe(folder / RECIPE)
+            alike = all(one["devices"] == devices for one in made.values())
+            if not alike or way(earlier) != way(recipe):
+                continue
+            now, then = least(recipe), least(earlier)
+            for name in stages:
+                known, sections = now.get(name) and then.get(name), STAGES[name].settings
+                if not known and any(getattr(recipe, s) != getattr(earlier, s) for s in sections):
+                    break
+                total += (now[name] / then[name] if known else 1.0) * made[name]["seconds"]
+            else:
+                if 0 < total < 1e9:
+                    return total, folder.name
+    return None
 
 
 def _rows(sizes: RecipeSizes, stages: Collection[str], num_working: int) -> dict[str, Estimate]:

@@ -48,11 +48,13 @@ def check_trained_for(
     tokenizer: Any,
     folder: Path,
     *,
+    raw: bool = False,
     base: str | None = None,
 ) -> None:
     """Check that a head was trained for this target, tokenizer and chat template.
 
     Args:
+        raw: prompts are plain text, so that the chat template is not checked.
         base: fingerprint of the target with another adapter or none, which may also be its own.
 
     Raises:
@@ -62,8 +64,9 @@ def check_trained_for(
     pairs = {
         "target": (trained, trained if trained == base else target.fingerprint),
         "tokenizer": (head.target.tokenizer_sha256, tokenizer_sha256(tokenizer)),
-        "chat template": (head.target.template_sha256, template_sha256(tokenizer)),
     }
+    if not raw:
+        pairs["chat template"] = (head.target.template_sha256, template_sha256(tokenizer))
     differences = [
         f"{name}: the head was trained with {trained[:12]}, found {actual[:12]}"
         for name, (trained, actual) in pairs.items()
@@ -107,7 +110,7 @@ def _load_compared(
         folder = find_head(source)
         config = load_config(folder)
         try:
-            check_trained_for(config, target, tokenizer, folder)
+            check_trained_for(config, target, tokenizer, folder, raw=settings.raw)
         except UserError:
             monitor.say(
                 f"warning: eval.compare: {source} is left out, it was trained for "
@@ -172,15 +175,15 @@ def evaluate_head(
                 f"warning: eval: the head was trained with target.adapter={trained_for.adapter}, "
                 f"and is measured with {target_settings.adapter}"
             )
-        head = load_trained_head(head_folder, target, tokenizer, base=base)
+        head = load_trained_head(head_folder, target, tokenizer, raw=settings.raw, base=base)
         name = head_name or name_in_reports(head_folder)
         heads.append(NamedHead(name, head, head_folder, _trained_on(head_folder, monitor)))
         heads += _load_compared(settings, {name}, target, tokenizer, monitor)
     if settings.engine == "vllm":
         check_heads(one.head.config for one in heads)
     max_prompt = target.max_length - max(settings.max_new_tokens, settings.timing_tokens)
-    options: dict[str, Any] = {"max_prompt_tokens": max(max_prompt, 1), "seed": settings.seed}
-    options["modes"] = target_settings.modes
+    options: dict[str, Any] = {"raw": settings.raw, "max_prompt_tokens": max(max_prompt, 1)}
+    options |= {"seed": settings.seed, "modes": target_settings.modes}
     if settings.template_arguments is not None:
         options["modes"] = template_modes(settings.template_arguments)
         for name in unread_arguments(tokenizer, options["modes"]):
@@ -196,7 +199,7 @@ def evaluate_head(
                 f"warning: eval: {heads[0].name} was not trained with the template arguments "
                 f"{describe_arguments(mode) or 'none'}; eval.template_arguments changes them"
             )
-    options["target"] = target if settings.engine != "vllm" else None
+    options["target"] = target if settings.engine != "vllm" and not settings.raw else None
     suites = [load_suite(source, tokenizer, monitor, **options) for source in sources]
     if not suites:
         conversations = held_out()

@@ -56,7 +56,8 @@ def open_bench(
     trusted = served.model_copy(update={"trust_remote_code": trust_remote_code})
     tokenizer, arguments = load_tokenizer(trusted), settings.template_arguments
     modes = served.modes if arguments is None else template_modes(arguments)
-    suite = load_suite(settings.suite, tokenizer, monitor, modes=modes, seed=settings.seed)
+    raw, seed = settings.raw, settings.seed
+    suite = load_suite(settings.suite, tokenizer, monitor, raw=raw, modes=modes, seed=seed)
     server, other = (
         LoadedServer(address, settings, monitor.say) if address else None
         for address in (url, plain)

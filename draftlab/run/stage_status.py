@@ -233,11 +233,16 @@ class Run:
         return paths
 
     @contextmanager
-    def recorded_stage(self, stage: Stage) -> Iterator[Path]:
-        """Record a stage as started, yield its artefact's path, record it as complete."""
+    def recorded_stage(self, stage: Stage, devices: str | None = None) -> Iterator[Path]:
+        """Record a stage as started, yield its artefact's path, record it as complete.
+
+        Args:
+            devices: of its one process; None: several do it, or it is unknown.
+        """
         record = record_path(self.folder, stage)
         try:
             fields = {"url": self.settings.get("record.url")} if stage.name == "store" else {}
+            fields["devices"] = devices
             with recorded(self.folder, stage, self.inputs(stage), **fields):
                 yield self.folder / stage.artefact
         except UserError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -120,9 +121,10 @@ def read_record(path: Path) -> dict[str, Any]:
 @contextmanager
 def recorded(folder: Path, stage: Stage, inputs: dict[str, Any], **fields: Any) -> Iterator[None]:
     """Record a stage as started with these inputs, and at the end of the block as complete, both
-    with further fields.
+    with further fields. Its `seconds` are null if it had begun before.
     """
-    record = record_path(folder, stage)
+    record, start = record_path(folder, stage), time.perf_counter()
+    began_before = record.exists()
     if stage.after == "head":
         weights = folder / STAGES["head"].artefact / WEIGHTS
         fields["head_sha256"] = known_sha256(weights) if weights.is_file() else ""
@@ -130,6 +132,7 @@ def recorded(folder: Path, stage: Stage, inputs: dict[str, Any], **fields: Any) 
     yield
     files = [path for path in sorted(folder.glob(stage.hashed)) if path.is_file()]
     hashes = {str(path.relative_to(folder)): sha256_file(path) for path in files}
+    fields["seconds"] = None if began_before else round(time.perf_counter() - start, 1)
     write_json(record, {"complete": True, "inputs": inputs, "sha256": hashes} | fields)
 
 

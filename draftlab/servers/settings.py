@@ -37,6 +37,8 @@ class BenchSettings(Settings):
 
     suite: str | None = Field(default=None, min_length=1)
     """Prompts, as in `eval --suite`; None: those of the report of --head."""
+    raw: bool = False
+    """Use the prompts as plain text, without the chat template."""
     template_arguments: TemplateMix | None = None
     """Template arguments, such as {"enable_thinking": true}, or a list of such objects."""
     max_prompts: Annotated[int, Field(ge=1)] | None = 64

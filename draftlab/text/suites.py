@@ -43,6 +43,8 @@ from draftlab.text.prompts import (
 )
 from draftlab.text.settings import PromptSettings
 
+NO_TEMPLATE = "none (raw text)"
+"""The value of `Suite.template_sha256` for raw text."""
 _HELP = (
     f"suites are {', '.join(EMBEDDED_PROMPTS)}, {', '.join(BENCHMARKS)} (each also as "
     "NAME:PATH), or a JSONL file of conversations"
@@ -126,6 +128,7 @@ def load_suite(
     tokenizer: Any,
     monitor: Monitor,
     *,
+    raw: bool = False,
     target: Target | None = None,
     **options: Any,
 ) -> Suite:
@@ -134,7 +137,7 @@ def load_suite(
     Args:
         source: a benchmark (`parse_benchmark`), an embedded prompt set, or a JSONL file of
             conversations, whose own template arguments take precedence.
-        target, options: of `conversation_suite`.
+        raw, target, options: of `conversation_suite`.
 
     Raises:
         UserError: as `conversation_suite`, or the suite is unknown (the error lists all suites), or
@@ -144,7 +147,7 @@ def load_suite(
     if benchmark is None:
         _check_known(source)
         settings = PromptSettings(source=source, deduplicate=False)
-        reading = {} if target is None else {"no_images": partial(no_images, target.folder)}
+        reading = {} if raw or target is None else {"no_images": partial(no_images, target.folder)}
         conversations = select_prompts(settings, monitor, **reading)
     else:
         rows = read_rows(benchmark)
@@ -159,7 +162,7 @@ def load_suite(
             f"{f': {categories}' if categories else ''}; vllm bench generates at most "
             f"{benchmark.max_new_tokens:,} tokens for each, draftlab eval.max_new_tokens"
         )
-    own = {"keep_own": True, "target": target}
+    own = {"raw": raw, "keep_own": True, "target": target}
     return conversation_suite(source, conversations, tokenizer, monitor, **own, **options)
 
 
@@ -169,6 +172,7 @@ def conversation_suite(
     tokenizer: Any,
     monitor: Monitor,
     *,
+    raw: bool = False,
     max_prompt_tokens: int | None = None,
     modes: Sequence[TemplateArguments] = ({},),
     seed: int = 0,
@@ -180,6 +184,8 @@ def conversation_suite(
     Args:
         source: the suite's name.
         max_prompt_tokens: longer prompts are left out, and their number is reported.
+        raw: encode the plain text as the tokenizer does by default (usually with a bos), without
+            the chat template.
         modes, seed: template arguments, of which each prompt gets one (`with_arguments`).
         keep_own: whether the conversations' own template arguments take precedence.
         target: reads images; None: prompts with images are dropped and counted.
@@ -195,12 +201,17 @@ def conversation_suite(
     if not conversations:
         raise UserError("expected prompts, found none without images", where=source, do=_HELP)
     conversations = with_arguments(conversations, modes, seed, keep_own=keep_own)
-    encoded = _encode(tokenizer, conversations, source, target)
+    if raw:
+        encoded = [_encode_raw(tokenizer, one, source) for one in conversations]
+    else:
+        encoded = _encode(tokenizer, conversations, source, target)
     named = [(one.id, ids) for one, ids in zip(conversations, encoded, strict=True)]
     prompts = _drop_repeated(named, monitor)
     if max_prompt_tokens is not None:
         prompts = _drop_long(prompts, max_prompt_tokens, source, monitor)
     digests = {one.id: prompt_digest(one) for one in conversations}
+    if raw:
+        return Suite(source, NO_TEMPLATE, prompts, _categories(conversations), digests)
     modes = [*dict.fromkeys(describe_arguments(one.template_arguments) for one in conversations)]
     if len(modes) == 1 and modes[0]:
         source = f"{source} ({modes[0]})"
@@ -266,6 +277,25 @@ def _encode(
         ids = prompt.ids if target is None else image_ids(target, prompt.ids, one.images)
         found.append(ids)
     return found
+
+
+def _encode_raw(tokenizer: Any, conversation: Conversation, source: str) -> tuple[int, ...]:
+    messages, where = _prompt(conversation), f"{source}, prompt {conversation.id}"
+    roles = [message["role"] for message in messages]
+    if roles != ["user"]:
+        raise UserError(
+            f"expected one user turn as plain text, found {', '.join(roles)}",
+            where=where,
+            do="roles need a chat template: turn raw off",
+        )
+    ids = tuple(tokenizer(messages[0]["content"], verbose=False)["input_ids"])
+    if not ids:
+        raise UserError(
+            "expected text, found a prompt without a token",
+            where=where,
+            do="remove the prompt from the suite",
+        )
+    return ids
 
 
 def _drop_repeated(prompts: Sequence[tuple[str, tuple[int, ...]]], monitor: Monitor) -> Prompts:

@@ -185,6 +185,8 @@ def contents() -> dict[str, str]:
             elif path.name == VERIFIED:  # with the times of the shards' files
                 columns = load(data)
                 data = columns["store_sha256"].tobytes() + bytes(columns["modified_ns"] != NO_TIME)
+            elif path.parent == RUN / "stages":
+                data = json.dumps(json.loads(data) | {"seconds": None}).encode()
             files[str(path)] = hashlib.sha256(data).hexdigest()
     return files
 

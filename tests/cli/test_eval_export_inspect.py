@@ -72,20 +72,19 @@ def test_a_failed_certificate_is_exit_code_one(
         assert ("FAILED" in result.stdout) is not passed
 
 
-def test_a_target_without_the_heads_chat_template_is_refused(folder: Path) -> None:
+def test_raw_prompts_need_no_chat_template(folder: Path) -> None:
+    """The target may have none, or another one than the head was trained with."""
     config = folder / "toy" / "tokenizer_config.json"
     fields = json.loads(config.read_text())
     fields.pop("chat_template", None)
     config.write_text(json.dumps(fields))
     (folder / "toy" / "chat_template.jinja").unlink(missing_ok=True)
-    assert "template" in refused(folder, "eval", "--temps", "0", "--out", str(folder / "out"))
-
-
-def test_a_report_names_no_folders_of_the_machine(folder: Path) -> None:
     options = ("eval", "--temps", "0", "--out", str(folder / "out"))
-    result = draftlab(folder, *options, "--compare", "runs/small/head", "--json")
+    assert "template" in refused(folder, *options)
+    result = draftlab(folder, *options, "--raw", "--compare", "runs/small/head", "--json")
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
+    assert {row["template"] for row in rows} == {"none (raw text)"}
     assert {row["head"] for row in rows} == {None, "small", "runs/small"}
     for file in (folder / "out").iterdir():  # reports and plots name no folders of the machine
         assert str(folder).encode() not in file.read_bytes(), file

@@ -256,7 +256,7 @@ def test_causes(keep: float, k: int, expected: list[str]) -> None:
         fields = {"acceptance_length": al, "acceptance_length_ci": (al - 0.1, al + 0.1)}
         one = one.model_copy(update=counts | fields)
     with bench_server() as server:
-        bench = new_bench(server)
+        bench = new_bench(server, raw=True)
         bench.run()
         bench.report = sample_report([one])
         text = "\n".join(compare(bench))
@@ -293,7 +293,7 @@ def test_answers_tell_the_target_from_the_head(
         fields |= {"drafts": 64, "draft_tokens": 192, "accepted": sum(at), "accepted_at": at}
         fields |= {"acceptance_length": 1 + sum(at) / 64, "acceptance_length_ci": (2.4, 2.6)}
     with bench_server(longest=TOKENS) as server:
-        bench = new_bench(server, max_new_tokens=limit)
+        bench = new_bench(server, raw=True, max_new_tokens=limit)
         bench.run()
         bench.report = sample_report([one.model_copy(update=fields)])
         text = "\n".join(compare(bench))
@@ -306,7 +306,7 @@ def test_answers_that_are_all_cut_tell_nothing_of_the_target() -> None:
     one = row(keep=0.99, k=3, suite_sha256=SUITE.sha256, max_new_tokens=TOKENS)
     one = one.model_copy(update={"prompts": 8, "output_tokens": 8 * TOKENS})
     with bench_server() as server:
-        bench = new_bench(server)
+        bench = new_bench(server, raw=True)
         bench.run()
         bench.report = sample_report([one])
         text = "\n".join(compare(bench))
@@ -348,7 +348,7 @@ def test_the_served_target_is_compared_by_its_files(tmp_path: Path) -> None:
     (target / "config.json").write_text(json.dumps(config | {"quantization_config": {}}))
     assert "quantised, other weights" in other(card)
     with bench_server(cache_dtype="fp8_e5m2", card=card) as server:
-        bench = new_bench(server)
+        bench = new_bench(server, raw=True)
         bench.run()
         one = row(keep=0.99, k=3, suite_sha256=SUITE.sha256, max_new_tokens=TOKENS)
         bench.report = sample_report([one])

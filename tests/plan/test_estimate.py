@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,16 +12,17 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from draftlab.files import write_json
+from draftlab.files import write_json, write_text
 from draftlab.pipeline import pipeline
 from draftlab.plan.estimate import (
     CHECKPOINTS,
     RecipeSizes,
     _shared,
     estimate_table,
+    predicted_seconds,
 )
-from draftlab.recipe.recipe import load_recipe, parse_recipe
-from draftlab.run.stages import STAGES
+from draftlab.recipe.recipe import load_recipe, parse_recipe, to_yaml
+from draftlab.run.stages import STAGES, recorded
 from draftlab.text.prompts import EMBEDDED_PROMPTS
 from draftlab.text.settings import SELF
 from draftlab.train import checkpoint
@@ -314,3 +316,28 @@ def test_a_plan_of_a_cpu_warns_of_too_little_memory(
     free = SimpleNamespace(available=4e8)
     monkeypatch.setattr("draftlab.plan.estimate.psutil.virtual_memory", lambda: free)
     assert warning in "\n".join(estimate_table(settings, tmp_path, STAGES))
+
+
+def test_an_earlier_run_tells_how_long_stages_take(tmp_path: Path) -> None:
+    settings, stages = parse_recipe({"name": "r", "train": {"steps": 100}}), ["head", "export"]
+    assert predicted_seconds(settings, tmp_path, stages, "cpu") is None
+    for name in stages:
+        with recorded(tmp_path / "old", STAGES[name], {}, devices="1 × GPU"):
+            pass
+        record = tmp_path / "old/stages" / f"{name}.json"
+        assert 0 <= json.loads(record.read_text())["seconds"] < 10
+        write_json(record, json.loads(record.read_text()) | {"seconds": 10})
+    write_text(tmp_path / "old/recipe.yaml", to_yaml(settings))
+    longer = parse_recipe({"name": "r", "train": {"steps": 300}})
+    assert predicted_seconds(longer, tmp_path, stages, "1 × GPU") == (pytest.approx(40), "old")
+    assert predicted_seconds(longer, tmp_path, stages, "2 × GPU") is None
+    for other in (
+        {"target": {"device": "cpu"}},
+        {"record": {"window": 10**9}},
+        {"export": {"formats": ["vllm"]}},  # no data sheet says how long that takes
+    ):
+        changed = parse_recipe({"name": "r", **other})
+        assert predicted_seconds(changed, tmp_path, stages, "1 × GPU") is None, other
+    with recorded(tmp_path / "old", STAGES["head"], {}, devices="1 × GPU"):  # a part of its time
+        pass
+    assert predicted_seconds(longer, tmp_path, stages, "1 × GPU") is None

@@ -294,7 +294,7 @@ def test_off_is_a_word_where_words_are_asked_for(tmp_path: Path) -> None:
         ("eval.top_p=true", "eval.top_p: expected a number, found true"),
         ("train.recompute=maybe", "train.recompute: expected 'auto' or true or false, found 'm"),
         ("head.mask_token=[1]", "head.mask_token: expected a whole number or a text, found [1]"),
-        ("eval.certify=2", "eval.certify: expected true or false, found 2"),
+        ("eval.raw=2", "eval.raw: expected true or false, found 2"),
         ("train.ttt_steps=4000", "train.ttt_steps: expected"),
         ("train.learning_rate=1e9", "train.learning_rate: expected"),
         ("train.adamw_learning_rate=1e9", "train.adamw_learning_rate: expected"),

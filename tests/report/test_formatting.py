@@ -20,7 +20,7 @@ def test_formats() -> None:
     assert fmt.speedup(None) == NONE
     assert fmt.short_hash("ab" * 32) == "abababababab"
     assert fmt.short_hash(f"2-{'ab' * 16}-{'cd' * 16}") == "2-ababababab"
-    assert fmt.short_hash("of another program") == "of another program"
+    assert fmt.short_hash("none (raw text)") == "none (raw text)"
 
 
 def test_labels_name_what_differs_and_are_unique() -> None:

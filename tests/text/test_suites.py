@@ -17,7 +17,7 @@ from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import prompt_ids, template_sha256
 from draftlab.text.data_sets import Source
-from draftlab.text.suites import Suite, even_order, load_suite, suite_sha256
+from draftlab.text.suites import NO_TEMPLATE, Suite, even_order, load_suite, suite_sha256
 from tests.helpers.messages import assistant, user
 from tests.helpers.monitors import RecordingMonitor
 
@@ -253,6 +253,18 @@ def test_a_conversations_prompt_ends_before_its_first_answer(tokenizer, tmp_path
     file = write(tmp_path / "c.jsonl", [row])
     assert load(file, tokenizer) == (("a", prompt(tokenizer, "Hi")),)
     assert len(load("embedded:heldout", tokenizer)) > 30
+    write(file, [{"id": "a", "messages": [{"role": "system", "content": "Be"}, user("Hi")]}])
+    with pytest.raises(UserError, match="one user turn as plain text, found system, user"):
+        load(file, tokenizer, raw=True)
+
+
+def test_raw_is_the_tokenizers_default_encoding(tokenizer, tmp_path: Path) -> None:
+    source = f"gsm8k:{write(tmp_path / 'data.jsonl', GSM8K)}"
+    suite = load_suite(source, tokenizer, Monitor(), raw=True)
+    expected = [tuple(tokenizer(row["question"])["input_ids"]) for row in GSM8K]
+    assert [tokens for _, tokens in suite.prompts] == expected
+    assert suite.template_sha256 == NO_TEMPLATE
+    assert suite.sha256 != load_suite(source, tokenizer, Monitor()).sha256
 
 
 def test_long_prompts_are_left_out_and_reported(tokenizer, tmp_path: Path) -> None:

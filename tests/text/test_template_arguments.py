@@ -150,6 +150,8 @@ def test_a_suite_in_one_mode_is_named_after_it(tmp_path: Path, tokenizer) -> Non
     assert default.name == str(path)
     assert default.sha256 != plain.sha256
     assert default.template_sha256 == plain.template_sha256
+    raw = load_suite(str(path), tokenizer, Monitor(), raw=True, modes=(PLAIN,))
+    assert raw.name == str(path)
 
 
 def test_a_suite_in_several_modes_has_them_as_categories(tmp_path: Path, tokenizer) -> None:
