@@ -20,6 +20,7 @@ MOST_LAYERS = 1024
 CONFIG_FILES = ("*config.json", "*.py")
 TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 TARGET_FILES = (*TOKENIZER_FILES, "*.safetensors")
+DAMAGED_GGUF = "fetch the file again: it is cut off or damaged, or of a newer format"
 
 
 def is_hub_id(name: str) -> bool:
@@ -57,8 +58,7 @@ def local_target(settings: TargetSettings) -> Path | None:
     if path.suffix == ".gguf" and path.is_file():
         from draftlab.target_model.gguf import gguf_folder  # imports transformers
 
-        damaged = "fetch the file again: it is cut off or damaged, or of a newer format"
-        with explain_loading("the target", path, damaged):
+        with explain_loading("the target", path, DAMAGED_GGUF):
             return gguf_folder(path)
     if not is_hub_id(settings.path):
         raise UserError(
@@ -220,7 +220,9 @@ def resolve_target(settings: TargetSettings, files: Sequence[str] = TARGET_FILES
     if settings.path.endswith(".gguf"):
         from draftlab.target_model.gguf import add_weights  # imports transformers
 
-        add_weights(path, Path(settings.path).expanduser())
+        file = Path(settings.path).expanduser()
+        with explain_loading("the target", file, DAMAGED_GGUF):
+            add_weights(path, file)
     if settings.adapter is not None:
         from draftlab.target_model.adapter import merged_folder  # imports this module
 

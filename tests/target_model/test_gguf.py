@@ -161,6 +161,17 @@ def test_a_killed_conversion_leaves_nothing_that_looks_whole(
     assert capfd.readouterr().err == "", "transformers' progress bars"
 
 
+def test_weights_of_another_shape_are_refused(tmp_path: Path, file: Path) -> None:
+    write_gguf(toy_target_folder(tmp_path / "hf", layers=2), file)
+    content, name = file.read_bytes(), b"blk.0.ffn_gate.weight"
+    start = content.index(name) + len(name) + 4  # two sizes of 8 bytes follow their number
+    sizes = content[start : start + 16]
+    file.write_bytes(content[:start] + sizes[8:] + sizes[:8] + content[start + 16 :])
+    with pytest.raises(UserError, match="the target does not load") as caught:
+        resolve_target(TargetSettings(path=str(file)))
+    assert caught.value.where == str(file)
+
+
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path, file: Path) -> None:
     def refused(path: Path, message: str) -> None:
         with pytest.raises(UserError, match=message):
