@@ -234,7 +234,6 @@ REMOVED_SETTINGS = {
     "train.beta2": "AdamW's second moment decays by 0.95",
     "train.regression": "it is 1: train.distillation weighs the loss on tokens against it",
     "eval.greedy_below": "eval.draft_probs=off drafts greedily",
-    "eval.raw": "prompts always have the target's chat template",
     "export.max_shard": "weights of more than 5 GB go into several files",
     **{f"head.llama4.{name}": _LLAMA4 for name in _LLAMA4_NAMES},
     "run.url": "sync the run folder with a tool of your own, such as `rclone` or `aws s3 sync`",

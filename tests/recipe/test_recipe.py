@@ -325,7 +325,6 @@ def test_the_resolved_recipe_reads_back(path: Path, tmp_path: Path) -> None:
         ("train: {replay: {share: 0.5}}", r"train\.replay: removed: a head trains on recorded"),
         ("head: {llama4: {use_qk_norm: true}}", r"llama4\.use_qk_norm: removed: the head has the"),
         ("target: {compile: false}", r"target\.compile: removed: layers without a fast path"),
-        ("eval: {raw: false}", r"eval\.raw: removed: prompts always have the target's chat templ"),
     ],
 )
 def test_a_removed_setting_is_refused_with_what_to_do(
