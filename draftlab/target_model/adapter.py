@@ -80,7 +80,7 @@ def read_adapter(adapter: Path) -> tuple[dict[str, Any], Path]:
             where=adapter,
             do="name the folder that peft's save_pretrained wrote",
         )
-    config = read_fields(adapter / CONFIG, {}, kind=CONFIG)
+    config = read_fields(adapter / CONFIG, {}, kind=f"LoRA {CONFIG}")
     wrong = [
         f"{key} {expected}, found {config[key]}"
         for key, expected in _ALWAYS.items()

@@ -363,7 +363,8 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> frozens
     file, kind = next(filter(Path.is_file, files), None), "target's configuration"
     eos = read_fields(file, {}, kind=kind).get("eos_token_id") if file else None
     eos_ids = eos if isinstance(eos, list) else [eos]
-    stops = frozenset(i for i in (*eos_ids, tokenizer.eos_token_id) if type(i) is int)
+    ids = (*eos_ids, tokenizer.eos_token_id)
+    stops = frozenset(i for i in ids if type(i) is int and i >= 0)  # some write -1 for none
     if not stops:
         raise UserError(
             "expected an eos_token_id in the target's generation config or tokenizer, found none",

@@ -74,9 +74,11 @@ def test_stop_tokens_outside_the_vocabulary_and_none_are_errors(tmp_path: Path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [285, 289, 300]}')
     with pytest.raises(UserError, match=r"vocabulary of 289, found \[289, 300\]"):
         check_tokenizer(toy_tokenizer(), tmp_path, 289, ())
-    (tmp_path / "generation_config.json").unlink()
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [285, -1]}')
     tokenizer = toy_tokenizer()
     tokenizer.eos_token = None
+    assert stop_ids(tokenizer, tmp_path) == {285}
+    (tmp_path / "generation_config.json").unlink()
     with pytest.raises(UserError, match="eos_token_id"):
         check_tokenizer(tokenizer, tmp_path, 289, ())
 
