@@ -296,6 +296,8 @@ class LoadedServer:
             event = _event(data)
             said |= {key: event[key] for key in ("usage", "timings", "metrics") if event.get(key)}
             for choice in event.get("choices") or ():
+                if finish:
+                    raise _Fault("expected the end of an answer, found more of it")
                 text, tokens = choice.get("text") or "", choice.get("token_ids") or ()
                 if not isinstance(text, str) or not isinstance(tokens, list | tuple):
                     raise _Fault("expected a text and a list of token ids, found other types")

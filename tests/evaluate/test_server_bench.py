@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import time
 from functools import partial
@@ -17,7 +18,7 @@ from draftlab.evaluate.server_compare import compare
 from draftlab.progress import Monitor
 from draftlab.servers import server_load
 from draftlab.servers.server_counters import CountersRestarted, parse_counters
-from draftlab.servers.server_load import Answer, LoadedServer
+from draftlab.servers.server_load import Answer, LoadedServer, _Fault
 from draftlab.servers.settings import BenchSettings
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.text.suites import Suite
@@ -357,6 +358,16 @@ def test_the_served_target_is_compared_by_its_files(tmp_path: Path) -> None:
     assert "found: a KV cache of fp8_e5m2" in text
     assert f"found: another target: {target}" in text
     assert "aux layers" not in text, "the target is found"
+
+
+@pytest.mark.parametrize("finish", [None, "length"])
+def test_an_answer_that_goes_on_after_its_end_is_a_fault(finish: str | None) -> None:
+    ends = ({"text": "a", "finish_reason": reason} for reason in ("stop", finish))
+    lines = (f"data: {json.dumps({'choices': [end]})}\n\n" for end in ends)
+    with bench_server() as server:
+        bench = new_bench(server)
+        with pytest.raises(_Fault, match="the end of an answer, found more of it"):
+            bench.server._read(io.BytesIO("".join(lines).encode()), 0, {"max_tokens": 8}, 0.0)
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
