@@ -107,8 +107,10 @@ def test_a_resumed_run_sends_no_prompt_again_that_was_too_long(workshop: Path) -
         assert "dropped" not in output
         server.requests = []
         output = prepare(workshop, server, "name=some", *pieces)
-        assert len(server.requests) == 1
-        assert "resuming after 4 of 5" in output
+        # Two threads wait to send the last two prompts: either's request may be the fourth.
+        kept = 4 if "resuming after 4 of 5" in output else 3
+        assert f"resuming after {kept} of 5" in output
+        assert len(server.requests) == 5 - kept
         assert "dropped 2 prompts (first: p0): no room for the prompt" in output
         assert "left out" not in output.split("resuming")[1]
     assert (workshop / "runs/some/answers.jsonl").read_bytes() == whole
