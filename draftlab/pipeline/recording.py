@@ -11,7 +11,6 @@ from typing import Any
 
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
-from draftlab.files import canonical_json
 from draftlab.formatting import size_text
 from draftlab.progress import Monitor
 from draftlab.run.stages import STAGES
@@ -33,6 +32,7 @@ from draftlab.text.prompts import load_prompts
 from draftlab.text.samples import open_samples
 from draftlab.text.self_prompts import SELF_PROMPTS, write_self_prompts
 from draftlab.text.settings import SELF, PromptSettings
+from draftlab.text.suites import prompt_digest
 from draftlab.train.batch.order import check_row_tokens
 from draftlab.workers.pool import WorkerPool
 from draftlab.workers.target_worker import TargetWorker, held_out
@@ -80,12 +80,12 @@ class Recording(TargetWorker):
                 where=settings.source,
                 do="rename them, or leave ids out of all lines",
             )
-        texts = {canonical_json(one.messages) for one in given if settings.deduplicate}
-        return given + [one for one in written if canonical_json(one.messages) not in texts]
+        known = {prompt_digest(one) for one in given if settings.deduplicate}
+        return given + [one for one in written if prompt_digest(one) not in known]
 
     @cached_property
     def given_prompts(self) -> list[Conversation]:
-        """Return those of the conversations that the target does not write itself."""
+        """Return the conversations of `prompts.source`, without those that the target writes."""
         return self._load(self.recipe.prompts)
 
     def _load(self, settings: PromptSettings) -> list[Conversation]:

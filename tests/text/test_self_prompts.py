@@ -148,6 +148,9 @@ def test_the_target_writes_prompts_beside_those_of_a_file(tmp_path: Path) -> Non
     hello = {"id": "a", "messages": [{"role": "user", "content": "Hello"}]}
     repeated = written[1] | {"id": "b"}
     assert asked(hello, repeated) == ["Hello", texts[1], texts[0], texts[2]]
+    answer = {"role": "assistant", "content": "Yes."}
+    answered = repeated | {"messages": [*repeated["messages"], answer]}
+    assert asked(hello, answered) == ["Hello", texts[1], texts[0], texts[2]]
     assert asked(hello, repeated, number=1) == ["Hello", *texts]
     (tmp_path / "own.jsonl").write_text(json.dumps(hello | {"id": written[0]["id"]}))
     own = (f"prompts.source={tmp_path / 'own.jsonl'}", "--force")
