@@ -26,9 +26,10 @@ from draftlab.store.store import Store
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_tokenizer
 from draftlab.target_model.settings import TargetSettings
-from draftlab.text.chat_template import stop_ids
+from draftlab.text.chat_template import prompt_ids, stop_ids
 from draftlab.train.best_head import STATE as BEST
 from draftlab.train.checkpoint import STATE, read_checkpoint
+from tests.helpers.messages import read_conversations, user
 from tests.helpers.table_target import record_table, samples_of_lengths
 from tests.helpers.toys import toy_target_folder, toy_tokenizer
 
@@ -48,6 +49,10 @@ READERS: dict[str, Callable[[Path], object]] = {
     "run/report.json": Report.read,
     f"run/{STATE}": lambda path: read_checkpoint(path.parent, key="key"),
     f"run/{BEST}": read_json,
+    "run/prompts.jsonl": read_conversations,
+    "toy/chat_template.jinja": lambda path: prompt_ids(
+        load_tokenizer(TargetSettings(path=str(path.parent))), [user("count")]
+    ),
 }
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
 VALUES = st.recursive(
@@ -80,7 +85,7 @@ def changed(draw: st.DrawFn, tree: Any) -> Any:
 @pytest.mark.parametrize("name", READERS)
 def test_any_bytes_are_read_or_refused(folder: Path, name: str) -> None:
     path = folder / name
-    original = path.read_bytes() if path.exists() else b"{}"
+    original = path.read_bytes() if path.exists() else b'{"messages": [{"role": "user"}]}'
 
     @settings(
         max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck)

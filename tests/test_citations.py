@@ -21,10 +21,6 @@ BETWEEN = r"(?:\s*,\s*|\s+and\s+)"
 CITATION = re.compile(
     rf"\b(methods|servers)[\s#]+({SECTION}(?:{BETWEEN}{SECTION})*)", re.IGNORECASE
 )
-# Names of notes that do not ship; brackets keep this line out of its own search.
-RETIRED = re.compile(
-    r"\b([M]ETHODS|[C]ONTRACTS|[D]ESIGN|[F]RONTIER|[A]NCHORS|[P]ITFALLS|[F]INDINGS)\b"
-)
 HEADING = re.compile(r"^#{2,4} (\d+(?:\.\d+)*)\.? \S", re.MULTILINE)
 CODE_BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
@@ -85,7 +81,6 @@ def test_citations_name_headings() -> None:
             for offset, document, section in citations
             if section not in known[document]
         ]
-        unknown += [f"{place(path, text, m.start())}: {m[0]}" for m in RETIRED.finditer(text)]
     assert not unknown, "no such section or document:\n" + "\n".join(unknown)
     assert count > 50, f"expected the citations of the code, found {count}"
 

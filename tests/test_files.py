@@ -18,7 +18,6 @@ from draftlab.files import (
     atomic_folder,
     atomic_path,
     check_locks,
-    locked,
     remove_leftovers,
     save_tensors,
 )
@@ -52,16 +51,6 @@ def test_a_file_system_without_locks_is_refused(
     assert str(tmp_path) in caught.value.where
     assert "Lustre mounted with `flock`" in caught.value.do
     assert list(tmp_path.iterdir()) == []
-
-
-def test_locks_keep_others_out(tmp_path: Path) -> None:
-    check_locks(tmp_path)
-    path = tmp_path / "lock"
-    with locked(path) as first, locked(path) as second:
-        assert first
-        assert not second
-    with locked(path) as free:
-        assert free
 
 
 def test_a_folders_lock_is_that_of_a_file_open_for_writing(

@@ -18,7 +18,6 @@ class Outer(Settings):
     inner: Inner = Inner()
     name: str = Field(default="a", pattern="^a")
     parts: str | list[Inner] = ""
-    nothing: None = None
 
 
 @pytest.mark.parametrize(
@@ -26,7 +25,6 @@ class Outer(Settings):
     [
         ({"many": [0]}, "many.0: expected a number greater than or equal to 1, found 0"),
         ({"many": []}, "many: expected at least one value, found none"),
-        ({"many": ["x"]}, "many.0: expected a whole number, found 'x'"),
         ({"inner": 3}, "inner: expected a mapping, found 3"),
         ({"inner": {"rate": 0}}, "inner.rate: expected a number greater than 0, found 0"),
         ({"inner": {"rat": 1}}, "inner.rat: unknown key"),
@@ -34,8 +32,6 @@ class Outer(Settings):
         ({"name": "b" * 99}, f"name: expected a text that matches ^a, found '{'b' * 79}…"),
         ({"parts": None}, "parts: expected a text or a list, found null"),
         ({"parts": [{"rate": 0}]}, "parts.0.rate: expected a number greater than 0, found 0"),
-        ({"parts": [{"rat": 1}]}, "parts.0.rat: unknown key"),
-        ({"nothing": 5}, "nothing: expected null, found 5"),
         (5, "whole: expected a mapping, found 5"),
     ],
 )

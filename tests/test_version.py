@@ -13,10 +13,6 @@ from draftlab.version import NOT_INSTALLED, package_version
 from tests.helpers.small_run import draftlab
 
 
-def test_version_of_an_installed_package() -> None:
-    assert package_version("torch") == metadata.version("torch")
-
-
 def test_the_commit_is_of_draftlabs_own_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from draftlab.doctor.hypotheses import HeadVariant, Hypothesis
 from draftlab.doctor.score import Score
-from draftlab.doctor.verdict import VariantResult, VariantSearch, make_diagnosis, score_finding
+from draftlab.doctor.verdict import VariantResult, VariantSearch, score_finding
 from draftlab.engine.counters import Counters
 
 
@@ -75,28 +73,3 @@ def test_training_explains_a_weak_head(accuracy: float | None, words: str, do: s
     assert finding is not None
     assert words in finding.what
     assert do in finding.do
-
-
-@pytest.mark.parametrize(("ends", "gain"), [((0.2, 0.03), "0.20"), ((0.01, 0.03), "0.05")])
-def test_a_healthy_head_is_told_which_gain_would_have_shown(
-    ends: tuple[float, float], gain: str
-) -> None:
-    """The largest end of an interval, or the margin."""
-    search = searched([0.7] * 16, 60)
-    stored = replace(search.stored, score=replace(search.stored.score, positions=np.ones(16)))
-    row = Hypothesis("rope", "name", "", HeadVariant(None, {}))  # type: ignore[arg-type]
-    others = [VariantResult(row, stored.score, 0.0, (-0.1, end)) for end in ends]
-    search = VariantSearch(stored, others)
-    diagnosis = make_diagnosis("head", "target", [], layout="draftlab", search=search)
-    assert (diagnosis.healthy, diagnosis.state, diagnosis.findings) == (True, "healthy", [])
-    assert diagnosis.verdict == (
-        "AL 1.70 [1.70, 1.70] as stored, and none of 2 other variants accepts "
-        f"{gain} drafts a step more"
-    )
-
-
-@pytest.mark.parametrize("shares", [[0.7, 0.7], [0.3]])
-def test_one_or_two_prompts_show_no_share(shares: list[float]) -> None:
-    finding = score_finding(searched(shares, 9), {})
-    assert finding is not None
-    assert finding.kind == "not enough prompts"

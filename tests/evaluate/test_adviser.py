@@ -8,11 +8,9 @@ from typing import Any
 import pytest
 
 from draftlab.evaluate.adviser import (
-    Acceptance,
     Probe,
     SpeedupTable,
     advise,
-    interpolate_acceptance,
 )
 from draftlab.evaluate.results import Row, Timing
 from draftlab.evaluate.warnings import row_warnings
@@ -63,16 +61,6 @@ def test_a_counted_k_uses_its_own_tokens_a_step() -> None:
     assert advice["best_k"] == 6
     number = f"{at[4]['speedup']:.2f}× [{low:.2f}, {high:.2f}]"
     assert f", measured; K = 4 is predicted not to be clearly faster: {number}" in advice["text"]
-
-
-def test_acceptance_is_interpolated_between_counted_ks() -> None:
-    known = {2: Acceptance((0.6, 0.3), 0.9), 4: Acceptance((0.8, 0.4, 0.2, 0.1), 0.8)}
-    three = interpolate_acceptance(3, known)
-    assert three.at == pytest.approx((0.7, 0.35, 0.2))
-    assert three.emitted == pytest.approx(0.85)
-    assert interpolate_acceptance(1, known) == Acceptance((0.6,), 0.95)
-    assert interpolate_acceptance(4, known) is known[4]
-    assert interpolate_acceptance(5, known) is None
 
 
 def test_one_k_needs_a_probe_for_the_slope() -> None:
@@ -154,13 +142,6 @@ def test_a_step_lies_on_the_line_between_measured_ones() -> None:
     assert table({2: 10.0}, flat=True).step_ms(3) == 10.0
 
 
-def test_a_left_out_k_plays_no_part() -> None:
-    steps = {k: 5.0 + k for k in (1, 2, 3)}
-    expected = table(steps).step_ms(2, without=2)
-    assert table(steps | {2: 700.0}).step_ms(2, without=2) == expected
-    assert expected == pytest.approx(steps[2], rel=0.02)
-
-
 def test_every_setting_and_batch_has_its_own_advice() -> None:
     rows = [
         sample.row(k=k, temperature=t, draft_probs=probs, keep=0.5)
@@ -182,33 +163,6 @@ def test_the_advice_claims_no_more_than_the_warning() -> None:
     assert low < 1 < high
     assert "; it is not shown whether drafting pays here" in advice["text"]
     assert any("do not show whether drafting pays" in text for text in row_warnings(rows[0]))
-
-
-def test_the_text_names_the_nearest_measurement() -> None:
-    advice = only_advice([timed(k, 10.0 + k) for k in (1, 8)])
-    best = advice["predictions"][advice["best_k"] - 1]
-    assert best["timed_speedup"] is None
-    low, high = best["speedup_ci"]
-    one = advice["predictions"][0]
-    assert advice["text"].startswith(
-        f"best K = {best['k']} at batch 1: {best['speedup']:.2f}× [{low:.2f}, {high:.2f}], "
-        f"predicted; measured at K = 1: {one['speedup']:.2f}× ["
-    )
-
-
-def test_a_predicted_interval_has_the_squares_of_both_relative_widths() -> None:
-    tokens, steps = (2.0, 3.0), (0.9, 1.2)
-    rows = [
-        timed(k, linear(k), step_ratio_ci=steps).model_copy(update={"acceptance_length_ci": tokens})
-        for k in (2, 6)
-    ]
-    four = only_advice(rows)["predictions"][3]
-    width = math.hypot(math.log(3.0 / 2.0) / 2, math.log(1.2 / 0.9) / 2)
-    assert four["speedup_ci"] == pytest.approx(
-        (four["speedup"] * math.exp(-width), four["speedup"] * math.exp(width))
-    )
-    unknown = [row.model_copy(update={"acceptance_length_ci": None}) for row in rows]
-    assert only_advice(unknown)["predictions"][3]["speedup_ci"] is None
 
 
 def test_each_timed_k_is_predicted_from_the_others() -> None:

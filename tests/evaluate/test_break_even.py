@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from draftlab.evaluate.adviser import Probe, advise
-from draftlab.evaluate.results import Report, Row
-from draftlab.report.plots import legend, tpot_by_k
+from draftlab.evaluate.results import Row
 from draftlab.report.sections import sections
 from tests.helpers import sample_report as sample
 from tests.helpers.sample_report import with_timing
@@ -92,21 +91,3 @@ def test_a_parallel_head_timed_at_one_k_has_constant_steps() -> None:
         "advice"
     ]
     assert [p["step_ms"] for p in advice["predictions"]] == pytest.approx([10.0, 11.0, 12.0, 13.0])
-
-
-@pytest.fixture
-def report() -> Report:
-    return sample.with_adviser(rows())
-
-
-def test_the_comparison_is_shown_with_its_heads(report: Report) -> None:
-    pair = report.adviser["break_even"][0]
-    shown = {one.title: one.table for one in sections(report)}
-    (line,) = shown["Chain and parallel at the same K"].lines
-    assert line.cells == ("chained against at once, T = 0, batch 1", pair["text"])
-    names = [line.cells[:2] for line in shown["Measurements"].lines]
-    assert names == [["", ""], *[["chained", "chain"], ["at once", "parallel"]] * 2]
-    (figure,) = tpot_by_k(report)
-    legend(figure)
-    labels = {text.get_text() for text in figure.legends[0].get_texts()}
-    assert {"chained, chain", "at once, parallel"} <= labels

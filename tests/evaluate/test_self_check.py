@@ -13,7 +13,6 @@ from draftlab.engine.sampling import Generation
 from draftlab.evaluate.self_check import (
     LEVEL,
     failure_message,
-    reached_per_position,
     self_check,
 )
 
@@ -63,12 +62,6 @@ def simulate(
             )
         )
     return generations
-
-
-def test_a_draft_is_reached_if_all_before_it_are_accepted() -> None:
-    (generation,) = simulate(medium, 0, prompts=1, steps=0)
-    steps = ((3, 0), (3, 3), (2, 2), (1, 1), (0, 0))
-    assert reached_per_position(dataclasses.replace(generation, steps=steps), K) == [4, 2, 1]
 
 
 @pytest.mark.parametrize("draw", [medium, near_certain, rare])

@@ -5,22 +5,8 @@ from __future__ import annotations
 from draftlab.heads.folder import load_config
 from draftlab.report import formatting as fmt
 from draftlab.report.conditions import row_labels, split_conditions
-from draftlab.report.section import NONE
 from draftlab.run.resolve import reference_head
 from tests.helpers import sample_report as sample
-
-
-def test_formats() -> None:
-    assert fmt.with_interval(2.308, (2.2, 2.4349)) == "2.31 [2.20, 2.43]"
-    assert fmt.with_interval(2.308, None) == "2.31"
-    assert fmt.with_interval(None, (1.0, 2.0)) == NONE
-    assert fmt.number(float("nan"), 2) == NONE
-    assert fmt.speedup(1.618, (1.5, 1.708)) == "1.62× [1.50, 1.71]"
-    assert fmt.speedup(1.618) == "1.62×"
-    assert fmt.speedup(None) == NONE
-    assert fmt.short_hash("ab" * 32) == "abababababab"
-    assert fmt.short_hash(f"2-{'ab' * 16}-{'cd' * 16}") == "2-ababababab"
-    assert fmt.short_hash("none (raw text)") == "none (raw text)"
 
 
 def test_labels_name_what_differs_and_are_unique() -> None:

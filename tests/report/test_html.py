@@ -91,12 +91,6 @@ def test_plots_of_an_earlier_report_are_deleted(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_an_existing_report_json_is_not_changed(tmp_path: Path) -> None:
-    (tmp_path / "report.json").write_text("existing")
-    write_html(sample.report([sample.baseline()]), tmp_path)
-    assert (tmp_path / "report.json").read_text() == "existing"
-
-
 @pytest.mark.parametrize(
     "rows",
     [

@@ -55,14 +55,6 @@ def test_each_setting_has_a_row_for_each_suite() -> None:
     assert "…" not in text.replace("1…K", "")
 
 
-def test_names_of_suites_are_whole_in_eighty_columns() -> None:
-    text = printed(of_suite("mt-bench"), of_suite("data/human-eval-plus.jsonl"), width=80)
-    lines = [line for line in text.split("Measurements")[1].splitlines() if "human" in line]
-    assert len(lines) == 5
-    assert all("human-eval-plus " in line for line in lines)
-    assert max(map(len, text.splitlines())) <= 80
-
-
 def test_what_differs_between_suites_is_shown() -> None:
     """Suites with the same name have their folders."""
     text = printed(of_suite("a/q.jsonl"), of_suite("b/q.jsonl", max_new_tokens=64))

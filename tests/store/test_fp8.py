@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from draftlab.progress import Monitor
-from draftlab.store.fp8 import E4M3, dequantise, quantise, relative_errors
+from draftlab.store.fp8 import E4M3, dequantise, quantise
 from draftlab.store.record import RecordSettings, _report_state_quality, record
 from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import pack
@@ -69,13 +69,6 @@ def test_zeros_tiny_and_not_finite_tokens() -> None:
     assert bool(quantised["error"].isfinite().all())
 
 
-def test_relative_errors_by_boundary() -> None:
-    error = torch.tensor([0.0, 1.0, 4.0, 0.0], dtype=torch.float64)
-    square = torch.tensor([100.0, 100.0, 100.0, 300.0], dtype=torch.float64)
-    errors = relative_errors(error, square, 2)
-    assert errors == [(pytest.approx(0.0707, abs=1e-4), 0.1), (0.1, 0.2)]
-
-
 def test_a_store_in_fp8(target: Target, tmp_path: Path) -> None:
     exact = record_store(target, tmp_path / "exact")
     monitor = RecordingMonitor()
@@ -111,13 +104,6 @@ def test_a_store_in_fp8(target: Target, tmp_path: Path) -> None:
     size = sum(shard.bytes for shard in store.manifest.shards)
     data = store.manifest.counts.tokens * store.identity.bytes_per_token
     assert data < size < data + 1500 * len(store.manifest.shards)
-
-
-def test_bytes_of_a_token_at_8b_shapes(target: Target) -> None:
-    identity = replace(identity_of(target), boundaries=(2, 16, 29), hidden_size=4096)
-    assert replace(identity, dtype="bfloat16").bytes_per_token == 4 * 4096 * 2 + 16
-    fp8 = replace(identity, dtype="fp8").bytes_per_token
-    assert fp8 == 3 * (4096 + 4) + 2 * 4096 + 16 < 20_600
 
 
 def test_a_store_without_features(target: Target, tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -74,27 +73,20 @@ def turn(role: str = "user", content: object = "q", **fields) -> dict:
     ("bad", "words"),
     [
         ("{not json", "JSON object"),
-        ('{"messages": [', "Expecting value at character 15"),
         ("", "JSON object"),
         (b'{"id": "\xff"}', "UTF-8"),
         ("[1, 2]", "the line: expected a mapping, found [1, 2]"),
-        (turn("human"), "messages.0.role"),
         (line(id="b", messages=[{"role": "user"}]), "messages.0.content"),
         (turn(content="\ud800"), "surrogate"),
-        (line(id="b\ud800"), "surrogate"),
-        (line(id="b", source="\ud800"), "surrogate"),
         (line(id="b", tools=[{"name": "\ud800"}]), "surrogate"),
         ("[" * 100_000, "JSON object"),
         ('{"id": ' + "1" * 5000 + "}", "JSON object"),
         (turn(reasoning_content="hm"), "only an assistant has"),
         (turn("assistant", "", tool_calls=[{"function": {"name": "f"}}]), "function.arguments"),
         (line(id="b", messages=[]), "messages"),
-        (line(id="b", messages=None, conversations=[]), "messages"),
         (line(id="b", sorce="x"), "sorce"),
         (line(id=True), "id: expected a text, found true"),
         (turn(content=5), "messages.0.content: expected a text or a list, found 5"),
-        (turn(content=None), "messages.0.content: expected a text or a list, found null"),
-        (turn(content=[]), "messages.0.content: expected a text or at least one value, found []"),
         (turn(content=[{"type": "text"}]), "content.0: a part of type text needs a text"),
         (turn(content=[{"type": ""}]), "content.0.type: expected a text that is not empty, found"),
         (turn(colour=1), "messages.0.colour: unknown key"),
@@ -259,26 +251,6 @@ def test_rows_with_a_column_of_images_are_dropped_and_counted(tmp_path: Path) ->
     assert prompt.messages == [user("hi")]
     assert "dropped 2 conversations that have image parts" in monitor.text
     assert "dropped 1 conversation that have audio and video parts" in monitor.text
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ({"prompt": "hi", "category": "greeting", "id": "Q_0"}, [user("hi")]),
-        (
-            {"messages": [{"role": "developer", "content": "be short"}, user("hi")]},
-            [{"role": "system", "content": "be short"}, user("hi")],
-        ),
-    ],
-)
-def test_rows_of_other_forms_are_read(
-    row: dict[str, Any], expected: list[dict[str, Any]], tmp_path: Path
-) -> None:
-    """The forms themselves are tested in tests/data_prep/test_chats.py."""
-    first, second = read_conversations(write(tmp_path / "p.jsonl", row, row))
-    assert first.messages == second.messages == expected
-    assert (first.id, second.id) == ("p:1", "p:2")
-    assert first.category == row.get("category")
 
 
 def test_a_row_that_is_no_conversation_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from draftlab.evaluate.calibration.error import (
-    NUM_BINS,
     brier_skill,
     calibration_error,
     error_interval,
@@ -85,9 +84,3 @@ def test_skill_is_what_confidence_tells_beyond_the_mean() -> None:
     assert brier_skill(observed.astype(float), observed) == 1.0
     assert brier_skill(np.full(4, 0.5), observed) == 0.0
     assert brier_skill(np.ones(4), np.ones(4, dtype=bool)) is None
-
-
-def test_bins_are_fifteen_of_equal_width() -> None:
-    edges = np.arange(NUM_BINS) / NUM_BINS + 1e-9
-    bins = reliability_bins(edges, np.ones(NUM_BINS, dtype=bool))
-    assert [b.count for b in bins] == [1] * 15
