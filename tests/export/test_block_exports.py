@@ -241,13 +241,10 @@ def test_sliding_layers_of_the_speculators_library_are_causal_without_its_flag(
     [
         ("sliding_window", None, "sliding_window is missing"),
         ("sliding_window", 4, "expected a sliding_window larger than the block"),
-        ("layer_types", None, "layer_types is missing"),
         ("layer_types", ["sliding_attention"], "expected layer_types of 2 layers"),
         ("markov_head_type", "rnn", "markov_head_type: expected 'vanilla'"),
         ("mask_token_id", VOCAB, "outside the"),
-        ("mask_token_id", None, "mask_token_id"),
         ("block_size", None, "block_size: expected one value, found none"),
-        ("block_size", 0, "block_size: expected a number greater than or equal to 1, found 0"),
         ("target_layer_ids", [0, 2, 9], r"0\.\.6|10"),
     ],
 )

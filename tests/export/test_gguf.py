@@ -94,11 +94,3 @@ def test_a_missing_converter_is_an_error_with_advice(
     monkeypatch.delenv(gguf.FOLDER)
     monkeypatch.setenv(gguf.PYTHON, "/usr/bin/python3")
     assert gguf.find_converter() == gguf.Converter(script, "/usr/bin/python3")
-
-
-def test_a_pre_tokenizer_is_recognised_by_its_pattern(tmp_path: Path) -> None:
-    assert gguf.pre_tokenizer_name(EMBEDDED) == "llama-bpe"
-    assert gguf.pre_tokenizer_name(tmp_path) is None
-    split = {"type": "Split", "pattern": {"Regex": r"\s+"}}
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"pre_tokenizer": split}))
-    assert gguf.pre_tokenizer_name(tmp_path) is None

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from tests.helpers.export_toys import (
-    EAGLE,
-    HIDDEN,
     LAYERS,
     LLAMA4,
     PEAGLE,
@@ -39,22 +37,10 @@ def flip(name: str) -> Callable[[dict[str, Tensor]], None]:
         *(("speculators", {}, flip(name), name) for name in ("fc.weight", "d2t", "t2d")),
         ("vllm", LLAMA4, flip("embed_tokens.weight"), r"embed_tokens\.weight"),
         (
-            "sglang",
-            EAGLE,
-            lambda t: t["fc.bias"][3].fill_(1e-3),
-            r"fc\.bias: expected 0\.0 at flat index 3",
-        ),
-        (
             "speculators",
             {},
             lambda t: t.pop(f"{NORM}.weight"),
             r"layers\.0\.hidden_norm\.weight is missing",
-        ),
-        (
-            "speculators",
-            {},
-            lambda t: t.update({f"{NORM}.bias": torch.zeros(HIDDEN)}),
-            r"layers\.0\.hidden_norm\.bias is unknown",
         ),
         (
             "speculators",
@@ -95,7 +81,6 @@ TOKENS = "speculators_config.proposal_methods.0.speculative_tokens"
     ("program", "fields", "path", "value"),
     [
         ("speculators", {}, "norm_before_residual", True),
-        ("speculators", {}, "transformer_layer_config.rope_scaling", None),
         ("speculators", {}, "transformer_layer_config.rms_norm_eps", ...),
         ("speculators", {}, TOKENS, "4"),
         ("vllm", LLAMA4, "no_rope_layers", [0] * LAYERS + [1, 0]),

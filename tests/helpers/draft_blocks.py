@@ -1,13 +1,16 @@
-"""Simulated verify steps whose acceptance given their confidence is known."""
+"""Simulated verify steps whose acceptance given their confidence is known; their calibration."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scipy.special import expit
 
 from draftlab.evaluate.calibration.blocks import DraftBlocks
+from draftlab.evaluate.calibration.calibrate import calibrate
+from draftlab.evaluate.calibration.result import Calibration
 
 
 def simulate(
@@ -37,3 +40,20 @@ def simulate(
         np.minimum(run, num_drafts),
         generator.integers(0, prompts, blocks),
     )
+
+
+def calibrated(
+    blocks: DraftBlocks, source: Any = "draft probability", **conditions: Any
+) -> Calibration:
+    """Return the calibration of blocks, under conditions that differ from a toy's."""
+    fields = {
+        "engine": "draftlab",
+        "head": "runs/quickstart/head",
+        "head_sha256": None,
+        "temperature": 0.0,
+        "draft_probs": False,
+        "suite": "toy",
+        "suite_sha256": "0" * 64,
+        "confidence_temperature": None if source == "confidence head" else 1.0,
+    }
+    return calibrate(blocks, source, k=blocks.k, **fields | conditions)

@@ -98,9 +98,7 @@ def finished() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="draftlab-test-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     new_workshop(folder)
-    result = draftlab(folder, "run", "small.yaml")
-    assert result.exit_code == 0, result.output
-    (folder / PRINTED).write_text(result.stderr)
+    (folder / PRINTED).write_text(ran(folder, "run", "small.yaml").stderr)
     return folder
 
 
@@ -114,6 +112,13 @@ def draftlab(folder: Path, *arguments: object) -> Result:
     """Run the command line in a working directory."""
     with contextlib.chdir(folder):
         return CliRunner().invoke(app, list(map(str, arguments)), prog_name="draftlab")
+
+
+def ran(folder: Path, *arguments: object, code: int = 0) -> Result:
+    """Run a command that must end with an exit code."""
+    result = draftlab(folder, *arguments)
+    assert result.exit_code == code, result.output
+    return result
 
 
 def refused(folder: Path, *arguments: object) -> str:

@@ -193,32 +193,20 @@ def test_a_refusal_that_repeats_the_key(
 # Answers
 
 
-def test_an_answer_that_is_right(server: StubServer, tokenizer: Any) -> None:
-    assert ask(server, tokenizer).token_ids == (5, 6)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"token_ids": [-3]}, r"from 0 to 6,143, found -3 at position 0"),
         ({"token_ids": [5, 1.5]}, r"found 1\.5 at position 1"),
-        ({"token_ids": [5, 2.0]}, r"found 2\.0"),
         ({"token_ids": [True]}, "found True"),
-        ({"token_ids": ["5"]}, "found '5'"),
-        ({"token_ids": [[5]]}, r"found \[5\]"),
-        ({"token_ids": [None]}, "found None"),
-        ({"token_ids": [10**9]}, "found 1000000000"),
         ({"token_ids": [VOCAB_SIZE]}, "found 6144"),
         ({"token_ids": [5] * 5}, "expected at most 4 tokens, found 5"),
-        ({"token_ids": [5] * 5_000}, "expected at most 4 tokens, found 5,000"),
         ({"token_ids": {"0": 5}}, "expected a list of token ids"),
-        ({"token_ids": "567"}, "expected a list of token ids"),
         ({"token_ids": None, "text": None}, "expected one choice with token_ids or text"),
         ({"token_ids": None, "text": 7}, "expected one choice with token_ids or text"),
         ({"token_ids": None, "text": "a b " * 1_000}, "expected at most 24 tokens, found [12],"),
         ({"token_ids": None, "text": "a b " * 4_000}, "at most 24 tokens, found a text of 16,000"),
         ({"finish_reason": None}, "the answer ended by None"),
-        ({"finish_reason": ["stop"]}, r"the answer ended by \['stop'\]"),
         ({"finish_reason": "content_filter"}, "the answer ended by 'content_filter'"),
         ({"finish_reason": "stop", "stop_reason": float(STOP)}, r"ended at 9\.0"),
         ({"finish_reason": "stop", "stop_reason": [STOP]}, r"ended at \[9\]"),
@@ -238,10 +226,8 @@ def test_a_choice_that_is_none(
     ("path", "answer", "message"),
     [
         ("/v1/completions", {"choices": [CHOICE, CHOICE]}, "expected one choice"),
-        ("/v1/completions", {"choices": []}, "expected one choice"),
         ("/v1/completions", {"choices": {"0": CHOICE}}, "expected one choice"),
         ("/v1/completions", {"choices": [7]}, "expected one choice"),
-        ("/v1/completions", {"choices": None}, "expected one choice"),
         ("/v1/completions", [CHOICE], "an answer without choices"),
         ("/v1/completions", b"[" * 100_000, "brackets within each other"),
         ("/v1/completions", b"[" + b"[]," * 400_000, "more than 1,050,976 bytes"),
@@ -249,10 +235,8 @@ def test_a_choice_that_is_none(
         ("/v1/completions", b"<html>", "Expecting value"),
         ("/v1/models", {"data": [{"id": 7}]}, "expected a list of models"),
         ("/v1/models", {"data": "the-target"}, "expected a list of models"),
-        ("/v1/models", {"data": [["id"]]}, "expected a list of models"),
         ("/v1/models", {"data": [CARD | {"max_model_len": "64"}]}, "expected max_model_len"),
         ("/v1/models", {"data": [CARD | {"max_model_len": -1}]}, "expected max_model_len"),
-        ("/v1/models", {"data": [CARD | {"max_model_len": 64.5}]}, "expected max_model_len"),
     ],
 )
 def test_another_form_of_answer(

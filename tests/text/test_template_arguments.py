@@ -21,7 +21,7 @@ from draftlab.text.conversations import (
 from draftlab.text.prompts import load_prompts, with_arguments
 from draftlab.text.samples import build_samples
 from draftlab.text.settings import PromptSettings
-from draftlab.text.suites import conversation_suite, load_suite
+from draftlab.text.suites import load_suite
 from tests.helpers.fake_decoder import generate
 from tests.helpers.messages import assistant, read_conversations, user
 from tests.helpers.monitors import RecordingMonitor
@@ -63,9 +63,7 @@ def test_a_line_has_its_own_and_they_are_written_back(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ("thinking", "template_arguments: expected a mapping, found 'thinking'"),
-        ([PLAIN], "template_arguments: expected a mapping, found"),
         ({"messages": "x"}, "found messages, which draftlab sets"),
-        ({"enable-thinking": True}, "expected a text that matches"),
         ({"a": [1]}, "template_arguments.a: expected true or false or a whole number"),
     ],
 )
@@ -140,20 +138,6 @@ def modes_of(suite: Any, tokenizer: Any) -> dict[str, bool]:
     return {id_: tokenizer.decode(ids).endswith(EMPTY_THOUGHT) for id_, ids in suite.prompts}
 
 
-def test_a_suite_in_one_mode_is_named_after_it(tmp_path: Path, tokenizer) -> None:
-    path = write(tmp_path / "s.jsonl", *(line(f"q{i}") for i in range(4)))
-    plain = load_suite(str(path), tokenizer, Monitor(), modes=(PLAIN,))
-    assert plain.name == f"{path} (enable_thinking=false)"
-    assert all(modes_of(plain, tokenizer).values())
-    assert plain.categories == {}
-    default = load_suite(str(path), tokenizer, Monitor())
-    assert default.name == str(path)
-    assert default.sha256 != plain.sha256
-    assert default.template_sha256 == plain.template_sha256
-    raw = load_suite(str(path), tokenizer, Monitor(), raw=True, modes=(PLAIN,))
-    assert raw.name == str(path)
-
-
 def test_a_suite_in_several_modes_has_them_as_categories(tmp_path: Path, tokenizer) -> None:
     rows = [line(f"q{i}", category="odd" if i % 2 else "even") for i in range(20)]
     source = f"mt-bench:{write(tmp_path / 'm.jsonl', *({'turns': [f'q{i}']} for i in range(20)))}"
@@ -168,17 +152,3 @@ def test_a_suite_in_several_modes_has_them_as_categories(tmp_path: Path, tokeniz
         assert Counter(suite.categories[id_] for id_, _ in drawn.prompts) == dict.fromkeys(
             labels.values(), 3
         )
-
-
-def test_the_own_arguments_of_lines_divide_a_suite(tmp_path: Path, tokenizer) -> None:
-    rows = [line(f"q{i}", PLAIN if i % 2 else None) for i in range(8)]
-    path = write(tmp_path / "s.jsonl", *rows)
-    suite = load_suite(str(path), tokenizer, Monitor())
-    assert set(suite.categories.values()) == {"enable_thinking=false", "no template arguments"}
-    held_out = read_conversations(path)
-    again = conversation_suite("held out", held_out, tokenizer, Monitor())
-    assert again.prompts == suite.prompts
-    # Those of an evaluation replace those that prompts were recorded with.
-    thinking = conversation_suite("held out", held_out, tokenizer, Monitor(), modes=(THINK,))
-    assert thinking.name == "held out (enable_thinking=true)"
-    assert not any(modes_of(thinking, tokenizer).values())
