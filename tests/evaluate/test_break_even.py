@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
-
-from draftlab.evaluate.adviser import Probe, advise
+from draftlab.evaluate.adviser import advise
 from draftlab.evaluate.results import Row
 from draftlab.report.sections import sections
 from tests.helpers import sample_report as sample
@@ -86,8 +84,3 @@ def test_a_parallel_head_timed_at_one_k_has_constant_steps() -> None:
     row = with_timing(sample.row(k=4, keep=0.6, head="h", drafter="parallel"), 13.0)
     (advice,) = advise([row])["advice"]
     assert [p["step_ms"] for p in advice["predictions"]] == [13.0] * 4
-    one = with_timing(sample.row(k=1, keep=0.6, head="h", drafter="parallel"), 10.0)
-    (advice,) = advise([row], [Probe(row.suite, row.engine, "h", 0.0, False, 1, one.timings[0])])[
-        "advice"
-    ]
-    assert [p["step_ms"] for p in advice["predictions"]] == pytest.approx([10.0, 11.0, 12.0, 13.0])

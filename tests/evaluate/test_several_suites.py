@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from draftlab.evaluate.decoding_config import NamedHead
 from draftlab.evaluate.evaluator import Evaluator
@@ -14,10 +13,8 @@ from draftlab.evaluate.results import Report
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
-from draftlab.report.console import print_sections
 from draftlab.report.html import render_html
 from draftlab.report.sections import sections
-from draftlab.report.verdict import verdicts
 from draftlab.target_model.model import Target
 from draftlab.text.suites import Suite
 from tests.helpers.evaluation import evaluate, suite
@@ -114,17 +111,6 @@ def test_lengths_of_prompts_are_categories(
     names = [("up to 8 tokens", len(prompts) - 2), ("17 to 32 tokens", 2)]
     assert [(one.category, one.prompts) for one in row.categories] == names
     assert "17 to 32 tokens" in render_html(sections(report))
-
-
-def test_the_report_shows_suites_and_categories(report: Report) -> None:
-    console = Console(width=100, record=True)
-    print_sections(sections(report), console)
-    text = console.export_text()
-    _, _, by_category = text.partition("By category")
-    assert by_category.count("\n T = ") == 1  # only the row that the verdict is about
-    assert len(verdicts(report)) == 2
-    page = render_html(sections(report))
-    assert page.count('<td class="left">other</td>') == 4  # of each drafted row
 
 
 def test_calibration_wants_one_suite() -> None:

@@ -15,7 +15,6 @@ from draftlab.evaluate.vllm_compare import check_settings
 from draftlab.evaluate.workload import EngineResults, Workload, measure_draftlab
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
-from draftlab.report.conditions import row_labels
 from draftlab.run.api import write_report
 from draftlab.servers.vllm_process import PYTHON_VARIABLE
 from draftlab.target_model.model import Target
@@ -85,14 +84,6 @@ def test_vllm_rows_count_answers_equal_to_draftlabs(
     page = (tmp_path / "report.html").read_text()
     assert "<th>equal to draftlab</th>" in page
     assert "<td>0.667</td>" in page
-
-
-def test_labels_and_advice_name_the_engine(report: Report) -> None:
-    labels = row_labels(report.rows)
-    assert len(set(labels)) == 6
-    assert "engine vllm (V1, cpu) 9.9" in labels[5]
-    advised = {one["engine"] for one in report.adviser["advice"]}
-    assert advised == {"draftlab", "vllm (V1, cpu)"}
 
 
 def test_a_failure_of_vllm_leaves_the_rows_of_draftlab(

@@ -160,26 +160,23 @@ def with_timing(
     batch: int = 1,
     plain_ms: float = PLAIN_MS,
     *,
-    tpot_factor: float = 1.0,
     spread: tuple[float, float] = (0.95, 1.06),
     **changes: Any,
 ) -> Row:
     """Return the row with a further timing.
 
     Args:
-        tpot_factor: TPOT of the timed prompts over the one that `step_ms` and the row's tokens a
-            step give.
         spread: ends of the intervals of the speed-ups, as factors.
     """
     tpot = step_ms / row.tokens_per_step
     speedup = plain_ms / tpot
-    timed = speedup / tpot_factor
+    interval = (spread[0] * speedup, spread[1] * speedup)
     drafted = {
         "baseline_tpot_ms": plain_ms,
         "speedup": speedup,
-        "speedup_ci": (spread[0] * speedup, spread[1] * speedup),
-        "timed_speedup": timed,
-        "timed_speedup_ci": (spread[0] * timed, spread[1] * timed),
+        "speedup_ci": interval,
+        "timed_speedup": speedup,
+        "timed_speedup_ci": interval,
         "step_ratio_ci": (0.97 * step_ms / plain_ms, 1.03 * step_ms / plain_ms),
     }
     fields = {

@@ -160,11 +160,3 @@ def test_a_console_has_whole_figures(name: str, width: int) -> None:
     assert [lines.count(value) for value in values] == [len(rows)] * 4
     shown = " ".join(f"{a / rows[0].drafts:.2f}" for a in rows[0].accepted_at)
     assert (shown in lines) == (width > 80)
-
-
-def test_columns_that_have_no_room_are_named() -> None:
-    report = sample.timed_report()
-    assert "lack room" not in printed(report, width=200)
-    text = " ".join(printed(report, width=60).split())
-    assert "the console's 60 columns lack room for: " in text
-    assert "repetition" in text.partition("lack room for: ")[2].partition("(report.html)")[0]

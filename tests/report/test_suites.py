@@ -55,15 +55,6 @@ def test_each_setting_has_a_row_for_each_suite() -> None:
     assert "…" not in text.replace("1…K", "")
 
 
-def test_what_differs_between_suites_is_shown() -> None:
-    """Suites with the same name have their folders."""
-    text = printed(of_suite("a/q.jsonl"), of_suite("b/q.jsonl", max_new_tokens=64))
-    assert "a/q.jsonl" in text
-    assert "b/q.jsonl" in text
-    assert "max tokens" in text.split("Measurements")[1]
-    assert "max tokens" not in printed(of_suite("a"), of_suite("b")).split("Measurements")[1]
-
-
 def test_other_prompts_of_one_suite_have_the_start_of_their_hash() -> None:
     one, two = of_suite("embedded:heldout"), of_suite("embedded:heldout")
     other = [row.model_copy(update={"suite_sha256": "4b346e3e7419"}) for row in two.rows]
