@@ -24,6 +24,7 @@ from draftlab.engine.generation_state import InFlight, Sequence, copy_to_host
 from draftlab.engine.prefill import emit_first_tokens, run_columns
 from draftlab.engine.scheduler import MANY_SLOTS
 from draftlab.engine.step import GraphedStep, Step
+from draftlab.kernels.compile_ahead import is_fake
 from draftlab.target_model.hidden_states import HiddenStates
 from draftlab.target_model.images import has_images
 
@@ -149,7 +150,7 @@ class SmallPrefill:
         last = torch.arange(len(tokens), device=tokens.device), (lengths - 1).clamp(min=0)
         ends = HiddenStates(states.features[last], states.last[last])
         result, verified = emit_first_tokens(self.step, index, lengths, ends, limited=shape.limited)
-        if verified is not None:
+        if verified is not None and not is_fake():
             _copy(verified, self._verified.setdefault(len(tokens), verified))
         return result
 

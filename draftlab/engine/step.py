@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftlab.engine.base_drafter import Drafter, VerifiedFeatures
 from draftlab.engine.sampling import Request, sampling_metadata
+from draftlab.kernels.compile_ahead import CompileAhead
 from draftlab.kernels.devices import copy_to_device
 from draftlab.kernels.launching import cdiv, next_power_of_2
 from draftlab.kernels.sampling.types import DraftDistribution, SamplingMetadata, VerifyResult
@@ -230,6 +231,7 @@ class GraphedStep:
         self.step = step
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
+        self._compile_ahead = CompileAhead()
 
     def __call__(self, slots: tuple[int, ...], *, limited: bool) -> Tensor:
         """Decode one step of `slots`; the next one of this size overwrites the result."""
@@ -253,8 +255,9 @@ class GraphedStep:
     def capture(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Return a graph of a call, and the result that its replays write.
 
-        It runs twice before, which compiles kernels and fills allocators.
+        Its kernels are compiled first; then it runs twice, which fills allocators.
         """
+        self._compile_ahead(run)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from draftlab.kernels.compile_ahead import real_tensors
 from draftlab.kernels.devices import copy_to_device
 from draftlab.kernels.paged_attention import slot_mapping, write_paged
 from draftlab.kernels.paged_attention.plan import Reads, Writes, plan_reads, plan_writes, write_rows
@@ -94,7 +95,10 @@ class RecurrentStates:
     def write(self, key: Any, state: Tensor) -> None:
         """Write the rows' states [B, …] after their prompts."""
         if key not in self._pools:
-            self._pools[key] = state.new_zeros(self.num_rows, *state.shape[1:])
+            with real_tensors():
+                self._pools[key] = torch.zeros(
+                    self.num_rows, *state.shape[1:], dtype=state.dtype, device=state.device
+                )
         self._pools[key][self._rows.to(state.device)] = state
 
     def step(self, key: Any, num_tokens: int, operator: Step) -> Tensor:
@@ -131,12 +135,12 @@ class _PagedLayer(CacheLayerMixin):
         self.owner = owner
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys, self.values = (
-            states.new_zeros(
-                self.owner.num_blocks, self.owner.block_size, states.shape[1], states.shape[-1]
+        blocks = self.owner.num_blocks, self.owner.block_size
+        with real_tensors():
+            self.keys, self.values = (
+                torch.zeros(*blocks, x.shape[1], x.shape[-1], dtype=x.dtype, device=x.device)
+                for x in (key_states, value_states)
             )
-            for states in (key_states, value_states)
-        )
         self.is_initialized = True
 
     def update(

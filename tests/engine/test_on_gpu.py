@@ -6,6 +6,8 @@ is compared with itself, with CUDA graphs and without.
 
 from __future__ import annotations
 
+import gc
+import threading
 import warnings
 from functools import lru_cache
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from draftlab.engine.drafter import HeadDrafter, new_drafter
 from draftlab.engine.engine import Engine
@@ -116,6 +119,29 @@ def test_the_embedded_target(
     engine = Engine(target, drafter, max_length=400, **options)
     for _ in range(2):  # the second time with graphs that the first one captured
         assert outcomes(run(engine, requests)) == expected_outcomes(device, kind, sampling)
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["chain", "parallel", "block"])
+def test_kernels_are_compiled_before_they_run(
+    kind: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from triton import knobs
+    from triton.runtime.jit import JITFunction
+
+    target, heads, prompts = embedded(device)
+    requests = [Request(i, ids, 64, Sampling()) for i, ids in prompts[:16]]
+    engine = Engine(target, new_drafter(heads[kind], K), batch=8, max_length=400)
+    for kernel in [each for each in gc.get_objects() if isinstance(each, JITFunction)]:
+        kernel.device_caches.clear()
+    here, ahead = threading.get_ident(), []
+    listener = lambda **_: ahead.append(threading.get_ident() != here)  # noqa: E731
+    monkeypatch.setattr(knobs.compilation, "listener", listener)
+    run(engine, requests)
+    assert sum(ahead) >= 20
+    assert sum(ahead) >= 0.9 * len(ahead)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, FakeTensor)]
 
 
 def load(folder: Path, device: str, dtype: str, **options: Any) -> Target:

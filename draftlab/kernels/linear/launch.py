@@ -8,6 +8,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from draftlab.kernels.compile_ahead import real_tensors
 from draftlab.kernels.launching import launch_options
 
 _PARTIAL_FLOATS = 1 << 23
@@ -97,8 +98,9 @@ def _workspace(device: torch.device) -> tuple[Tensor, Tensor]:
             "the first product of a process ran inside a graph capture, where its workspace would "
             "belong to the graph: run the work once before capturing it"
         )
-    partial = torch.empty(_PARTIAL_FLOATS, dtype=torch.float32, device=device)
-    arrivals = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
+    with real_tensors():
+        partial = torch.empty(_PARTIAL_FLOATS, dtype=torch.float32, device=device)
+        arrivals = torch.zeros(_MAX_TILES, dtype=torch.int32, device=device)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # any stream then reads zeros
     return partial, arrivals
