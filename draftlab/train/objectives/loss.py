@@ -74,8 +74,8 @@ class LossTerms:
 
 
 SOFT_CE = LossTerms()
-LK_TEACHERS = 1024
-"""Teachers, at least, whose rows give the mean α of lk's steps, to about 0.01, or 0.03 at depths of
+LK_TEACHERS = 256
+"""Teachers, at least, whose rows give the mean α of lk's steps, to about 0.02, or 0.06 at depths of
 a parallel head with few rows. All rows would cost a third of a small head's step."""
 
 
