@@ -14,7 +14,6 @@ from draftlab.formatting import (
     EXTRAS,
     count_text,
     exit_text,
-    p_text,
     parse_size,
     pip_install,
     rounded_text,
@@ -28,17 +27,6 @@ from draftlab.formatting import (
 )
 def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
-
-
-def test_a_p_value_below_one_is_not_printed_as_one() -> None:
-    values = (1.0, 0.99996, 0.9991, 0.0213, 3.14159e-9)
-    assert [p_text(p)[2:] for p in values] == [
-        "= 1",
-        "> 0.999",
-        "= 0.999",
-        "= 0.0213",
-        "= 3.14e-09",
-    ]
 
 
 @pytest.mark.parametrize(

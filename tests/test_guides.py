@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from draftlab.engine.counters import Counters
-from tests.helpers.small_run import draftlab, write_prompts
+from tests.helpers.small_run import draftlab, ran, write_prompts
 
 ROOT = Path(__file__).resolve().parents[1]
 GUIDES = sorted((ROOT / "docs/guide").glob("*.md"))
@@ -128,8 +128,7 @@ def test_the_printed_recipe_can_be_planned_offline(
     (tmp_path / "my.yaml").write_text(recipe)
     for name in ("prompts", "heldout"):
         write_prompts(tmp_path / f"{name}.jsonl", ["a question", "another one"])
-    result = draftlab(tmp_path, "train", "my.yaml", "--plan")
-    assert result.exit_code == 0, result.output
+    result = ran(tmp_path, "train", "my.yaml", "--plan")
     assert "Qwen3ForCausalLM: 8.19 B parameters" in result.output
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import pytest
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError
 
 from draftlab.errors import UserError
 from draftlab.settings import Settings, describe_errors, update_settings
@@ -54,19 +54,3 @@ def test_update_settings_validates_new_values() -> None:
     assert update_settings(settings, {"rate": None}, where="here") == settings
     with pytest.raises(UserError, match=r"--rate: expected .*found -1"):
         update_settings(settings, {"rate": -1}, where="here", options={"rate": "--rate"})
-
-
-class Range(Settings):
-    low: int = 0
-    high: int = 1
-
-    @model_validator(mode="after")
-    def _in_order(self) -> Range:
-        if self.low > self.high:
-            raise ValueError("expected low below high")
-        return self
-
-
-def test_an_error_of_several_settings_names_none() -> None:
-    with pytest.raises(UserError, match=r"^expected low below high"):
-        update_settings(Range(), {"low": 2}, where="here", options={"low": "--low"})

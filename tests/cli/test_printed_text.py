@@ -26,7 +26,7 @@ from draftlab.formatting import visible, visible_json
 from draftlab.heads.folder import CONFIG
 from draftlab.run.inspect import inspect_path
 from draftlab.run.resolve import reference_head
-from tests.helpers.small_run import draftlab
+from tests.helpers.small_run import ran
 
 TITLE = "\x1b]0;owned\x07"
 HOSTILE = f"a{TITLE}b\x1b[2J\x9b31m\r\x08\u202e[/red][bold]:bomb:\x7f\udc80"
@@ -143,6 +143,5 @@ def test_a_strangers_head(tmp_path: Path) -> None:
     assert CONTROL.search(file.getvalue()) is None
     (head / "model.safetensors").unlink()
     for command in (["inspect"], ["eval", "--head"], ["export", "--to", "vllm", "--head"]):
-        result = draftlab(tmp_path, *command, str(head))
-        assert result.exit_code == 2, result.output
+        result = ran(tmp_path, *command, str(head), code=2)
         assert CONTROL.search(result.output) is None

@@ -22,7 +22,6 @@ from draftlab.doctor.head_files import (
     tensor_findings,
 )
 from draftlab.doctor.target_session import TargetSession
-from draftlab.errors import UserError
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config
 from draftlab.heads.validate import draft_vocabulary_fault
 from draftlab.run.resolve import reference_head
@@ -187,26 +186,3 @@ def test_a_wrong_target_is_the_verdict(copy_head: CopyHead, session: TargetSessi
     assert diagnosis.state == "faulty"
     weak = next(f for f in diagnosis.findings if f.kind == "weak")
     assert "training measured 77% after 2,600 steps" in weak.what
-
-
-def test_faults_of_files_are_reported_if_no_answer_can_be_scored(
-    session: TargetSession, copy_head: CopyHead, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_answers(*_: object) -> None:
-        raise UserError("expected answers, found none", do="give more prompts")
-
-    monkeypatch.setattr(session, "conditions", no_answers)
-    monkeypatch.setattr(TargetSession, "target", property(no_answers))  # files need no model
-
-    def damage(tensors: Tensors) -> None:
-        tensors["d2t"][-1] = 9999
-        tensors["norm.weight"].zero_()
-
-    folder = copy_head(damage)
-    diagnosis = diagnose(folder, session)
-    assert [f.kind for f in diagnosis.findings] == ["zeros", "d2t", "not scored"]
-    assert diagnosis.state == "faulty"
-    assert diagnosis.verdict.startswith("norm.weight holds only zeros")
-    assert not diagnosis.readings
-    with pytest.raises(UserError, match="expected answers, found none"):
-        diagnose(reference_head(), session)  # nothing was found out about it

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from draftlab.doctor.hypotheses import HeadVariant, Hypothesis
-from draftlab.doctor.score import Score, needed_prompts
+from draftlab.doctor.score import Score
 from draftlab.doctor.settings import DoctorSettings
 from draftlab.doctor.verdict import (
     MARGIN,
@@ -72,7 +72,7 @@ def states(case: str, count: int) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("count", [1, 3, 8])
 @pytest.mark.parametrize("case", SCORES)
 def test_up_to_eight_prompts_carry_no_verdict(case: str, count: int) -> None:
     assert states(case, count) == {"undecided"}
@@ -118,10 +118,3 @@ def test_known_mistakes_are_found_with_the_default_number_of_prompts(case: str) 
     search = sample(case, count, 0)
     diagnosis = make_diagnosis("h", "t", [], layout="draftlab", search=search)
     assert (diagnosis.state, search.best) == ("faulty", search.others[0])
-
-
-def test_the_number_of_missing_prompts_is_named() -> None:
-    search = sample("good head", 5, 0)
-    assert needed_prompts(16) == 12  # 16 variants: 16 / 2^12 < 0.005 < 16 / 2^11
-    verdict = make_diagnosis("h", "t", [], layout="draftlab", search=search).verdict
-    assert verdict.startswith("not enough prompts: 7 more prompts at least would tell 16 other")

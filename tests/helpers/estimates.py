@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from draftlab.plan.model_sizes import HeadSize
 from draftlab.recipe.head_spec import planned_head, target_config
 from draftlab.recipe.recipe import Recipe, parse_recipe
 from draftlab.store.manifest import StoreIdentity
-from tests.helpers.small_run import copy_of_finished, half_written
+from tests.helpers.small_run import copy_of_finished, half_written, new_workshop
 
 LLAMA_8B = {
     "vocab_size": 128256,
@@ -50,6 +51,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     with contextlib.chdir(copy):
         yield copy
     assert half_written(copy) == []
+    shutil.rmtree(copy)  # hundreds of copies would fill a disk
+
+
+@pytest.fixture
+def workshop(tmp_path: Path) -> Path:
+    """Return a working directory with the toy target, prompts and the small recipe."""
+    return new_workshop(tmp_path / "workshop")
 
 
 @pytest.fixture(scope="session")

@@ -22,7 +22,6 @@ from draftlab.heads.family import get_family
 from draftlab.plan.estimate import RecipeSizes
 from draftlab.plan.preflight import check_before_run
 from draftlab.recipe.head_spec import (
-    choose_boundaries,
     head_config,
     head_rope,
     norm_epsilon,
@@ -37,28 +36,6 @@ from tests.helpers.zoo import zoo_config
 
 
 @pytest.mark.parametrize(
-    ("requested", "boundaries", "line"),
-    [
-        (None, (2, 24, 45), "boundaries [2, 24, 45] of 48 layers, by default"),
-        ([2, 24, 45], (2, 24, 45), None),
-        (
-            [1, 23, 44],
-            (1, 23, 44),
-            "boundaries [1, 23, 44] of 48 layers, as the recipe says (by default [2, 24, 45]); "
-            "each is the input of the layer of that number",
-        ),
-    ],
-)
-def test_boundaries_are_reported_unless_they_are_the_default_by_name(
-    requested: list[int] | None, boundaries: tuple[int, ...], line: str | None
-) -> None:
-    monitor = RecordingMonitor()
-    recipe = parse_recipe({"name": "r", "record": {"boundaries": requested}})
-    assert choose_boundaries(recipe, 48, monitor) == boundaries
-    assert monitor.lines == ([line] if line else [])
-
-
-@pytest.mark.parametrize(
     ("kind", "changes", "expected", "line"),
     [
         ("llama", {}, {"rope_type": "default", "rope_theta": 10000.0}, None),
@@ -67,12 +44,6 @@ def test_boundaries_are_reported_unless_they_are_the_default_by_name(
             {},
             {"rope_type": "default", "rope_theta": 10000.0},
             "rope: the target rotates 25% of the channels, and the head all",
-        ),
-        (
-            "jamba",
-            {},
-            {"rope_type": "default", "rope_theta": 10000.0},
-            "rope: the target's attention does not rotate; the head does, with rope_theta 10000",
         ),
         (
             "gemma3_text",

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from draftlab.progress import Monitor
 from draftlab.store.fp8 import E4M3, dequantise, quantise
-from draftlab.store.record import RecordSettings, _report_state_quality, record
+from draftlab.store.record import RecordSettings, record
 from draftlab.target_model.model import Target
 from draftlab.train.batch.packing import pack
 from tests.helpers.monitors import RecordingMonitor
@@ -48,11 +47,6 @@ def test_other_channels_stay_precise_beside_massive_activations() -> None:
         quantised = quantise(features, 1)
         error, square = (sums.float() for sums in (quantised["error"], quantised["square"]))
         assert float((error / square).sqrt().max()) < 0.045
-    # int8 with the same scales rounds everything but the two channels to zero.
-    step = massive.abs().amax(-1, keepdim=True) / 127
-    int8 = (massive / step).round() * step
-    error = ((int8 - massive).square().sum(0) / massive.square().sum(0)).sqrt()
-    assert float(error.median()) > 0.5
 
 
 def test_zeros_tiny_and_not_finite_tokens() -> None:
@@ -91,16 +85,6 @@ def test_a_store_in_fp8(target: Target, tmp_path: Path) -> None:
         reported = float(line.split("relative error ")[1].split("%")[0]) / 100
         assert reported == pytest.approx(error, rel=0.01)
         assert 0.01 < reported < 0.05
-    # Shards count by their tokens.
-    tokens, written = store.manifest.index.shard_tokens, store.manifest.written
-    assert tokens[-1] != tokens[0]
-    errors = np.zeros_like(written.fp8_errors)
-    errors[-1] = 0.5
-    monitor = RecordingMonitor()
-    changed = {"table": replace(written, fp8_errors=errors)}
-    _report_state_quality(store.manifest.model_copy(update=changed), monitor)
-    expected = 0.5 * (tokens[-1] / tokens.sum()) ** 0.5
-    assert f"relative error {expected:.2%} at boundary" in monitor.lines[0]
     size = sum(shard.bytes for shard in store.manifest.shards)
     data = store.manifest.counts.tokens * store.identity.bytes_per_token
     assert data < size < data + 1500 * len(store.manifest.shards)

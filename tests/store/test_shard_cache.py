@@ -139,18 +139,6 @@ def test_a_file_larger_than_the_cache_is_refused(tmp_path: Path) -> None:
     assert "DRAFTLAB_CACHE_SIZE" in caught.value.do
 
 
-def test_new_files_are_moved_in(tmp_path: Path) -> None:
-    cache = ShardCache(tmp_path, 2 * SIZE)
-    for number in range(4):
-        with cache.temporary() as path:
-            path.write_bytes(content(number))
-            cache.add(path, digest(number))
-        with cache.file(digest(number), SIZE, never, "") as path:
-            assert path.read_bytes() == content(number)
-        assert cached_bytes(cache) <= 2 * SIZE
-    assert not list(tmp_path.glob("new.*"))
-
-
 def _run_processes(target: Callable[..., None], *arguments: tuple[object, ...]) -> None:
     context = multiprocessing.get_context("fork")
     failed = context.Queue()

@@ -145,18 +145,6 @@ def test_answers_that_lack_a_line_are_noticed_and_a_cut_line_names_its_remedy(tm
     assert caught.value.do == ANSWERS_HELP
 
 
-def test_a_template_without_a_message_is_counted(tmp_path: Path):
-    template = CHATML_TEMPLATE.replace("messages %}", "messages if message.role != 'system' %}")
-    tokenizer, monitor = toy_tokenizer(template, eos="<|im_end|>"), RecordingMonitor()
-    chat = [{"role": "system", "content": "SYSTEM"}, user("q"), assistant("def")]
-    conversations = [Conversation(str(i), chat[i:], "s") for i in (0, 1)]
-    assert len(list(build_samples(conversations, tokenizer, monitor))) == 2
-    assert monitor.lines == [
-        "warning: samples: 1 conversation (first: 0): the chat template leaves out the system "
-        "message"
-    ]
-
-
 def test_highlighting_shows_every_token_and_colours_only_answers():
     tokenizer = toy_tokenizer()
     conversation = Conversation("c", [user("first?"), assistant("the\none 日本語")], "s")

@@ -17,7 +17,7 @@ from draftlab.text import self_prompts
 from draftlab.text.self_prompts import Filter, find_user_turn, write_self_prompts
 from draftlab.text.settings import PromptSettings
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.small_run import copy_of_finished, draftlab, new_workshop, refused
+from tests.helpers.small_run import draftlab, ran, refused
 from tests.helpers.toys import toy_target_folder, toy_tokenizer
 
 TURN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -102,16 +102,14 @@ def test_an_interruption_changes_no_prompt(tmp_path: Path) -> None:
 
 
 def test_a_run_of_prompts_that_the_target_writes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new_workshop(tmp_path)
     settings = ("target=embedded", "prompts.source=self", "prompts.max_prompts=4")
     command = ("prepare", "small.yaml", *settings, "regenerate.max_new_tokens=2")
-    assert draftlab(tmp_path, *command, "--plan").exit_code == 0
-    run, texts = tmp_path / "runs/small", []
+    assert draftlab(workshop, *command, "--plan").exit_code == 0
+    run, texts = workshop / "runs/small", []
     for extra in ((), ("--force",), ("--force", "seed=1")):
-        result = draftlab(tmp_path, *command, *extra)
-        assert result.exit_code == 0, result.output
+        ran(workshop, *command, *extra)
         texts.append((run / "prompts.jsonl").read_text())
     assert (texts[0] == texts[1], texts[0] == texts[2]) == (True, False)
     written = json.loads((run / "prompts.json").read_text())
@@ -123,23 +121,21 @@ def test_a_run_of_prompts_that_the_target_writes(
     )
     assert asked == given
     monkeypatch.setattr(self_prompts, "MAX_TOKENS", 1)  # too few for any prompt
-    assert "no end within 1 tokens" in refused(tmp_path, *command, "name=few")
+    assert "no end within 1 tokens" in refused(workshop, *command, "name=few")
 
 
-def test_the_target_writes_prompts_beside_those_of_a_file(tmp_path: Path) -> None:
-    new_workshop(tmp_path)
-    run = tmp_path / "runs/small"
+def test_the_target_writes_prompts_beside_those_of_a_file(workshop: Path) -> None:
+    run = workshop / "runs/small"
     more = ("prompts.self_written=3", "prompts.max_prompts=1", "regenerate.max_new_tokens=2")
     command = ("prepare", "small.yaml", "target=embedded", *more)
-    assert draftlab(tmp_path, *command).exit_code == 0
+    assert draftlab(workshop, *command).exit_code == 0
     written = [json.loads(line) for line in (run / "prompts.jsonl").read_text().splitlines()]
 
     def asked(*given: dict[str, Any], number: int = 2) -> list[str]:
-        file = tmp_path / "own.jsonl"
+        file = workshop / "own.jsonl"
         file.write_text("".join(f"{json.dumps(one)}\n" for one in given))
         own = (f"prompts.source={file}", f"prompts.max_prompts={number}", "--force")
-        result = draftlab(tmp_path, *command, *own)
-        assert result.exit_code == 0, result.output
+        ran(workshop, *command, *own)
         answers = map(json.loads, (run / "answers.jsonl").read_text().splitlines())
         return [one["messages"][0]["content"] for one in answers]
 
@@ -152,23 +148,21 @@ def test_the_target_writes_prompts_beside_those_of_a_file(tmp_path: Path) -> Non
     answered = repeated | {"messages": [*repeated["messages"], answer]}
     assert asked(hello, answered) == ["Hello", texts[1], texts[0], texts[2]]
     assert asked(hello, repeated, number=1) == ["Hello", *texts]
-    (tmp_path / "own.jsonl").write_text(json.dumps(hello | {"id": written[0]["id"]}))
-    own = (f"prompts.source={tmp_path / 'own.jsonl'}", "--force")
-    assert "expected other ids" in refused(tmp_path, *command, *own)
+    (workshop / "own.jsonl").write_text(json.dumps(hello | {"id": written[0]["id"]}))
+    own = (f"prompts.source={workshop / 'own.jsonl'}", "--force")
+    assert "expected other ids" in refused(workshop, *command, *own)
 
 
 def test_a_run_without_such_prompts_that_an_earlier_version_began_is_continued(
-    tmp_path: Path,
+    folder: Path,
 ) -> None:
-    copy_of_finished(tmp_path)
-    record = tmp_path / "runs/small/stages/answers.json"
+    record = folder / "runs/small/stages/answers.json"
     fields = json.loads(record.read_text())
     del fields["inputs"]["prompts.self_written"]
     record.write_text(json.dumps(fields))
-    before = (tmp_path / "runs/small/answers.jsonl").stat().st_mtime_ns
-    result = draftlab(tmp_path, "run", "small.yaml")
-    assert result.exit_code == 0, result.output
-    assert (tmp_path / "runs/small/answers.jsonl").stat().st_mtime_ns == before
+    before = (folder / "runs/small/answers.jsonl").stat().st_mtime_ns
+    ran(folder, "run", "small.yaml")
+    assert (folder / "runs/small/answers.jsonl").stat().st_mtime_ns == before
 
 
 def test_what_a_recipe_of_own_prompts_needs() -> None:
