@@ -6,7 +6,7 @@
     python eval/bench/bench_train.py --rows 1 --row-tokens 32768 --window 2048  # a long context
     python eval/bench/bench_train.py --peer speculators     # or specforge; prints the ratio
     python eval/bench/bench_train.py --family peagle --layers 2  # a parallel head, 8 depths
-    python eval/bench/bench_train.py --family dspark        # a block head of 7 slots
+    python eval/bench/bench_train.py --family dspark        # a block head of 7 slots; or dflash2
     python eval/bench/bench_train.py --shape embedded --family peagle --layers 4  # a small head
     python eval/bench/bench_train.py --shape tiny --device cpu
     NCCL_NVLS_ENABLE=0 torchrun --nproc-per-node 2 eval/bench/bench_train.py --parallel fsdp2

@@ -26,7 +26,7 @@ from draftlab.train.settings import TrainSettings
 GAMMA = 0.8
 TOGETHER = 4
 """Steps between two waits for the device, of draftlab and of other trainers alike."""
-FAMILIES = ("eagle3", "peagle", "dspark")
+FAMILIES = ("eagle3", "peagle", "dspark", "dflash2")
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def in_family(shape: Shape, family: str) -> Shape:
     vocabulary and rows twice as long, without a prompt.
     """
     shape = replace(shape, family=family, steps=shape.steps + (family == "peagle"))
-    if family != "dspark":
+    if family not in ("dspark", "dflash2"):
         return shape
     return replace(
         shape,
@@ -117,6 +117,11 @@ def head_config(shape: Shape) -> HeadConfig:
             "sample_from_anchor": True,
             "markov_rank": min(shape.markov_rank, shape.hidden),
             "confidence": True,
+        },
+        "dflash2": {
+            "mask_token_id": mask,
+            "embeddings": "target",
+            "sample_from_anchor": False,
         },
     }
     return make_head_config(
