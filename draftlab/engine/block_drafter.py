@@ -182,10 +182,7 @@ def last_seen_keys(positions: Tensor, config: BlockConfig) -> Tensor | None:
 
 
 class BlockDrafter(HeadDrafter):
-    """Drafter of a block head. A K below the trained one shortens the block.
-
-    Args: those of `HeadDrafter`.
-    """
+    """Drafter of a block head. A K below the trained one shortens the block."""
 
     head: BlockHead
     drafting: Literal["parallel"] = "parallel"
@@ -265,8 +262,6 @@ class SelectorDrafter(BlockDrafter):
 
     A draft's distribution is the softmax of its slot's scores given the draft before it, and zero
     for all tokens but the candidates.
-
-    Args: those of `HeadDrafter`.
     """
 
     head: Dflash2Head

@@ -25,8 +25,7 @@ class HeadDrafter(Drafter):
         k: draft tokens a step.
         draft_probs: whether rows with temperature > 0 sample drafts from
             q = softmax(logits / temperature); otherwise every draft is the argmax.
-        verification: how the drafts will be verified. Block verification looks at drafts behind a
-            rejected one, so each step draws its drafts from noise of its own.
+        verification: how the drafts will be verified (see `DraftSampler`).
         confidence: whether proposals state the confidence of each draft.
 
     Attributes:
@@ -169,8 +168,6 @@ class ChainDrafter(HeadDrafter):
 
     Before the next chain starts, accepted positions are run again with the target's features, so
     that the cache never keeps the head's own outputs as features (methods §5).
-
-    Args: those of `HeadDrafter`.
     """
 
     drafting: Literal["chain"] = "chain"

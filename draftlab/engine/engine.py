@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import repeat
 from operator import attrgetter
@@ -240,12 +240,7 @@ def one_thread(device: torch.device) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-@contextmanager
-def decoding_threads(target: Target) -> Iterator[None]:
-    """Limit torch to one CPU thread inside the block if the target is small."""
+def decoding_threads(target: Target) -> AbstractContextManager[None]:
+    """Return a context in which torch has one CPU thread if the target is small."""
     size = sum(p.numel() * p.element_size() for p in target.model.parameters())
-    if size > SMALL_TARGET_BYTES:
-        yield
-        return
-    with one_thread(target.device):
-        yield
+    return nullcontext() if size > SMALL_TARGET_BYTES else one_thread(target.device)

@@ -155,20 +155,15 @@ def _blocks_that_fit(
     device = min(fits, key=fits.__getitem__)
     if fits[device] < width:
         one = (width + 1) * block_size * sizes[device]
-        kept = states[device]
-        needs = f"the keys and values of one sequence, {size_text(one)} for {width * block_size:,} "
-        needs += "positions"
-        if kept:
-            needs += f", beside {size_text(kept)} of recurrent states of {batch:,} requests"
+        beside = lower_batch = ""
+        if kept := states[device]:
+            beside = f", beside {size_text(kept)} of recurrent states of {batch:,} requests"
+            lower_batch = "lower the batch (regenerate.batch, eval.batch, eval.timing_batches), "
         raise UserError(
-            f"expected memory for {needs}, found {size_text(available_bytes(device))} free on "
-            f"{device}, of which {RESERVE:.0%} are reserved",
-            do=(
-                "lower the batch (regenerate.batch, eval.batch, eval.timing_batches), "
-                if kept
-                else ""
-            )
-            + "lower the lengths (regenerate.max_new_tokens, eval.max_new_tokens, the longest "
-            "prompt), raise target.gpus, or end other programs on the device",
+            f"expected memory for the keys and values of one sequence, {size_text(one)} for "
+            f"{width * block_size:,} positions{beside}, found {size_text(available_bytes(device))} "
+            f"free on {device}, of which {RESERVE:.0%} are reserved",
+            do=f"{lower_batch}lower the lengths (regenerate.max_new_tokens, eval.max_new_tokens, "
+            "the longest prompt), raise target.gpus, or end other programs on the device",
         )
     return fits[device]

@@ -24,38 +24,17 @@ from draftlab.target_model.images import token_ids
 Tokens = tuple[int, ...]
 
 
+@torch.inference_mode()
 def launch_prefill(step: Step, sequences: list[Sequence], chunk_tokens: int) -> InFlight:
     """Launch the prefill of sequences in chunks, then their first drafts.
 
     Args:
-        chunk_tokens: see `prefill`.
-    """
-    index = step.input_batch.index([sequence.slot for sequence in sequences])
-    result, verified = prefill(step, sequences, index, chunk_tokens)
-    launched = copy_to_host(sequences, result)  # first tokens do not wait for drafts
-    if verified is not None:
-        step.draft(index, verified)
-    return launched
-
-
-@torch.inference_mode()
-def prefill(
-    step: Step, sequences: list[Sequence], index: Tensor, chunk_tokens: int
-) -> tuple[Tensor, VerifiedFeatures | None]:
-    """Run the sequences' tokens and emit their first token.
-
-    Args:
         step: the engine's step; its input batch is written.
         sequences: admitted sequences, with slots and blocks.
-        index: their slots, int64 [B].
         chunk_tokens: tokens in a forward pass of all rows, including padding.
-
-    Returns:
-        The first tokens as packed results with num_drafts = −1, and the features to propose from,
-        so that the tokens are copied to the host before drafts are computed (None: without a
-        drafter).
     """
     batch = step.input_batch
+    index = batch.index([sequence.slot for sequence in sequences])
     # After a preemption the newest token is known; as always, it has no cached key yet.
     inputs = [tuple(s.tokens[:-1] if s.resumed else s.tokens) for s in sequences]
     first_row: dict[Tokens, int] = {}  # each prompt is computed in its first row
@@ -80,7 +59,11 @@ def prefill(
     limited = any(s.limited for s in sequences)
     states = HiddenStates(states.features[gather], states.last[gather])
     known = resumed, newest
-    return emit_first_tokens(step, index, lengths, states, limited=limited, known=known)
+    result, verified = emit_first_tokens(step, index, lengths, states, limited=limited, known=known)
+    launched = copy_to_host(sequences, result)  # first tokens do not wait for drafts
+    if verified is not None:
+        step.draft(index, verified)
+    return launched
 
 
 def emit_first_tokens(
@@ -92,13 +75,17 @@ def emit_first_tokens(
     limited: bool,
     known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, VerifiedFeatures | None]:
-    """Sample first tokens after prompts and write them to the input batch; see `prefill`.
+    """Sample first tokens after prompts and write them to the input batch.
 
     Args:
         index: slots, int64 [B].
         lengths: of the prompts, int64 [B]; 0 for the dummy, which stays empty.
         states: of their last positions, [B, …].
         known: rows whose token is known, bool [B], and their tokens, int64 [B].
+
+    Returns:
+        The tokens as packed results with num_drafts = −1, and the features to propose from; None:
+        there is no drafter.
     """
     batch = step.input_batch
     keys = batch.keys[index]

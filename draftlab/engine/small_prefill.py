@@ -4,7 +4,7 @@ Requests that replace finished ones are prefilled a few at a time. The host then
 to launch the kernels of such a prefill than the GPU to run them, and running requests wait. Here
 prompts are padded to one of a few shapes, and on CUDA each shape is captured on first use: one
 graph runs the target and samples the first tokens, and another one proposes the first drafts. More
-prompts than a shape holds are split into several batches, since `prefill` takes much longer.
+prompts than a shape holds are split into several batches: `launch_prefill` takes much longer.
 
 An engine of hundreds of slots admits dozens of prompts at once, which fill larger shapes; it has no
 smaller ones, so that it captures few.
@@ -13,7 +13,6 @@ smaller ones, so that it captures few.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -27,6 +26,8 @@ from draftlab.engine.step import GraphedStep, Step
 from draftlab.kernels.compile_ahead import is_fake
 from draftlab.target_model.hidden_states import HiddenStates
 from draftlab.target_model.images import has_images
+
+_Call = Callable[[Tensor], Tensor]
 
 
 class PrefillShape(NamedTuple):
@@ -61,11 +62,12 @@ class SmallPrefill:
     def batches(
         self, sequences: list[Sequence]
     ) -> list[tuple[list[Sequence], PrefillShape | None]]:
-        """Split newly admitted sequences into batches, each with its shape; None: use `prefill`.
+        """Split newly admitted sequences into batches, each with its shape; None: those that
+        `launch_prefill` runs.
 
-        Prompts of similar lengths share a batch, and all too long ones do. `prefill` gets all
-        sequences if one of them was preempted or has images; unless the slots are many, also if two
-        prompts are equal, since it computes them once, or if they are more than are admitted while
+        Prompts of similar lengths share a batch, and all too long ones do. None has a shape if one
+        of them was preempted or has images; unless the slots are many, also if two prompts are
+        equal, which `launch_prefill` computes once, or if they are more than are admitted while
         others run.
         """
         if any(s.resumed or has_images(self.step.target, s.tokens) for s in sequences):
@@ -100,7 +102,7 @@ class SmallPrefill:
 
     @torch.inference_mode()
     def __call__(self, sequences: list[Sequence], shape: PrefillShape) -> Tensor:
-        """Run the sequences' prompts; return their first tokens, as `prefill` does.
+        """Run the sequences' prompts; return their first tokens, as `emit_first_tokens` does.
 
         The next call with this shape overwrites the result.
         """
@@ -154,32 +156,23 @@ class SmallPrefill:
             _copy(verified, self._verified.setdefault(len(tokens), verified))
         return result
 
-    def _capture(self, run: Callable[[Tensor], Tensor], empty: list[int], rows: int) -> _Call:
-        """Return a call of `run`, captured with rows of the dummy so that no request changes."""
+    def _capture(self, run: _Call, empty: list[int], rows: int) -> _Call:
+        """Return `run` as a CUDA graph, captured with rows of the dummy so that no request changes;
+        without graphs, `run` itself.
+        """
         inputs = self.step.input_batch.to_device([empty] * rows, torch.int64)
         if self.graphs is None:
             run(inputs)
-            return _Call(run)
+            return run
         # The first run, outside of the graph, makes the tensors that graphs share.
         graph, result = self.graphs.capture(lambda: run(inputs))
-        return _Call(run, graph, inputs, result)
 
+        def replay(values: Tensor) -> Tensor:
+            inputs.copy_(values)
+            graph.replay()
+            return result
 
-@dataclass
-class _Call:
-    """A function of one tensor, or the CUDA graph of it."""
-
-    run: Callable[[Tensor], Tensor]
-    graph: torch.cuda.CUDAGraph | None = None
-    inputs: Tensor | None = None
-    result: Tensor | None = None
-
-    def __call__(self, inputs: Tensor) -> Tensor:
-        if self.graph is None or self.inputs is None or self.result is None:
-            return self.run(inputs)
-        self.inputs.copy_(inputs)
-        self.graph.replay()
-        return self.result
+        return replay
 
 
 def _smallest(sizes: tuple[int, ...], least: int) -> int | None:

@@ -127,7 +127,6 @@ class Step:
         self.decoder: DecodePath = fused_decoder(target) or prepacked or target
         self.max_length, self.verifier, self.expect = max_length, verifier, expect
         self.block = drafter is not None and drafter.verification == "block"
-        self.k = drafter.k if drafter else 0
         self.boundaries = drafter.boundaries if drafter else ()
 
     @torch.inference_mode()
@@ -237,20 +236,16 @@ class GraphedStep:
         """Decode one step of `slots`; the next one of this size overwrites the result."""
         size = self.padded_size(len(slots))
         key = (size, limited)
-        if key not in self._graphs:
-            self._graphs[key] = self._capture(*key)
+        if key not in self._graphs:  # captured with dummies, so that no request's state changes
+            index = self.step.input_batch.index([], size)
+            captured, result = self.capture(lambda: self.step(index, limited=limited))
+            self._graphs[key] = _Graph(captured, index, result)
         graph = self._graphs[key]
         if graph.slots != slots:
             graph.index.copy_(self.step.input_batch.index(slots, size))
             graph.slots = slots
         graph.graph.replay()
         return graph.result
-
-    def _capture(self, size: int, limited: bool) -> _Graph:
-        """Capture a step of `size` dummies, so that no request's state changes."""
-        index = self.step.input_batch.index([], size)
-        graph, result = self.capture(lambda: self.step(index, limited=limited))
-        return _Graph(graph, index, result)
 
     def capture(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Return a graph of a call, and the result that its replays write.
