@@ -16,7 +16,7 @@ from tests.helpers.export_toys import (
     read_config,
     save_random_head,
 )
-from tests.helpers.small_run import draftlab, refused
+from tests.helpers.small_run import draftlab, ran, refused
 from tests.helpers.toys import toy_target_folder
 
 
@@ -41,8 +41,7 @@ def test_export_and_import_of_a_head(folder: Path, tmp_path: Path) -> None:
     assert "--speculative-num-steps 3" in (tmp_path / "x" / "launch.md").read_text()
 
     back = ("import", tmp_path / "x", "--target", folder / "target", "--to")
-    result = draftlab(tmp_path, *back, tmp_path / "back")
-    assert result.exit_code == 0, result.output
+    result = ran(tmp_path, *back, tmp_path / "back")
     assert "boundaries [1, 3, 5], inputs of layers" in result.stderr
     assert f"next: draftlab doctor {tmp_path}/back" in result.stderr.replace("\n", "")
     config = load_config(tmp_path / "back")
@@ -53,8 +52,7 @@ def test_export_and_import_of_a_head(folder: Path, tmp_path: Path) -> None:
     change_config(tmp_path / "x", odd=1, norm_before_residual=None)
     assert "--ignore odd" in refused(tmp_path, *back, tmp_path / "other")
     options = ["--ignore", "odd", "--boundaries", "2,4,6", "--norm-before-residual"]
-    result = draftlab(tmp_path, *back, tmp_path / "other", *options, "--dtype", "float32")
-    assert result.exit_code == 0, result.output
+    result = ran(tmp_path, *back, tmp_path / "other", *options, "--dtype", "float32")
     config = load_config(tmp_path / "other")
     assert config.boundaries == (2, 4, 6)
     assert config.norm_before_residual

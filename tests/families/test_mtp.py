@@ -49,7 +49,7 @@ from tests.helpers.mtp_toys import (
     mtp_tensors,
     native_head,
 )  # fmt: skip
-from tests.helpers.small_run import RECIPE, draftlab, write_prompts
+from tests.helpers.small_run import RECIPE, draftlab, ran, write_prompts
 from tests.helpers.zoo import load_on_cpu, zoo_config
 
 TRUST = {"trust_remote_code": True}
@@ -394,8 +394,7 @@ def test_a_run_that_changes_nothing_ends_with_the_checkpoints_bits(
     text = RECIPE.replace("draft_vocab: {size: 128}\n", "head: {family: mtp}\n")
     text = text.replace("steps: 6", "steps: 1\n  learning_rate: 1.0e-12")
     (tmp_path / "small.yaml").write_text(text + "export: {formats: [vllm]}\n")
-    result = draftlab(tmp_path, "run", "small.yaml")
-    assert result.exit_code == 0, result.output
+    result = ran(tmp_path, "run", "small.yaml")
     output = " ".join(result.output.split())
     assert "MTP layer: 15 tensors of the target's checkpoint, 7 of them in float8" in output
     assert "tokens of 100.0% of 3 prompts equal" in output

@@ -29,7 +29,7 @@ from draftlab.train.initial_weights import fingerprint, start_from
 from draftlab.train.objectives.objective import Objective
 from draftlab.train.objectives.ttt import ttt_weights, unroll
 from tests.helpers.head_toys import make_head
-from tests.helpers.small_run import draftlab, new_workshop
+from tests.helpers.small_run import draftlab, new_workshop, ran
 
 
 class SumConfig(HeadConfig):
@@ -103,8 +103,7 @@ def trained(workshop: Path) -> Path:
     """The workshop with a trained and evaluated head."""
     if not (workshop / "runs/small/eval/report.json").exists():
         for arguments in (["train", "small.yaml"], ["eval"]):
-            result = draftlab(workshop, *arguments)
-            assert result.exit_code == 0, result.output
+            ran(workshop, *arguments)
     return workshop
 
 
@@ -153,16 +152,14 @@ def test_a_head_of_it_starts_from_another_whole() -> None:
 
 
 def test_its_export_is_refused_with_a_reason(trained: Path) -> None:
-    result = draftlab(trained, "export", "--to", "vllm")
-    assert result.exit_code == 2
+    result = ran(trained, "export", "--to", "vllm", code=2)
     assert "vLLM has no class that adds embeddings" in " ".join(result.output.split())
     result = draftlab(trained, "export", "--to", "sglang")
     assert "no layout has been written for them" in " ".join(result.output.split())
 
 
 def test_settings_that_it_does_not_have_are_refused(workshop: Path) -> None:
-    result = draftlab(workshop, "train", "small.yaml", "head.qk_norm=true")
-    assert result.exit_code == 2
+    result = ran(workshop, "train", "small.yaml", "head.qk_norm=true", code=2)
     assert "sum heads have no qk_norm" in " ".join(result.output.split())
     result = draftlab(workshop, "train", "small.yaml", "head.num_layers=3")
     assert "at most 2 layers, found num_layers 3" in " ".join(result.output.split())

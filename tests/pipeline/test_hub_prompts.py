@@ -16,7 +16,7 @@ from draftlab.text.prompts import find_prompts, select_prompts
 from draftlab.text.settings import PromptSettings
 from tests.helpers.messages import user
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.small_run import draftlab, new_workshop
+from tests.helpers.small_run import draftlab, ran
 
 COMMIT = "c" * 40
 SOURCE = "org/chats@train"
@@ -64,24 +64,20 @@ def test_a_data_set_is_read_once_at_one_commit(
 
 
 def test_a_run_records_the_commit_and_its_plan_needs_the_hub(
-    hub: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: list[Any], workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    workshop = new_workshop(tmp_path / "workshop")
     settings = ["prompts.source=org/chats", "prompts.max_prompts=8"]
-    plan = draftlab(workshop, "run", "small.yaml", *settings, "--plan")
-    assert plan.exit_code == 0, plan.output
+    plan = ran(workshop, "run", "small.yaml", *settings, "--plan")
     assert "the run reads the data set org/chats from the Hub" in plan.output
     assert hub == []
-    run = draftlab(workshop, "prepare", "small.yaml", *settings)
-    assert run.exit_code == 0, run.output
+    ran(workshop, "prepare", "small.yaml", *settings)
     (provenance,) = workshop.glob("runs/latest/provenance.json")
     written = json.loads(provenance.read_text())
     assert (written["prompts"], written["prompts_commit"]) == ("org/chats", COMMIT)
     monkeypatch.setattr(data_sets, "hub_answers", lambda: False)
     assert draftlab(workshop, "prepare", "small.yaml", *settings).exit_code == 0
     settings[1] = "prompts.max_prompts=9"
-    plan = draftlab(workshop, "run", "small.yaml", *settings, "name=other", "--plan")
-    assert plan.exit_code == 2
+    plan = ran(workshop, "run", "small.yaml", *settings, "name=other", "--plan", code=2)
     assert "where: org/chats" in plan.output
     assert "chats.py org/chats --out prompts.jsonl" in plan.output
 

@@ -182,15 +182,6 @@ def test_a_deleted_store_that_nothing_needs_is_not_recorded_again(folder: Path) 
     assert not Path("runs/small/store").exists()
 
 
-def test_a_run_says_that_planned_gpus_are_left_out(folder: Path) -> None:
-    shutil.rmtree("runs/small/eval")
-    monitor = RecordingMonitor()
-    pipeline("hardware.gpus=2", monitor=monitor).make("eval")
-    assert (
-        "hardware.gpus is 2, which estimates alone read, and 1 may work: --gpus 2" in monitor.text
-    )
-
-
 def test_another_target_under_a_run_is_refused(folder: Path) -> None:
     shutil.rmtree("toy")
     toy_target_folder(Path("toy"), layers=4, hidden=32, seed=1)

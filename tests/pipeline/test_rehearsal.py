@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +27,12 @@ from draftlab.target_model import locate
 from draftlab.target_model.locate import resolve_target, shipped_config
 from draftlab.target_model.settings import TargetSettings
 from draftlab.target_model.stand_in import check_architecture, stand_in_config
-from tests.helpers.small_run import RECIPES, copy_of_finished, draftlab, write_prompts
+from draftlab.text.prompts import EMBEDDED_PROMPTS
+from draftlab.text.settings import SELF
+from tests.helpers.small_run import RECIPES, draftlab, ran, write_prompts
 from tests.helpers.toys import toy_tokenizer
 
-SHIPPED = [
-    path.stem
-    for path in sorted(RECIPES.glob("*.yaml"))
-    if not {"embedded", ".gguf"} & {*re.findall(r"embedded|\.gguf", path.read_text())}
-]
+SHIPPED = [path.stem for path in sorted(RECIPES.glob("*.yaml")) if ".gguf" not in path.read_text()]
 
 
 def real_target(recipe: str, folder: Path) -> dict[str, Any]:
@@ -70,8 +63,7 @@ def test_a_rehearsal_runs_every_stage(
     config = real_target(name, tmp_path / "target")
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     arguments = ("run", str(RECIPES / f"{name}.yaml"), "target=target", "draft_vocab.size=128")
-    result = draftlab(tmp_path, *arguments, "--rehearse")
-    assert result.exit_code == 0, result.output
+    ran(tmp_path, *arguments, "--rehearse")
     run = tmp_path / "runs/rehearsals" / name
     head = load_config(run / "head")
     assert (head.family, head.boundaries) == (recipe.head.family, boundaries)
@@ -105,39 +97,18 @@ def test_a_small_model_of_default_shapes_decodes(config: PreTrainedConfig) -> No
     assert check_architecture(config, "target", decodes=True) is None
 
 
-def test_an_installed_deepspeed_says_nothing_when_a_stand_in_is_saved(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    if find_spec("deepspeed") is None:
-        pytest.skip("DeepSpeed is not installed")
-    code = (
-        "from pathlib import Path; from draftlab import load_recipe\n"
-        "from draftlab.pipeline.rehearsal import make_stand_in\n"
-        "make_stand_in(load_recipe(Path('r.yaml')), Path('target'))\n"
-    )
-    (tmp_path / "r.yaml").write_text("target: embedded\n")
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False,
-        env={k: v for k, v in os.environ.items() if k != "DS_ACCELERATOR"},
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    assert "accelerator" not in done.stderr
-
-
 def test_missing_tokenizer_files_are_named(tmp_path: Path) -> None:
     real_target("qwen3_eagle3", tmp_path / "target")
     (tmp_path / "target/tokenizer.json").unlink()
     recipe = str(RECIPES / "qwen3_eagle3.yaml")
-    result = draftlab(tmp_path, "run", recipe, "target=target", "--rehearse")
-    assert result.exit_code == 2
+    result = ran(tmp_path, "run", recipe, "target=target", "--rehearse", code=2)
     assert "tokenizer.json or tokenizer.model" in result.output
 
 
-def test_a_rehearsal_keeps_the_run_it_rehearses(tmp_path: Path) -> None:
-    folder = copy_of_finished(tmp_path)
+def test_a_rehearsal_keeps_the_run_it_rehearses(folder: Path) -> None:
     before = (folder / "runs/small/head/model.safetensors").read_bytes()
     server = ("regenerate.backend=openai", "regenerate.server.url=http://127.0.0.1:9")
-    result = draftlab(folder, "run", "small.yaml", "--rehearse", "train.steps=2", *server)
-    assert result.exit_code == 0, result.output
+    result = ran(folder, "run", "small.yaml", "--rehearse", "train.steps=2", *server)
     assert "regenerate.backend: paged in place of openai" in result.output
     assert "reached their length limit unfinished" in result.output
     assert "warning: answers" not in result.output  # the limit is the rehearsal's own
@@ -147,20 +118,17 @@ def test_a_rehearsal_keeps_the_run_it_rehearses(tmp_path: Path) -> None:
     assert "\n  steps: 2\n" in (rehearsal / "recipe.yaml").read_text(), "smaller values stay"
 
     (rehearsal / "target").rename(folder / "elsewhere")
-    result = draftlab(folder, "run", "small.yaml", "--rehearse")
-    assert result.exit_code == 2
+    result = ran(folder, "run", "small.yaml", "--rehearse", code=2)
     assert "expected the folder of an earlier rehearsal" in result.output
     assert (rehearsal / "head").is_dir()
 
 
-def test_a_rehearsal_keeps_limits_below_its_own(tmp_path: Path) -> None:
+def test_a_rehearsal_keeps_limits_below_its_own(folder: Path) -> None:
     """Conversations that the recipe cuts to a row are cut in its rehearsal too."""
-    folder = copy_of_finished(tmp_path)
     texts = [f"def f{i}(use): " + "the user and " * 40 for i in range(8)]
     write_prompts(folder / "prompts.jsonl", ["def f(use): the user", *texts])
     limits = ("record.max_length=96", "prompts.max_prompts=4", "eval.max_prompts=2")
-    result = draftlab(folder, "run", "small.yaml", "--rehearse", *limits)
-    assert result.exit_code == 0, result.output
+    ran(folder, "run", "small.yaml", "--rehearse", *limits)
     run = folder / "runs/rehearsals/small"
     assert json.loads((run / "store/manifest.json").read_text())["settings"]["max_length"] == 96
     assert len((run / "answers.jsonl").read_text().splitlines()) == 4
@@ -179,8 +147,18 @@ def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_plans_of_shipped_recipes_need_no_network(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nor prompts, whose absence the exit code tells; and they write no run folder."""
     monkeypatch.setattr(locate, "hub_answers", lambda: pytest.fail("asks the Hub"))
     recipe = load_recipe(RECIPES / f"{name}.yaml")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = draftlab(tmp_path, "train", str(RECIPES / f"{name}.yaml"), "--plan")
+    missing = recipe.prompts.source not in (*EMBEDDED_PROMPTS, SELF)
+    assert result.exit_code == (2 if missing else 0), result.output
+    assert "estimate (" in result.output
+    assert not (tmp_path / "runs").exists()
+    if recipe.target.path == "embedded":
+        return
+    assert recipe.hardware.gpu, "a recipe for a large target names its hardware"
     target = RecipeSizes(recipe).stages()[0]
     billions = {
         "Llama-3.1-8B": 8.03,

@@ -11,9 +11,8 @@ from draftlab.files import CACHE
 from draftlab.heads.folder import load_config
 from tests.helpers.gguf_file import write_gguf
 from tests.helpers.multimodal_zoo import random_folder
-from tests.helpers.small_run import draftlab, new_workshop
+from tests.helpers.small_run import new_workshop, ran
 from tests.helpers.toys import toy_target_folder, toy_tokenizer
-from tests.helpers.zoo import zoo_folder_with_tokenizer
 
 
 @pytest.fixture
@@ -25,8 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def run(folder: Path, *overrides: str) -> str:
     """Run small.yaml and return its output on one line."""
     words = ("export.formats=[vllm]", "record.boundaries=[1,2,3]", *overrides)
-    result = draftlab(folder, "run", "small.yaml", *words)
-    assert result.exit_code == 0, result.output
+    result = ran(folder, "run", "small.yaml", *words)
     assert "of 3 prompts equal those of" in " ".join(result.output.split())
     return " ".join(result.output.split())
 
@@ -46,11 +44,6 @@ def test_a_multimodal_checkpoint(folder: Path) -> None:
     config = load_config(folder / "runs/small/head")
     assert config.target.architecture == "Qwen3VLForConditionalGeneration"
     assert exported(folder)["rope_parameters"] == config.rope_parameters
-
-
-def test_latent_attention(folder: Path) -> None:
-    zoo_folder_with_tokenizer(folder / "mla", "deepseek_v3", unused_rows=0)
-    run(folder, "target=mla")
 
 
 def test_a_gguf_file(folder: Path) -> None:

@@ -12,7 +12,7 @@ from draftlab.evaluate.results import Report
 from draftlab.export.launch import stated_k
 from draftlab.store.store import Store
 from tests.helpers.messages import read_conversations
-from tests.helpers.small_run import draftlab, new_workshop, refused, snapshot
+from tests.helpers.small_run import draftlab, new_workshop, ran, refused, snapshot
 from tests.helpers.template_families import QWEN3
 from tests.helpers.toys import toy_tokenizer
 from tests.helpers.zoo import zoo_folder_with_tokenizer
@@ -29,8 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = new_workshop(tmp_path_factory.mktemp("modes"))
     zoo_folder_with_tokenizer(folder / "qwen", "qwen3", unused_rows=0)
     toy_tokenizer(QWEN3, eos="<|im_end|>").save_pretrained(folder / "qwen")
-    result = draftlab(folder, "run", "small.yaml", MIX, *OVERRIDES)
-    assert result.exit_code == 0, result.output
+    result = ran(folder, "run", "small.yaml", MIX, *OVERRIDES)
     assert "template arguments: enable_thinking=true for 6, enable_thinking=false for 6" in (
         " ".join(result.output.split())
     )
@@ -73,8 +72,7 @@ def test_an_export_says_what_requests_send(folder: Path) -> None:
 def test_a_suite_in_both_modes_has_al_and_speed_up_of_each(folder: Path) -> None:
     words = ("--suite", "prompts.jsonl", "--max-prompts", "12", "--out", "both")
     words += ("--template-arguments", json.dumps([THINK, PLAIN]))
-    result = draftlab(folder, "eval", *words, "--timing-prompts", "6", "--temps", "0")
-    assert result.exit_code == 0, result.output
+    ran(folder, "eval", *words, "--timing-prompts", "6", "--temps", "0")
     (row,) = [row for row in Report.read(folder / "both/report.json").rows if row.head]
     assert row.suite == "prompts.jsonl"
     assert {one.category for one in row.categories} == MODES
@@ -86,8 +84,7 @@ def test_a_suite_in_both_modes_has_al_and_speed_up_of_each(folder: Path) -> None
 
 def test_a_suite_in_one_mode_is_named_after_it(folder: Path) -> None:
     words = ("--template-arguments", json.dumps(THINK), "--out", "one", "--temps", "0")
-    result = draftlab(folder, "eval", *words)  # of the held-out prompts, whatever their mode was
-    assert result.exit_code == 0, result.output
+    result = ran(folder, "eval", *words)  # of the held-out prompts, whatever their mode was
     assert "was not trained" not in result.output
     rows = Report.read(folder / "one/report.json").rows
     assert {row.suite for row in rows} == {"held-out prompts of the run (enable_thinking=true)"}
@@ -106,8 +103,7 @@ def test_changed_arguments_start_over_what_they_change(folder: Path) -> None:
         refused(folder, "run", "small.yaml", *OVERRIDES).split()
     )
     changed = f"eval.template_arguments={json.dumps(PLAIN)}"
-    result = draftlab(folder, "run", "small.yaml", MIX, changed, *OVERRIDES)
-    assert result.exit_code == 0, result.output
+    ran(folder, "run", "small.yaml", MIX, changed, *OVERRIDES)
     assert (run / "answers.jsonl").stat().st_mtime_ns == answers
     after = {name: snapshot(run / name) for name in before}
     assert [name for name in before if before[name] != after[name]] == ["eval"]

@@ -11,18 +11,16 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Regex, Tokenizer, pre_tokenizers
-from transformers import AutoConfig
 
 from draftlab.export.layout import Export
 from draftlab.export.refusals import serving_warnings
-from draftlab.target_model.stand_in import check_architecture
 from tests.helpers.multimodal_zoo import random_folder
-from tests.helpers.small_run import draftlab, new_workshop
+from tests.helpers.small_run import draftlab, new_workshop, ran
 from tests.helpers.zoo import zoo_folder_with_tokenizer
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return new_workshop(tmp_path_factory.mktemp("workshop"))
 
 
@@ -33,13 +31,10 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("train.wandb=project", "train.wandb is set, and wandb is not installed"),
         ("train.tensorboard=true", "where: train.tensorboard"),
         ("train.device=cuda:99", "expected device 'cuda:99', found"),
-        ("train.device=foo", "where: train.device"),
         ("target.device=foo", "where: target.device"),
-        ("record.window=lots", "a size such as 200GB or 1.5TB, found 'lots'"),
         ("record.window=4", "window: expected a size such as 200GB, found 4 bytes"),
         ("head.family=peagle head.mask_token=nonsense", "where: head.mask_token"),
         ("head.num_attention_heads=5", "5 attention heads are not a multiple of 2 key-value heads"),
-        ("head.head_dim=7", "head_dim: expected a multiple of 2, found 7"),
         ("head.family=eagle9", "head.family: expected 'eagle3' or"),
         ("head.init=nowhere", "where: nowhere"),
         ("draft_vocab.size=99999999", "where: draft_vocab.size"),
@@ -58,14 +53,13 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=lambda value: value[:40],
 )
 def test_what_cannot_succeed_is_refused(
-    verb: str, settings: str, message: str, workshop: Path, monkeypatch: pytest.MonkeyPatch
+    verb: str, settings: str, message: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draftlab.train.metrics.find_spec", lambda name: None)
     name, *options = verb.split()
-    result = draftlab(workshop, name, "small.yaml", *settings.split(), *options)
-    assert result.exit_code == 2, result.output
+    result = ran(shared, name, "small.yaml", *settings.split(), *options, code=2)
     assert message in result.output
-    assert not (workshop / "runs").exists()
+    assert not (shared / "runs").exists()
 
 
 CHATML_WITHOUT_PROMPT = (
@@ -124,9 +118,7 @@ def write_text(path: Path, text: str) -> None:
         (_with_template("{% for m in messages %}"), "", "the target's chat template"),
         (_without_stop_token, "", "expected an eos_token_id"),
         (None, "record.url=foo://bucket/x", "foo:// URLs cannot be opened"),
-        (None, "record.url=ftp://host/x", "a URL that can be written, found ftp://"),
         (None, "record.url=http://host/x", "a URL that can be written, found http://"),
-        (None, "record.url=https://host/x", "a URL that can be written, found https://"),
         (None, "record.url=memory://x", "whose files outlive this process, found memory://"),
         (None, "head.family=eagle export.formats=llamacpp", "export.formats"),
         (_write_prompts("{"), "", "expected a JSON object in UTF-8"),
@@ -140,15 +132,13 @@ def write_text(path: Path, text: str) -> None:
     ids=lambda value: str(getattr(value, "__name__", value))[:40],
 )
 def test_the_plan_and_the_run_refuse_with_the_same_words(
-    damage: Callable[[Path], None] | None, settings: str, message: str, tmp_path: Path
+    damage: Callable[[Path], None] | None, settings: str, message: str, workshop: Path
 ) -> None:
-    workshop = new_workshop(tmp_path)
     if damage is not None:
         damage(workshop / "toy")
     refusals = []
     for options in ((), ("--plan",)):
-        result = draftlab(workshop, "run", "small.yaml", *settings.split(), *options)
-        assert result.exit_code == 2, result.output
+        result = ran(workshop, "run", "small.yaml", *settings.split(), *options, code=2)
         refusals.append(result.stderr[result.stderr.index("error: ") :])
     assert refusals[0] == refusals[1]
     assert message in refusals[0]
@@ -169,31 +159,20 @@ def test_the_plan_and_the_run_refuse_with_the_same_words(
     ],
 )
 def test_a_target_that_the_engine_cannot_decode_is_refused_before_anything_runs(
-    kind: str, fields: dict[str, object], message: str, tmp_path: Path
+    kind: str, fields: dict[str, object], message: str, workshop: Path
 ) -> None:
-    workshop = new_workshop(tmp_path)
     zoo_folder_with_tokenizer(workshop / kind, kind, **fields)
     for words in (("run",), ("run", "--plan"), ("prepare", "--plan")):
-        result = draftlab(workshop, words[0], "small.yaml", f"target={kind}", *words[1:])
-        assert result.exit_code == 2, result.output
+        result = ran(workshop, words[0], "small.yaml", f"target={kind}", *words[1:], code=2)
         assert message in " ".join(result.stderr.split())
         assert f"where: {kind}" in result.stderr
     assert not (workshop / "runs").exists()
 
 
-def test_layers_that_read_images_are_no_decoder_of_text(tmp_path: Path) -> None:
-    workshop = new_workshop(tmp_path)
+def test_layers_that_read_images_are_no_decoder_of_text(workshop: Path) -> None:
     random_folder(workshop / "vision", "mllama")
-    result = draftlab(workshop, "run", "small.yaml", "target=vision", "--plan")
-    assert result.exit_code == 2
+    result = ran(workshop, "run", "small.yaml", "target=vision", "--plan", code=2)
     assert "these layers of MllamaTextModel do not run for text alone" in flat(result.output)
-
-
-def test_layers_of_several_shapes_are_tried_however_few_they_are(tmp_path: Path) -> None:
-    """Gemma 4's last layer has full attention; its config lists layers of another shape."""
-    config = AutoConfig.from_pretrained(random_folder(tmp_path / "few", "gemma4_text"))
-    assert config.is_heterogeneous
-    assert check_architecture(config, "few", decodes=True) is None
 
 
 def _run_on(target: Path) -> None:
@@ -219,34 +198,29 @@ def _with_another_class(target: Path) -> None:
     ],
 )
 def test_a_tokenizer_that_serves_otherwise_than_it_was_trained_is_warned_of(
-    damage: Callable[[Path], None], message: str, tmp_path: Path
+    damage: Callable[[Path], None], message: str, workshop: Path
 ) -> None:
-    workshop = new_workshop(tmp_path)
     plan = ("run", "small.yaml", "--plan")
     assert "warning: target" not in draftlab(workshop, *plan).output
     damage(workshop / "toy")
-    result = draftlab(workshop, *plan)
-    assert result.exit_code == 0
+    result = ran(workshop, *plan)
     assert message in flat(result.output)
 
 
-def test_a_processors_chat_template_is_the_targets(tmp_path: Path) -> None:
-    workshop = new_workshop(tmp_path)
+def test_a_processors_chat_template_is_the_targets(workshop: Path) -> None:
     file = workshop / "toy/chat_template.jinja"
     write_text(file.with_suffix(".json"), json.dumps({"chat_template": file.read_text()}))
     file.unlink()
     assert draftlab(workshop, "run", "small.yaml", "--plan").exit_code == 0
 
 
-def test_a_tokenizer_of_the_checkpoints_own_code_is_refused_by_the_plan(tmp_path: Path) -> None:
+def test_a_tokenizer_of_the_checkpoints_own_code_is_refused_by_the_plan(workshop: Path) -> None:
     """As Kimi's, without a tokenizer.json."""
-    workshop = new_workshop(tmp_path)
     (workshop / "toy/tokenizer.json").unlink()
     own = {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}
     edit_json(workshop / "toy/tokenizer_config.json", auto_map=own, tokenizer_class="OwnTokenizer")
     write_text(workshop / "toy/tokenization_own.py", "raise SystemExit")
-    result = draftlab(workshop, "run", "small.yaml", "--plan")
-    assert result.exit_code == 2
+    result = ran(workshop, "run", "small.yaml", "--plan", code=2)
     assert "the target's tokenizer needs code that the checkpoint ships" in flat(result.output)
 
 
@@ -256,23 +230,21 @@ def flat(text: str) -> str:
 
 
 def test_an_architecture_without_a_small_model_is_tested_after_loading(
-    workshop: Path, monkeypatch: pytest.MonkeyPatch
+    shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object, **__: object) -> object:
         raise ValueError("expected 7 heads")
 
     monkeypatch.setattr("draftlab.target_model.stand_in.stand_in_config", refuse)
-    result = draftlab(workshop, "run", "small.yaml", "--plan")
-    assert result.exit_code == 0, result.output
+    result = ran(shared, "run", "small.yaml", "--plan")
     output = " ".join(result.output.split())
     assert "only once the weights are loaded" in output
     assert "no small model of it (ValueError: expected 7 heads)" in output
 
 
 def test_a_template_that_ends_prompts_as_its_answers_begin_needs_no_generation_prompt(
-    tmp_path: Path,
+    workshop: Path,
 ) -> None:
-    workshop = new_workshop(tmp_path)
     _with_template(LLAMA2)(workshop / "toy")
     assert draftlab(workshop, "run", "small.yaml", "--plan").exit_code == 0
 
@@ -281,12 +253,9 @@ def test_a_template_that_ends_prompts_as_its_answers_begin_needs_no_generation_p
     ("family", "program", "kind", "warned"),
     [
         ("eagle3", "vllm", "gemma3_text", True),
-        ("eagle3", "speculators", "gemma3", True),
         ("dspark", "vllm", "gemma3_text", True),
         ("eagle3", "vllm", "qwen2_vl", True),
-        ("eagle3", "vllm", "qwen2_5_vl", False),
         ("eagle3", "sglang", "gemma3_text", False),
-        ("eagle3", "vllm", "llama", False),
         ("eagle", "vllm", "gemma3_text", False),
     ],
 )
@@ -301,42 +270,31 @@ def test_targets_that_vllm_cannot_draft_for_are_named(
 
 @pytest.mark.parametrize("verb", ["run", "run --plan"])
 def test_a_device_without_products_in_fp8_is_refused(
-    verb: str, workshop: Path, monkeypatch: pytest.MonkeyPatch
+    verb: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("torch._scaled_mm is only supported on newer devices")
 
     monkeypatch.setattr("draftlab.train.fast.choose_forward.linear", refuse)
     name, *options = verb.split()
-    result = draftlab(workshop, name, "small.yaml", "train.precision=fp8", *options)
-    assert result.exit_code == 2, result.output
+    result = ran(shared, name, "small.yaml", "train.precision=fp8", *options, code=2)
     assert "expects a GPU that multiplies e4m3 numbers" in result.output
     assert "only supported on newer devices" in result.output
-    assert not (workshop / "runs").exists()
-    assert draftlab(workshop, name, "small.yaml", "--plan").exit_code == 0
+    assert not (shared / "runs").exists()
+    assert draftlab(shared, name, "small.yaml", "--plan").exit_code == 0
 
 
-def test_a_plan_without_its_files_is_printed_whole(workshop: Path) -> None:
+def test_a_plan_without_its_files_is_printed_whole(shared: Path) -> None:
     settings = ("prompts.source=no.jsonl", "prompts.max_prompts=9", "eval.suite=none.jsonl")
-    result = draftlab(workshop, "run", "small.yaml", *settings, "--plan")
-    assert result.exit_code == 2
+    result = ran(shared, "run", "small.yaml", *settings, "--plan", code=2)
     assert "answers  would run; it needs no.jsonl, which is not there yet" in result.output
     assert "eval     would run; it needs none.jsonl, which is not there yet" in result.output
     assert "  total " in result.output
-    assert draftlab(workshop, "prepare", "small.yaml", settings[-1], "--plan").exit_code == 0
+    assert draftlab(shared, "prepare", "small.yaml", settings[-1], "--plan").exit_code == 0
 
 
-def test_a_plan_names_processes_without_work(workshop: Path) -> None:
-    plan = ("train", "small.yaml", "--plan", "--gpus")
-    assert "nothing to do, since a step has" not in draftlab(workshop, *plan, "2").output
-    output = draftlab(workshop, *plan, "8").output
-    assert "warning: 6 of 8 processes have nothing to do, since a step has 2 rows" in output
-
-
-def test_rows_that_are_too_short_stop_a_run_before_it_records(tmp_path: Path) -> None:
-    workshop = new_workshop(tmp_path)
-    result = draftlab(workshop, "train", "small.yaml", "train.row_tokens=16")
-    assert result.exit_code == 2
+def test_rows_that_are_too_short_stop_a_run_before_it_records(workshop: Path) -> None:
+    result = ran(workshop, "train", "small.yaml", "train.row_tokens=16", code=2)
     assert "expected records of at most train.row_tokens = 16 tokens, found one of" in result.output
     assert (workshop / "runs/small/answers.jsonl").exists()
     assert not list((workshop / "runs/small").glob("store/*"))
@@ -345,10 +303,8 @@ def test_rows_that_are_too_short_stop_a_run_before_it_records(tmp_path: Path) ->
     assert draftlab(workshop, "train", "small.yaml").exit_code == 0
 
 
-def test_a_folder_in_place_of_the_link_stops_no_run(tmp_path: Path) -> None:
-    workshop = new_workshop(tmp_path)
+def test_a_folder_in_place_of_the_link_stops_no_run(workshop: Path) -> None:
     (workshop / "runs/latest").mkdir(parents=True)
-    result = draftlab(workshop, "prepare", "small.yaml")
-    assert result.exit_code == 0, result.output
+    result = ran(workshop, "prepare", "small.yaml")
     assert "runs/latest is not a link and stays" in result.output
     assert {path.name for path in (workshop / "runs").iterdir()} == {"latest", "small"}

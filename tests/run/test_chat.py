@@ -19,7 +19,6 @@ from draftlab.run.resolve import find_head
 from draftlab.target_model.loading import load_target, load_tokenizer
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.chat_template import prompt_ids
-from tests.helpers.small_run import copy_of_finished, draftlab
 
 QUESTION = "Write a Python function that adds two numbers."
 
@@ -81,15 +80,6 @@ def test_an_interrupted_answer_ends_its_line(monkeypatch: pytest.MonkeyPatch) ->
     result = CliRunner().invoke(app, ["chat", *options], input=f"{QUESTION}\n")
     assert result.exit_code == 130
     assert "half an ans\ninterrupted" in result.output
-
-
-def test_the_first_of_several_template_arguments_is_named(tmp_path: Path) -> None:
-    recipe = copy_of_finished(tmp_path) / "runs/small/recipe.yaml"
-    mix = "template_arguments: [{tone: dry}, {}]"
-    recipe.write_text(recipe.read_text().replace("template_arguments: {}", mix))
-    result = draftlab(tmp_path, "chat", "--run", "small")
-    assert result.exit_code == 0, result.output
-    assert 'chat: template arguments tone="dry", the first of 2 in' in result.output
 
 
 def test_what_it_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

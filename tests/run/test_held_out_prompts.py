@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from draftlab.store.store import Store
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.suites import prompt_digest
 from draftlab.train.validation import split_records
-from tests.helpers.small_run import draftlab
+from tests.helpers.small_run import draftlab, ran
 
 
 def without_suite(folder: Path) -> None:
@@ -46,13 +45,11 @@ def test_held_out_prompts_were_not_trained_on(folder: Path) -> None:
 
 def test_a_run_without_a_suite_says_which_prompts_it_takes(folder: Path) -> None:
     without_suite(folder)
-    result = draftlab(folder, "run", "small.yaml")
-    assert result.exit_code == 0, result.output
+    result = ran(folder, "run", "small.yaml")
     assert "prompts that training held out, since eval.suite names none" in result.output
     rows = Report.read(folder / "runs" / "small" / "eval" / "report.json").rows
     assert {row.suite for row in rows} == {HELD_OUT}
-    again = draftlab(folder, "eval", "--run", "small", "--out", "elsewhere")
-    assert again.exit_code == 0, again.output
+    ran(folder, "eval", "--run", "small", "--out", "elsewhere")
     assert {row.suite for row in Report.read(folder / "elsewhere" / "report.json").rows} == {
         HELD_OUT
     }
@@ -74,19 +71,8 @@ def test_a_recipe_that_holds_nothing_out_has_to_name_prompts(folder: Path) -> No
         check_suite(load_recipe(folder / "small.yaml", nothing))
     named = [*nothing, "eval.suite=prompts.jsonl"]
     check_suite(load_recipe(folder / "small.yaml", named))
-    plan = draftlab(folder, "run", "small.yaml", *nothing, "name=other", "--plan")
-    assert plan.exit_code == 2, plan.output
+    plan = ran(folder, "run", "small.yaml", *nothing, "name=other", "--plan", code=2)
     assert "expected prompts to evaluate" in plan.output
-
-
-def test_several_suites_have_rows_of_their_own(folder: Path) -> None:
-    line = {"messages": [{"role": "user", "content": "Name a colour."}]}
-    (folder / "other.jsonl").write_text(json.dumps(line) + "\n")
-    suites = "prompts.jsonl,other.jsonl"
-    result = draftlab(folder, "eval", "--run", "small", "--suite", suites, "--out", "two")
-    assert result.exit_code == 0, result.output
-    rows = Report.read(folder / "two" / "report.json").rows
-    assert list(dict.fromkeys(row.suite for row in rows)) == suites.split(",")
 
 
 def test_a_suite_that_training_saw_is_named(folder: Path) -> None:

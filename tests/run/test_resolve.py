@@ -12,10 +12,9 @@ import pytest
 from draftlab.errors import UserError
 from draftlab.recipe.recipe import Recipe, load_recipe, to_yaml
 from draftlab.run.head_workspace import open_head
-from draftlab.run.resolve import find_target, reference_head
+from draftlab.run.resolve import reference_head
 from draftlab.target_model.settings import TargetSettings
-from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.small_run import draftlab
+from tests.helpers.small_run import draftlab, ran
 from tests.helpers.toys import toy_target_folder
 
 
@@ -170,7 +169,6 @@ CODE = {
     "arguments",
     [
         ("eval", "--run", "q", "--suite", "embedded:heldout", "--target", "runs/q/target"),
-        ("doctor", "q", "--target", "runs/q/target"),
         ("train", "runs/q/recipe.yaml", "--plan", "target=runs/q/target"),
     ],
 )
@@ -184,19 +182,8 @@ def test_what_trusted_code_raises_is_no_bug_of_draftlab(
     imported = "from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel\n"
     (target / "mine.py").write_text(imported + CODE[code])
     trust = "target.trust_remote_code=true" if arguments[0] == "train" else "--trust-remote-code"
-    result = draftlab(strangers_run.parents[1], *arguments, trust)
-    if (arguments[0], code) == ("doctor", "broken model"):
-        assert "was trained for a target of 12 layers" in result.stdout  # no model was made
-        return
-    assert result.exit_code == 2, result.output
+    result = ran(strangers_run.parents[1], *arguments, trust, code=2)
     assert "does not load: " in result.stderr
-
-
-@pytest.mark.parametrize("strangers_run", ["config"], indirect=True)
-@pytest.mark.parametrize("verb", ["eval --run", "doctor"])
-def test_the_refusal_says_how_to_trust_it(verb: str, strangers_run: Path) -> None:
-    text = " ".join(draftlab(strangers_run.parents[1], *VERBS[verb]).output.split())
-    assert "read its Python files; then add --target TARGET --trust-remote-code" in text
 
 
 def test_a_recipe_outside_of_runs_is_trusted(strangers_run: Path, tmp_path: Path) -> None:
@@ -204,23 +191,3 @@ def test_a_recipe_outside_of_runs_is_trusted(strangers_run: Path, tmp_path: Path
     assert load_recipe(own).target.trust_remote_code
     beside = Path(shutil.copy(own, strangers_run / "own.yaml"))
     assert not load_recipe(beside).target.trust_remote_code
-
-
-def test_the_target_is_said_with_what_names_it(
-    strangers_run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(strangers_run.parents[1])
-    recipe, head = strangers_run / "recipe.yaml", strangers_run / "head"
-    monitor = RecordingMonitor()
-    find_target(head, None, monitor=monitor)
-    find_target(head, "embedded", monitor=monitor)
-    find_target(reference_head(), None, monitor=monitor)
-    open_head("q", None, None, monitor=monitor)
-    open_head("q", None, "org/name", monitor=monitor)
-    assert monitor.lines == [
-        f"target: runs/q/target, from {recipe}",
-        "target: embedded, from --target",
-        f"target: embedded, from {reference_head()}",
-        f"target: runs/q/target, from {recipe}",
-        "target: org/name, from --target",
-    ]

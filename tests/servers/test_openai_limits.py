@@ -76,12 +76,18 @@ def test_prompts_that_the_server_refuses_as_too_long_are_left_out(workshop: Path
         assert "dropped_turns" not in manifest
 
 
-def test_a_failure_that_speaks_of_a_length_is_no_refusal(workshop: Path) -> None:
+@pytest.mark.parametrize(
+    ("refusal", "status", "words"),
+    [(VLLM, 500, "HTTP 500"), (refusal("max_tokens must be even"), 400, "max_tokens must be even")],
+)
+def test_other_failures_end_the_run(
+    workshop: Path, refusal: dict[str, Any], status: int, words: str
+) -> None:
     """Only HTTP 400 refuses a request; a prompt that met another failure is not left out."""
     with serve(workshop / "toy") as server:
-        server.room, server.refusal, server.refusal_status = 0, VLLM, 500
+        server.room, server.refusal, server.refusal_status = 0, refusal, status
         output = prepare(workshop, server, "regenerate.server.attempts=1", code=2)
-        assert "HTTP 500" in output
+        assert words in output
         assert "dropped" not in output
 
 
@@ -144,11 +150,3 @@ def test_a_server_that_has_no_room_for_any_prompt(workshop: Path) -> None:
         (workshop / "runs/small/answers.partial.jsonl").unlink()  # as the message says
         server.room = None
         prepare(workshop, server)
-
-
-def test_other_refusals_end_the_run(workshop: Path) -> None:
-    with serve(workshop / "toy") as server:
-        server.room, server.refusal = 1, refusal("max_tokens must be even")
-        output = prepare(workshop, server, code=2)
-        assert "max_tokens must be even" in output
-        assert "dropped" not in output

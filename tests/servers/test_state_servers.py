@@ -24,7 +24,7 @@ from draftlab.target_model.model import Target
 from tests.helpers.http_server import Handler, Server, running
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.recordings import file_hashes, identity_of, make_samples, record_store
-from tests.helpers.small_run import draftlab
+from tests.helpers.small_run import draftlab, ran
 from tests.helpers.vllm_stand_in import StandIn
 
 BOUNDARIES = [0, 2, 3, 4]
@@ -204,7 +204,6 @@ def test_the_plan_prints_how_a_server_is_started(workshop: Path) -> None:
         result.output.split()
     )
     (workshop / "shared").mkdir()
-    result = draftlab(workshop, *plan, server)
-    assert result.exit_code == 0, result.output
+    result = ran(workshop, *plan, server)
     assert "vllm serve" in result.output
     assert "eagle_aux_hidden_state_layer_ids" in result.output

@@ -40,6 +40,7 @@ from tests.helpers.small_run import (
     draftlab,
     finished,
     new_workshop,
+    ran,
     write_prompts,
 )
 
@@ -115,8 +116,7 @@ def test_a_window_is_recorded_on_other_nodes_though_processes_are_killed(
     texts = [f"def f{i}(use): the user {i}" for i in range(150)]
     for name in ("ray", "full"):
         write_prompts(new_workshop(tmp_path / name) / "prompts.jsonl", texts)
-    full = draftlab(tmp_path / "full", "train", "small.yaml", *settings, "record.keep=all")
-    assert full.exit_code == 0, full.output
+    ran(tmp_path / "full", "train", "small.yaml", *settings, "record.keep=all")
     command = ("train", "small.yaml", *settings, "--ray", cluster.address)
     driver = Driver(tmp_path / "ray", *command)
     driver.wait(lambda: (tmp_path / "ray/runs/small/train/metrics.jsonl").exists())
@@ -150,21 +150,20 @@ def test_two_ranks_of_ray_train_are_two_of_torchrun(cluster: Any, tmp_path: Path
     [("answers", "worker"), ("store", "node"), ("head", "node"), ("store", "driver")],
 )
 def test_killed_in_a_stage_it_ends_with_the_same_bytes(
-    cluster: Any, tmp_path: Path, stage: str, victim: str
+    cluster: Any, workshop: Path, stage: str, victim: str
 ) -> None:
-    new_workshop(tmp_path)
-    run, command = tmp_path / "runs/small", ("train", "small.yaml", "--ray", cluster.address)
+    run, command = workshop / "runs/small", ("train", "small.yaml", "--ray", cluster.address)
     begun = {
         "answers": lambda: "answers and records" in driver.text,
         "store": lambda: (run / "store/manifest.json").exists(),
         "head": lambda: (run / "train/metrics.jsonl").exists(),
     }
-    driver = Driver(tmp_path, *command)
+    driver = Driver(workshop, *command)
     driver.wait(begun[stage])
     if victim == "driver":
         driver.process.kill()
         assert driver.wait() == -signal.SIGKILL, driver.text
-        driver = Driver(tmp_path, *command)
+        driver = Driver(workshop, *command)
     elif victim == "node":
         busy = [n for n in cluster.worker_nodes if processes(n)] or list(cluster.worker_nodes)
         cluster.remove_node(busy[0], allow_graceful=False)
@@ -177,12 +176,11 @@ def test_killed_in_a_stage_it_ends_with_the_same_bytes(
 
 
 @pytest.mark.slow
-def test_sigterm_at_the_driver_writes_a_checkpoint(cluster: Any, tmp_path: Path) -> None:
-    new_workshop(tmp_path)
-    run, ranks = tmp_path / "runs/small", ("--gpus", "2", "train.device=cpu")
+def test_sigterm_at_the_driver_writes_a_checkpoint(cluster: Any, workshop: Path) -> None:
+    run, ranks = workshop / "runs/small", ("--gpus", "2", "train.device=cpu")
     settings = ("train.steps=3000", "train.checkpoint_every=3000")
     command = ("train", "small.yaml", *settings, *ranks, "--ray", cluster.address)
-    driver = Driver(tmp_path, *command)
+    driver = Driver(workshop, *command)
     driver.wait(lambda: (run / "train/metrics.jsonl").exists())
     driver.process.terminate()
     assert driver.wait() == 128 + signal.SIGTERM, driver.text
@@ -192,7 +190,7 @@ def test_sigterm_at_the_driver_writes_a_checkpoint(cluster: Any, tmp_path: Path)
     (checkpoint,) = (run / "train/checkpoints").iterdir()
     assert checkpoint.name == f"step-{step:07d}"
     assert not (run / "head").exists()
-    driver = Driver(tmp_path, *command, f"train.checkpoint_every={step + 1}")
+    driver = Driver(workshop, *command, f"train.checkpoint_every={step + 1}")
     driver.wait(lambda: f"resuming training after step {step}" in driver.text)
     assert f"resuming training after step {step}" in driver.text
     driver.wait(lambda: len(list((run / "train/checkpoints").iterdir())) > 1)
@@ -201,19 +199,18 @@ def test_sigterm_at_the_driver_writes_a_checkpoint(cluster: Any, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_node_that_joins_late_works(tmp_path: Path) -> None:
-    new_workshop(tmp_path)
-    write_prompts(tmp_path / "prompts.jsonl", [f"def f{i}(x): use x" for i in range(200)])
-    alone = Driver(tmp_path, "prepare", "small.yaml", "name=alone", *SLOWER)
+def test_a_node_that_joins_late_works(workshop: Path) -> None:
+    write_prompts(workshop / "prompts.jsonl", [f"def f{i}(x): use x" for i in range(200)])
+    alone = Driver(workshop, "prepare", "small.yaml", "name=alone", *SLOWER)
     with ray_cluster(1) as cluster:
         command = ("prepare", "small.yaml", *SLOWER, "--ray", cluster.address)
-        driver = Driver(tmp_path, *command)
+        driver = Driver(workshop, *command)
         driver.wait(lambda: "answers and records" in driver.text)
         cluster.add_node(**NODE)
         assert driver.wait() == 0, driver.text
     assert alone.wait() == 0, alone.text
     assert driver.text.count("answers and records") == 2, driver.text
-    one, two = (tmp_path / "runs" / name / "answers.jsonl" for name in ("alone", "small"))
+    one, two = (workshop / "runs" / name / "answers.jsonl" for name in ("alone", "small"))
     assert one.read_bytes() == two.read_bytes()
 
 
@@ -241,8 +238,7 @@ def test_a_cluster_that_has_ended_is_refused_at_once(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray/ray_current_cluster").write_text("127.0.0.1:9")
-    result = draftlab(new_workshop(tmp_path), "run", "small.yaml", "--ray", "auto")
-    assert result.exit_code == 2, result.output
+    result = ran(new_workshop(tmp_path), "run", "small.yaml", "--ray", "auto", code=2)
     assert re.search(r"where: --ray auto, which is [\d.]+:9\n", result.output)
     assert "expected a Ray cluster, found none that can be used" in result.output
     assert "`ray stop` forgets one" in result.output
@@ -250,24 +246,22 @@ def test_a_cluster_that_has_ended_is_refused_at_once(
 
 @pytest.mark.parametrize("address", ["head", "head:port", ":6379", "head:0"])
 def test_an_address_of_another_form_is_refused(address: str, tmp_path: Path) -> None:
-    result = draftlab(new_workshop(tmp_path), "run", "small.yaml", "--ray", address)
-    assert result.exit_code == 2
+    result = ran(new_workshop(tmp_path), "run", "small.yaml", "--ray", address, code=2)
     assert f"expected auto, or HOST:PORT such as 10.0.0.1:6379; found '{address}'" in result.output
 
 
 def test_options_that_a_cluster_cannot_have_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    new_workshop(tmp_path)
     command = ("small.yaml", "--ray", "auto")
-    assert "found both" in draftlab(tmp_path, "prepare", *command, "--gpus", "2").output
-    client = draftlab(tmp_path, "run", "small.yaml", "--ray", "ray://head:10001")
+    assert "found both" in draftlab(workshop, "prepare", *command, "--gpus", "2").output
+    client = draftlab(workshop, "run", "small.yaml", "--ray", "ray://head:10001")
     assert "a node of the cluster, which sees the run folder" in client.output
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "Ray starts the processes" in draftlab(tmp_path, "run", *command).output
+    assert "Ray starts the processes" in draftlab(workshop, "run", *command).output
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    assert "pip install 'ray[train]>=2.60'" in draftlab(tmp_path, "run", *command).output
+    assert "pip install 'ray[train]>=2.60'" in draftlab(workshop, "run", *command).output
 
 
 def test_devices_are_those_of_the_cluster(tmp_path: Path) -> None:
@@ -334,28 +328,6 @@ def test_draftlab_needs_no_ray() -> None:
     code = "import sys; sys.modules['ray'] = None; import draftlab.cli, draftlab.pipeline.pipeline"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-def test_a_plan_counts_the_gpus_of_the_cluster(tmp_path: Path) -> None:
-    new_workshop(tmp_path)
-    hardware = "hardware={gpu: L40S, gpus: 2, nodes: 5}"
-    command = ("run", "small.yaml", "--plan", "train.device=cuda", hardware, "--ray")
-    with ray_cluster(1) as cluster:
-        plan = start_driver(tmp_path, *command, cluster.address).communicate()[0]
-        assert "ray: 2 nodes with 1 CPU in all; the plan is for `hardware` of the recipe" in plan
-        assert "estimate (5 × 2 × L40S; 10 work together)" in plan
-        for _ in range(2):
-            cluster.add_node(**NODE, num_gpus=4, resources={"accelerator_type:H100": 1})
-        plan = start_driver(tmp_path, *command, cluster.address).communicate()[0]
-        assert "ray: 4 nodes with 8 GPUs in all, for which the plan is" in plan
-        assert "estimate (2 × 4 × H100; 8 work together)" in plan
-        assert "error" not in plan
-        address = cluster.address
-    plan = start_driver(tmp_path, *command, address).communicate()[0]
-    assert "ray: expected a Ray cluster, found none that can be used" in plan
-    assert "estimate (5 × 2 × L40S; 10 work together)" in plan
-    assert not (tmp_path / "runs").exists()
 
 
 def test_the_kind_of_a_plans_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

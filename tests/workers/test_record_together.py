@@ -20,7 +20,7 @@ from draftlab.target_model.loading import load_target
 from draftlab.target_model.settings import TargetSettings
 from draftlab.workers.pool import LocalPool, worker_devices
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.small_run import contents, copy_of_finished, draftlab
+from tests.helpers.small_run import contents, copy_of_finished, draftlab, ran
 from tests.helpers.vllm_stand_in import StandIn
 
 
@@ -35,8 +35,7 @@ def workshop(tmp_path: Path) -> Path:
 def test_two_processes_answer_and_record_the_same_bytes(workshop: Path) -> None:
     other = copy_of_finished(workshop / "other") / "runs/small"
     shutil.rmtree(workshop / "runs")
-    result = draftlab(workshop, "record", "small.yaml", "--gpus", "2")
-    assert result.exit_code == 0, result.output
+    result = ran(workshop, "record", "small.yaml", "--gpus", "2")
     assert "worker 1 on cpu: loading target" in result.output
     run = workshop / "runs/small"
     assert contents(run / "store") == contents(other / "store")
@@ -54,8 +53,7 @@ def test_record_backend_vllm_computes_the_states(
     settings = ("record.backend=vllm",)
     refused = draftlab(workshop, "record", "small.yaml", *settings)
     assert "record.backend: 'transformers' in the run, 'vllm' now" in refused.output
-    result = draftlab(workshop, "record", "small.yaml", *settings, "--force")
-    assert result.exit_code == 0, result.output
+    result = ran(workshop, "record", "small.yaml", *settings, "--force")
     assert "stand-in" in result.output
     assert "loading target" not in result.output
     store = Store.open(workshop / "runs/small/store")
@@ -101,8 +99,7 @@ def test_processes_that_were_launched_together_do_not_record(
     workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    result = draftlab(workshop, "record", "small.yaml")
-    assert result.exit_code == 2
+    result = ran(workshop, "record", "small.yaml", code=2)
     assert "--gpus N" in result.output
     assert "--ray ADDRESS" in result.output
 

@@ -33,7 +33,7 @@ from draftlab.workers.window.recorder import (
     wait_until_heard,
 )
 from draftlab.workers.window.shards import DamagedShardError
-from tests.helpers.small_run import draftlab, new_workshop, write_prompts
+from tests.helpers.small_run import draftlab, new_workshop, ran, write_prompts
 from tests.helpers.thread_pool import LostError, ThreadPool
 
 WINDOW = 520_000
@@ -43,7 +43,6 @@ SETTINGS = (
     "train.steps=30",
     "train.checkpoint_every=7",
 )
-HEAD = "head/model.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +50,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a working directory whose run `full` was trained on a full store in windows."""
     folder = new_workshop(tmp_path_factory.mktemp("full"))
     write_prompts(folder / "prompts.jsonl", [f"def f{i}(use): the user {i}" for i in range(150)])
-    result = draftlab(folder, "train", "small.yaml", "name=full", *SETTINGS, "record.keep=all")
-    assert result.exit_code == 0, result.output
+    result = ran(folder, "train", "small.yaml", "name=full", *SETTINGS, "record.keep=all")
     assert "75 shards, 15 of them with the held-out records" in result.output
     return folder
 
@@ -83,8 +81,7 @@ def use_threads(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
 
 def train_as(full: Path, workshop: Path) -> str:
     """Train in a working directory to the head of `full`; return what was printed."""
-    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
-    assert result.exit_code == 0, result.output
+    result = ran(workshop, "train", "small.yaml", *SETTINGS)
     assert bytes_of(workshop, "small") == bytes_of(full, "full")
     return str(result.output)
 
@@ -158,8 +155,7 @@ def test_an_error_of_the_recording_ends_the_training(
     full: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_threads(monkeypatch, faults={50: UserError("the GPU burns", do="quench it")})
-    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
-    assert result.exit_code == 2
+    result = ran(workshop, "train", "small.yaml", *SETTINGS, code=2)
     assert "the GPU burns" in result.output
     assert "quench it" in result.output
     assert not [t for t in threading.enumerate() if t.name in ("window", "thread 1_0")]
@@ -193,8 +189,7 @@ def test_an_error_of_the_training_ends_the_recording(
         raise UserError("no convergence")
 
     monkeypatch.setattr("draftlab.train.loop.Trainer._log", fail)
-    result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
-    assert result.exit_code == 2
+    result = ran(workshop, "train", "small.yaml", *SETTINGS, code=2)
     assert "no convergence" in result.output
     assert not [t for t in threading.enumerate() if t.name == "window"]
 
@@ -231,8 +226,7 @@ def test_a_training_of_many_windows_never_exceeds_its_window(
     per_window = WINDOW * order.tokens.sum() / order.sizes.sum()
     steps = round(12 * per_window / order.tokens.sum() * rows_of_an_epoch(plan, order) / 2) + 1
     settings = (*SETTINGS, f"train.steps={steps}", "train.checkpoint_every=100")
-    again = draftlab(full, "train", "small.yaml", "name=long", *settings, "record.keep=all")
-    assert again.exit_code == 0, again.output
+    ran(full, "train", "small.yaml", "name=long", *settings, "record.keep=all")
     with watched(workshop / "runs/small/store") as seen:
         result = draftlab(workshop, "train", "small.yaml", *settings)
     assert result.exit_code == 0, result.output
