@@ -4,7 +4,7 @@ The BLAS of torch's x86 builds, MKL, uses AVX-512 on Intel's processors alone: o
 multiplies float32 matrices 2.3 times as fast (docs/benchmarks.md). torch has no switch that chooses
 oneDNN for float32. It goes there when the precision of products is "medium", which permits oneDNN
 to round the factors to bfloat16. oneDNN does so on CPUs with AMX only, and there it is left alone:
-products stay float32. Tests: tests/kernels/test_cpu_float32_products.py.
+products stay float32.
 """
 
 from __future__ import annotations

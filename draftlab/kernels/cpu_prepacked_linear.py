@@ -3,8 +3,7 @@
 MKL packs a float32 weight again in every product of more than one row: five rows, as in verifying
 four drafts, cost 2.6 times as much as one. oneDNN packs the weight once and reads it once, whatever
 the number of rows (docs/benchmarks.md). The operators are those that torch.compile calls on CPUs.
-They are not public, so `why_no_prepacking` checks for them first. Tests:
-tests/kernels/test_cpu_prepacked_linear.py.
+They are not public, so `why_no_prepacking` checks for them first.
 """
 
 from __future__ import annotations

@@ -5,7 +5,6 @@ Each row of x and of W in x Wᵀ has a scale, which maps the row's largest numbe
 torchtitan's float8 recipe `rowwise` scales alike, but computes the gradient of W in 8 bits too;
 here it is computed in 16 bits. A GPU adds up with fewer bits than float32 (fast accumulation). For
 normally distributed numbers a product has a relative error of 4 %, of random sign.
-Tests: tests/kernels/test_fp8_linear.py.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from draftlab.kernels.compile_ahead import real_tensors
 from draftlab.kernels.devices import copy_to_device
 from draftlab.kernels.paged_attention import slot_mapping, write_paged
-from draftlab.kernels.paged_attention.plan import Reads, Writes, plan_reads, plan_writes, write_rows
+from draftlab.kernels.paged_attention.plan import Read, Writes, plan_reads, plan_writes, write_rows
 
 # The argument that is a layer's cache: from transformers 5.24 on, before it, and of some recurrent
 # layers before it.
@@ -214,7 +214,7 @@ class PagedCache(Cache):
         self.states = RecurrentStates(num_rows) if num_rows else None
         self.block_table = torch.empty(0, 0, dtype=torch.int32)
         self.positions = self.slot_mapping = torch.empty(0, 0, dtype=torch.int64)
-        self._reads: dict[tuple[Any, ...], Reads] = {}
+        self._reads: dict[tuple[Any, ...], list[Read]] = {}
         self._writes: Writes | None = None
         super().__init__(layers=[_PagedLayer(self) for _ in range(num_layers)])
 
@@ -241,7 +241,7 @@ class PagedCache(Cache):
 
     def reads(
         self, group: int, dtype: torch.dtype, window: int | None, chunk: int | None = None
-    ) -> Reads:
+    ) -> list[Read]:
         """Return the read plan of this pass, shared by layers with the same mask rule; for CPUs."""
         rule = group, dtype, window, chunk
         if rule not in self._reads:

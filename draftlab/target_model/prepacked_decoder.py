@@ -25,7 +25,7 @@ from draftlab.kernels.cpu_prepacked_linear import (
     RowNorm,
     why_no_prepacking,
 )
-from draftlab.kernels.paged_attention.plan import Reads, Writes, attend_reads, write_rows
+from draftlab.kernels.paged_attention.plan import Read, Writes, attend_reads, write_rows
 from draftlab.target_model.fused_decoder import KnownDecoder, Pair
 from draftlab.target_model.known_layers import (
     LayerWeights,
@@ -81,7 +81,7 @@ class PrepackedLayer:
         write_rows(rotated[:, -num_kv_heads:], value, *pool, writes)
         return rotated[:, :-num_kv_heads]
 
-    def output(self, query: Tensor, residual: Tensor, pool: Pair, reads: Reads) -> Tensor:
+    def output(self, query: Tensor, residual: Tensor, pool: Pair, reads: list[Read]) -> Tensor:
         """Return the output [T, H] as `FusedLayer.output`, by a plan of reads."""
         attended = attend_reads(query, *pool, reads, scale=self.scale)
         x = self.out.add_to(residual, attended.view(len(residual), -1))

@@ -1,18 +1,13 @@
-"""Adding rows to selected rows of a tensor in place: the gradient of `whole[index]`.
-
-    whole[index[i]] += rows[i]
-
-Tests: tests/kernels/test_add_rows.py.
-"""
+"""`whole[index[i]] += rows[i]` in place, the gradient of `whole[index]`."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from draftlab.kernels.dispatch import on_cuda_below_float64, triton_operator
+from draftlab.kernels.dispatch import triton_operator
 
 
-@triton_operator("add_rows.triton", when=on_cuda_below_float64)
+@triton_operator("add_rows.triton")
 def add_rows_(whole: Tensor, index: Tensor, rows: Tensor) -> None:
     """Add rows[i] to whole[index[i]].
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,15 +39,14 @@ def add_rows_(whole: Tensor, index: Tensor, rows: Tensor) -> None:
     if rows.stride(1) != 1:  # the gradient of a sum is one number, expanded
         rows = rows.contiguous()
     block = min(_COLUMNS, next_power_of_2(columns))
-    with torch.cuda.device_of(whole):
-        add_rows_kernel[(len(index), cdiv(columns, block))](
-            whole,
-            index.contiguous(),
-            rows,
-            whole.stride(0),
-            rows.stride(0),
-            columns,
-            BLOCK=block,
-            num_warps=8 if block > 2048 else 4,
-            **FP_FUSION,
-        )
+    add_rows_kernel[(len(index), cdiv(columns, block))](
+        whole,
+        index.contiguous(),
+        rows,
+        whole.stride(0),
+        rows.stride(0),
+        columns,
+        BLOCK=block,
+        num_warps=8 if block > 2048 else 4,
+        **FP_FUSION,
+    )

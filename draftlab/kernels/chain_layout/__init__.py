@@ -42,12 +42,7 @@ def chain_layout(
     )
 
 
-def _copies_on_cuda(x: Tensor, counts: Tensor, num_columns: int = 1) -> bool:
-    """Return whether there is something to copy on a GPU."""
-    return x.is_cuda and x.shape[1] != num_columns
-
-
-@triton_operator("chain_layout.triton", when=_copies_on_cuda)
+@triton_operator("chain_layout.triton")
 def last_rows(x: Tensor, counts: Tensor, num_columns: int = 1) -> Tensor:
     """Return x[b, counts[b] − 1 + j] of x [B, M, …] for j < num_columns: [B, num_columns, …].
 

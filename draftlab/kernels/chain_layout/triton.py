@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -63,39 +62,39 @@ def chain_layout(positions, counts, block_table, block_size, num_later) -> Chain
     rows, width = positions.shape
     block_table = block_table.contiguous()
     outputs = positions.new_empty(rows), *positions.new_empty(2, rows * (width + num_later))
-    with torch.cuda.device_of(positions):
-        chain_layout_kernel[(rows, triton.cdiv(width + num_later, _COLUMNS))](
-            positions,
-            *positions.stride(),
-            counts.contiguous(),
-            block_table,
-            block_table.shape[1],
-            block_size,
-            width,
-            num_later,
-            rows,
-            *outputs,
-            TILE=_COLUMNS,
-            **launch_options(positions.device),
-        )
+    chain_layout_kernel[(rows, triton.cdiv(width + num_later, _COLUMNS))](
+        positions,
+        *positions.stride(),
+        counts.contiguous(),
+        block_table,
+        block_table.shape[1],
+        block_size,
+        width,
+        num_later,
+        rows,
+        *outputs,
+        TILE=_COLUMNS,
+        **launch_options(positions.device),
+    )
     return ChainLayout(width, *outputs)
 
 
 def last_rows(x, counts, num_columns=1) -> Tensor:
     """Launch `chain_layout.last_rows`."""
+    if x.shape[1] == num_columns:
+        return x
     x = x.contiguous()
     rows, width = x.shape[:2]
     out = x.new_empty(rows, num_columns, *x.shape[2:])
     size = x.numel() // (rows * width)
-    with torch.cuda.device_of(x):
-        last_rows_kernel[(rows, triton.cdiv(num_columns * size, _TILE))](
-            x,
-            counts.contiguous(),
-            out,
-            width,
-            size,
-            num_columns,
-            TILE=_TILE,
-            **launch_options(x.device),
-        )
+    last_rows_kernel[(rows, triton.cdiv(num_columns * size, _TILE))](
+        x,
+        counts.contiguous(),
+        out,
+        width,
+        size,
+        num_columns,
+        TILE=_TILE,
+        **launch_options(x.device),
+    )
     return out

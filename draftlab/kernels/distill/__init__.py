@@ -8,14 +8,14 @@ renormalized over the draft vocabulary D, and q the head's:
     ce_l1    a · (−log q(x)) + b · ‖q − p‖₁,  ‖q − p‖₁ = 2 (1 − α),  x the data's token
 
 `distill/linear.py` computes it from hidden states, a chunk of rows at a time; on a GPU a kernel
-(`distill/triton.py`) takes the place of `distill_rows`. Tests: tests/kernels/test_distill.py.
+(`distill/triton.py`) takes the place of `distill_rows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -161,14 +161,7 @@ def weighted(weight: Tensor, loss: Tensor) -> Tensor:
     return torch.where(weight != 0, weight * loss, 0).sum()
 
 
-def _on_cuda_in_float32(
-    logits: Tensor, z: Tensor, rows: slice, plan: RowPlan, teacher: Teacher, weight: Tensor, *_: Any
-) -> bool:
-    """Return whether the kernel, which computes in float32, takes these rows."""
-    return logits.is_cuda and weight.dtype == torch.float32
-
-
-@triton_operator("distill.triton", when=_on_cuda_in_float32)
+@triton_operator("distill.triton")
 def distill_rows(
     logits: Tensor,
     teacher_logits: Tensor,

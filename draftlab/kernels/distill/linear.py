@@ -7,8 +7,7 @@ sorted by teacher (`RowPlan`) and a teacher's logits are computed once for all s
 
 For one chunk: two products fill two buffers with the teachers' and the head's logits;
 `distill_rows` (one kernel on a GPU) reduces each row and overwrites the head's logits by the
-gradient of the weighted loss; two products propagate it to the hidden states and to lm_head. Tests:
-tests/kernels/test_distill.py.
+gradient of the weighted loss; two products propagate it to the hidden states and to lm_head.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ not finite is NaN, as the reference's.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -149,32 +148,31 @@ def distill_rows(
     logits, teacher_logits, rows, plan, teacher, weight, kl_weight, labels, loss, gradients, out
 ) -> None:
     """Launch `distill.distill_rows`."""
-    with torch.cuda.device_of(logits):
-        distill_kernel[(len(logits),)](
-            logits,
-            teacher_logits,
-            logits.stride(0),
-            rows.start,
-            logits.shape[1],
-            plan.order,
-            plan.teacher_index,
-            plan.positions,
-            teacher.logsumexp.contiguous(),
-            weight.contiguous(),
-            None if kl_weight is None else kl_weight.contiguous(),
-            None if labels is None else labels.ids.contiguous(),
-            out.loss,
-            out.alpha,
-            out.best,
-            teacher.scale,
-            0.0 if teacher.softcap is None else teacher.softcap,
-            0.0 if labels is None else labels.cross_entropy,
-            0.0 if labels is None else labels.l1,
-            SOFTCAP=teacher.softcap is not None,
-            LK=loss == "lk",
-            CE_L1=loss == "ce_l1",
-            GRADIENTS=gradients,
-            TILE=TILE,
-            num_warps=WARPS,
-            **FP_FUSION,
-        )
+    distill_kernel[(len(logits),)](
+        logits,
+        teacher_logits,
+        logits.stride(0),
+        rows.start,
+        logits.shape[1],
+        plan.order,
+        plan.teacher_index,
+        plan.positions,
+        teacher.logsumexp.contiguous(),
+        weight.contiguous(),
+        None if kl_weight is None else kl_weight.contiguous(),
+        None if labels is None else labels.ids.contiguous(),
+        out.loss,
+        out.alpha,
+        out.best,
+        teacher.scale,
+        0.0 if teacher.softcap is None else teacher.softcap,
+        0.0 if labels is None else labels.cross_entropy,
+        0.0 if labels is None else labels.l1,
+        SOFTCAP=teacher.softcap is not None,
+        LK=loss == "lk",
+        CE_L1=loss == "ce_l1",
+        GRADIENTS=gradients,
+        TILE=TILE,
+        num_warps=WARPS,
+        **FP_FUSION,
+    )

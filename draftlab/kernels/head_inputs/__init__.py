@@ -8,8 +8,6 @@ place of a lookup, two norms and a concatenation. Tests: tests/kernels/test_pass
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -19,12 +17,7 @@ from draftlab.kernels.dispatch import triton_operator
 from draftlab.kernels.step_layout.types import MaskedColumns
 
 
-def _on_cuda(tokens: Tensor, hidden: Tensor, *_: Any, **__: Any) -> bool:
-    """Return whether the hidden states are on a GPU."""
-    return hidden.is_cuda
-
-
-@triton_operator("head_inputs.triton", when=_on_cuda)
+@triton_operator("head_inputs.triton")
 def head_inputs(
     tokens: Tensor,
     hidden: Tensor,

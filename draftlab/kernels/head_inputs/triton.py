@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -73,26 +72,25 @@ def head_inputs(
     residual_width = width if counts is None else num_columns
     residual = hidden.new_empty(rows, residual_width, size) if copies else hidden
     padded = triton.next_power_of_2(size)
-    with torch.cuda.device_of(hidden):
-        head_inputs_kernel[(rows * width, 2)](
-            tokens,
-            *tokens.stride(),
-            hidden,
-            embeddings,
-            embedding_norm,
-            hidden_norm,
-            x,
-            residual if copies else None,
-            counts,
-            *((None, None) if masks is None else (masks.is_mask.contiguous(), masks.hidden)),
-            width,
-            hidden_width,
-            residual_width,
-            eps,
-            NORMED=norm_before_residual,
-            SIZE=size,
-            PADDED=padded,
-            num_warps=max(1, min(16, padded // 512)),
-            **launch_options(hidden.device),
-        )
+    head_inputs_kernel[(rows * width, 2)](
+        tokens,
+        *tokens.stride(),
+        hidden,
+        embeddings,
+        embedding_norm,
+        hidden_norm,
+        x,
+        residual if copies else None,
+        counts,
+        *((None, None) if masks is None else (masks.is_mask.contiguous(), masks.hidden)),
+        width,
+        hidden_width,
+        residual_width,
+        eps,
+        NORMED=norm_before_residual,
+        SIZE=size,
+        PADDED=padded,
+        num_warps=max(1, min(16, padded // 512)),
+        **launch_options(hidden.device),
+    )
     return x, residual

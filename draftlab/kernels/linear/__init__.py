@@ -10,8 +10,7 @@ own between which the memory idles. `linear_then_norm` begins the norm that foll
 that the next product need not read all of x before it starts.
 
 `linear_reference` and `swiglu_linear_reference` define the results. They run on CPUs, for more than
-MAX_ROWS rows (where cuBLAS is the better kernel) and for dtypes the kernel does not take. Tests:
-tests/kernels/test_linear.py.
+MAX_ROWS rows (where cuBLAS is the better kernel) and for dtypes the kernel does not take.
 
 In float32 the kernel adds three TF32 products, which rounds like float32. cuBLAS chooses kernels
 there that take up to eight times as long at seven rows as at six (docs/benchmarks.md).
@@ -126,7 +125,6 @@ def linear_then_norm(
     *,
     residual: Tensor | None = None,
     bias: Tensor | None = None,
-    config: Config | None = None,
 ) -> tuple[Tensor, DeferredNorm]:
     """Return y = x Wᵀ + bias + residual, and y's RMS norm for the products that follow.
 
@@ -134,13 +132,13 @@ def linear_then_norm(
         x: [M, Kin].
         weight: [N, Kin].
         norm_weight: [N], of the norm that follows; eps: of that norm.
-        residual, bias, config: as in `linear`.
+        residual, bias: as in `linear`.
 
     Returns:
         y [M, N] and its norm, rounded to y's dtype before the division by the rms (the next product
         divides its float32 sums), or after it where the kernel does not run.
     """
-    config = config or choose(x, len(weight))
+    config = choose(x, len(weight))
     parts = -(-len(weight) // config.tile) * padded_rows(len(x))
     # x · norm_weight before the division by the rms may overflow float16.
     defers = _takes(x, weight) and x.dtype != torch.float16 and parts <= _MAX_PARTS

@@ -148,15 +148,14 @@ def launch(
 
     num_rows, size_in = x.shape
     num_out = len(weight)
-    normed = norm_weight is not None
-    config = config or choose(x, num_out, up is not None, normed)
+    config = config or choose(x, num_out, up is not None, norm_weight is not None)
     rows = padded_rows(num_rows)
     tiles = -(-num_out // config.tile)
     split = config.split
     floats = tiles * split * (config.tile + 1) * rows
     if up is not None or floats > _PARTIAL_FLOATS or tiles > _MAX_TILES:
         split = 1
-    partial, arrivals = _workspace(x.device) if split > 1 else (x, x)
+    partial, arrivals = _workspace(x.device) if split > 1 else (None, None)
     steps = -(-size_in // (config.depth * split))
     # The last part is the shortest; nothing beyond a row is prefetched.
     shortest = size_in - (split - 1) * steps * config.depth
@@ -172,13 +171,13 @@ def launch(
         skinny_kernel[(tiles * split,)](
             x,
             weight,
-            weight if up is None else up,
-            weight if norm_weight is None else norm_weight,
-            out if squares is None else squares,
-            weight if bias is None else bias,
-            out if residual is None else residual,
+            up,
+            norm_weight,
+            squares,
+            bias,
+            residual,
             out,
-            *(next_norm or (weight, out, out)),
+            *(next_norm or (None, None, None)),
             partial,
             arrivals,
             num_rows,
@@ -186,13 +185,8 @@ def launch(
             size_in,
             x.stride(0),
             eps,
-            SWIGLU=up is not None,
-            NORM=normed,
             PARTS=0 if squares is None else len(squares),
             PADDED=1 if squares is None else 1 << (len(squares) - 1).bit_length(),
-            BIAS=bias is not None,
-            RESIDUAL=residual is not None,
-            NEXT=next_norm is not None,
             ROWS=rows,
             TILE=config.tile,
             DEPTH=config.depth,

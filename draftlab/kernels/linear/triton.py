@@ -47,12 +47,11 @@ def prefetch_share(weights, num_chunks, program, SHARE: tl.constexpr):
 def _write(
     total, second, squares, bias, residual, out, next_norm, scaled, next_squares,
     tile, n, m, num_rows, num_out, size_in, eps,
-    SWIGLU: tl.constexpr, DIVIDE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-    NEXT: tl.constexpr, ROWS: tl.constexpr,
+    SWIGLU: tl.constexpr, DIVIDE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Scale final sums [TILE, ROWS], apply the epilogue and store them as out [M, N].
 
-    NEXT: also store out · next_norm, and this tile's Σ out² of each row.
+    With `next_norm` also store out · next_norm, and this tile's Σ out² of each row.
     """
     if DIVIDE:
         scale = tl.rsqrt(squares / size_in + eps)[None, :]
@@ -61,15 +60,15 @@ def _write(
             second *= scale
     if SWIGLU:
         total = total * tl.sigmoid(total) * second
-    if BIAS:
+    if bias is not None:
         total += tl.load(bias + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
     at = m[None, :].to(tl.int64) * num_out + n[:, None]
     inside = (m[None, :] < num_rows) & (n[:, None] < num_out)
-    if RESIDUAL:
+    if residual is not None:
         total += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     rounded = total.to(out.dtype.element_ty)
     tl.store(out + at, rounded, mask=inside)
-    if NEXT:
+    if next_norm is not None:
         y = tl.where(inside, rounded.to(tl.float32), 0.0)
         weight = tl.load(next_norm + n, mask=n < num_out, other=0.0).to(tl.float32)[:, None]
         tl.store(scaled + at, (y * weight).to(scaled.dtype.element_ty), mask=inside)
@@ -80,17 +79,16 @@ def _write(
 def skinny_kernel(
     x, weight, up, norm_weight, x_squares, bias, residual, out, next_norm, scaled, next_squares,
     partial, arrivals, num_rows, num_out, size_in, x_stride, eps,
-    SWIGLU: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, NEXT: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, SPLIT: tl.constexpr,
-    EVEN: tl.constexpr, PREFETCH: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
-    GDC: tl.constexpr,
+    PARTS: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    DEPTH: tl.constexpr, SPLIT: tl.constexpr, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Multiply one tile of rows of W (or its SPLIT-th part) with all rows of x.
 
-    NORM: x is still to be normed. PARTS: x is a norm before the division by the rms, and x_squares
-    has Σ x² in PARTS parts (PADDED to a power of two), [PARTS, ROWS]. EVEN: size_in is a multiple
-    of DEPTH · SPLIT. PREFETCH: elements of each row prefetched before the previous kernel is done.
+    What is absent is None. With `up` the result is SwiGLU's, with `norm_weight` x is still to be
+    normed. PARTS: x is a norm before the division by the rms, and x_squares has Σ x² in PARTS parts
+    (PADDED to a power of two), [PARTS, ROWS]; 0: it is not. EVEN: size_in is a multiple of
+    DEPTH · SPLIT. PREFETCH: elements of each row prefetched before the previous kernel is done.
     WIDE: multiply in float32 (the interpreter lacks bfloat16). PRECISION: of products of float32:
     "tf32x3" adds three products of tensor cores, which leaves float32's error.
     """
@@ -108,7 +106,7 @@ def skinny_kernel(
         if PREFETCH:
             offset = row + CHUNK * tl.arange(0, PREFETCH // CHUNK)[None, :]
             prefetch(weight + offset)
-            if SWIGLU:
+            if up is not None:
                 prefetch(up + offset)
         tl.extra.cuda.gdc_wait()
 
@@ -117,9 +115,11 @@ def skinny_kernel(
         at = tl.arange(0, PADDED)[:, None]
         squares_in = tl.load(x_squares + at * ROWS + m[None, :], mask=at < PARTS, other=0.0)
     weights = weight + row + k[None, :]
-    ups = up + row + k[None, :]
+    if up is not None:
+        ups = up + row + k[None, :]
     xs = x + m[:, None] * x_stride + start + k[None, :]
-    norms = norm_weight + start + k
+    if norm_weight is not None:
+        norms = norm_weight + start + k
     here = m[:, None] < num_rows
     total = tl.zeros((TILE, ROWS), tl.float32)
     second = tl.zeros((TILE, ROWS), tl.float32)
@@ -132,7 +132,7 @@ def skinny_kernel(
         else:
             w = tl.load(weights, mask=k[None, :] < left, other=0.0, eviction_policy="evict_first")
             x_tile = tl.load(xs, mask=here & (k[None, :] < left), other=0.0)
-        if NORM:
+        if norm_weight is not None:
             x_wide = x_tile.to(tl.float32)
             squared += x_wide * x_wide
             scale = tl.load(norms) if EVEN else tl.load(norms, mask=k < left, other=0.0)
@@ -141,7 +141,7 @@ def skinny_kernel(
         if WIDE:
             w, x_tile = w.to(tl.float32), x_tile.to(tl.float32)
         total = tl.dot(w, tl.trans(x_tile), total, input_precision=PRECISION)
-        if SWIGLU:
+        if up is not None:
             if EVEN:
                 v = tl.load(ups, eviction_policy="evict_first")
             else:
@@ -160,30 +160,30 @@ def skinny_kernel(
         _write(
             total, second, squares, bias, residual, out, next_norm, scaled, next_squares,
             tile, n, m, num_rows, num_out, size_in, eps,
-            SWIGLU, NORM or PARTS > 0, BIAS, RESIDUAL, NEXT, ROWS,
+            up is not None, norm_weight is not None or PARTS > 0, ROWS,
         )  # fmt: skip
     else:
         # A program writes TILE · ROWS sums and ROWS sums of squares.
         SIZE: tl.constexpr = TILE * ROWS + ROWS
         at = tl.arange(0, TILE)[:, None] * ROWS + m[None, :]
         tl.store(partial + program * SIZE + at, total)
-        if NORM:
+        if norm_weight is not None:
             tl.store(partial + program * SIZE + TILE * ROWS + m, squares)
         tl.debug_barrier()  # all threads have stored before the counter is incremented
         arrived = tl.atomic_add(arrivals + tile, 1, sem="acq_rel")
         if arrived == SPLIT - 1:
             total = tl.zeros((TILE, ROWS), tl.float32)
-            if NORM:
+            if norm_weight is not None:
                 squares = tl.zeros((ROWS,), tl.float32)
             for other in tl.static_range(SPLIT):  # unrolled: the loads do not wait for each other
                 base = partial + (tile * SPLIT + other) * SIZE
                 # Other multiprocessors wrote these, so loads bypass the L1 cache.
                 total += tl.load(base + at, cache_modifier=".cg")
-                if NORM:
+                if norm_weight is not None:
                     squares += tl.load(base + TILE * ROWS + m, cache_modifier=".cg")
             tl.store(arrivals + tile, 0)
             _write(
                 total, second, squares, bias, residual, out, next_norm, scaled, next_squares,
                 tile, n, m, num_rows, num_out, size_in, eps,
-                SWIGLU, NORM or PARTS > 0, BIAS, RESIDUAL, NEXT, ROWS,
+                up is not None, norm_weight is not None or PARTS > 0, ROWS,
             )  # fmt: skip

@@ -4,8 +4,7 @@ There is no generator and no state: the same key gives the same number in any sl
 of arrival (docs/methods.md §5). Different purposes give independent numbers for the same position,
 so a draft never shares its noise with the verifier that accepts or rejects it.
 
-Bits come from the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014). Tests:
-tests/kernels/test_noise.py.
+Bits come from the finalizer of splitmix64 (Steele, Lea and Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -100,9 +99,4 @@ def exponential_race(weights: Tensor, exponential: Tensor) -> Tensor:
     It is the argmin of exponential / weight (the Gumbel-max trick without logarithms). Weights need
     not sum to one. Ties go to the lowest index.
     """
-    return first_argmax(weights / exponential)
-
-
-def first_argmax(x: Tensor) -> Tensor:
-    """Return the argmax over the last dimension, ties to the lowest index (as torch promises)."""
-    return x.argmax(-1)
+    return (weights / exponential).argmax(-1)

@@ -4,7 +4,7 @@ A pool [P, S, kv heads, head_dim] holds P blocks of S positions. The key of posi
 at `pool[block_table[b, j // S], j % S]`; its slot is `block · S + offset` (PagedAttention, Kwon et
 al., arXiv:2309.06180). The eager reference attends row by row (`paged_attention/plan.py`). The
 kernels (`paged_attention/triton.py`) never read a number back to the host, so that they can be
-captured in a CUDA graph. Tests: tests/kernels/test_paged_attention.py.
+captured in a CUDA graph.
 
 On a CPU the usual cache has one block a row: its keys are then read in place, as a view.
 """

@@ -35,15 +35,9 @@ def plan_attention(
     block_table: Tensor,
     window: int | None,
     chunk: int | None,
-    num_tokens: int | None = None,
 ) -> Plan:
-    """Return the plan for these shapes; it does not depend on the tensors' contents.
-
-    Args:
-        num_tokens: queries of a row; None: as many as the query has.
-    """
-    num_heads, head_dim = query.shape[2:]
-    num_rows, num_tokens = len(block_table), num_tokens or query.shape[1]
+    """Return the plan for these shapes; it does not depend on the tensors' contents."""
+    num_rows, num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_pool.shape[2]
     group = num_heads // num_kv_heads
     wide = triton.next_power_of_2(head_dim) > 128
@@ -72,30 +66,27 @@ def plan_attention(
 @lru_cache
 def _multiprocessors(device: torch.device) -> int:
     """Return the GPU's number of multiprocessors, and 4 for a CPU."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 4
-    )
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def write_paged(key, value, key_pool, value_pool, slots) -> None:
     """Launch `paged_attention.write_paged`."""
     num_rows, num_tokens, num_kv_heads, head_dim = key.shape
     tensors = key, value, key_pool, value_pool
-    with torch.cuda.device_of(key):
-        write_kernel[num_tokens, num_rows](
-            *tensors,
-            slots.contiguous(),
-            num_tokens,
-            *(stride for tensor in tensors for stride in tensor.stride()[:3]),
-            BLOCK_SIZE=key_pool.shape[1],
-            KV_HEADS=num_kv_heads,
-            KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
-            HEAD_DIM=head_dim,
-            HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
-            **launch_options(key.device),
-        )
+    write_kernel[num_tokens, num_rows](
+        *tensors,
+        slots.contiguous(),
+        num_tokens,
+        *(stride for tensor in tensors for stride in tensor.stride()[:3]),
+        BLOCK_SIZE=key_pool.shape[1],
+        KV_HEADS=num_kv_heads,
+        KV_HEADS_PADDED=triton.next_power_of_2(num_kv_heads),
+        HEAD_DIM=head_dim,
+        HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
+        **launch_options(key.device),
+    )
 
 
 def attend_paged(
@@ -105,13 +96,13 @@ def attend_paged(
 ) -> Tensor:  # fmt: skip
     """Launch `paged_attention.attend_paged`; `plan` replaces the tiling chosen by shape."""
     check_heads(query, key_pool)
-    (num_rows, num_tokens), (num_heads, head_dim) = positions.shape, query.shape[2:]
+    num_rows, num_tokens, num_heads, head_dim = query.shape
     num_kv_heads = key_pool.shape[2]
-    plan = plan or plan_attention(query, key_pool, block_table, window, chunk, num_tokens)
+    plan = plan or plan_attention(query, key_pool, block_table, window, chunk)
     block_table, positions = block_table.contiguous(), positions.contiguous()
-    last_keys = positions if last_seen is None else last_seen.contiguous()
+    last_seen = None if last_seen is None else last_seen.contiguous()
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
-    partial = statistics = output  # unused without splits
+    partial = statistics = None
     if plan.splits > 1:
         shape = num_rows, num_tokens, num_heads, plan.splits
         partial = query.new_empty(*shape, head_dim, dtype=torch.float32)
@@ -123,11 +114,9 @@ def attend_paged(
         "HEAD_DIM_PADDED": max(16, triton.next_power_of_2(head_dim)),  # the least of a product
         "WINDOW": window or 0,
         "CHUNK": chunk or 0,
-        "SINKS": sinks is not None,
         "ROWS": plan.rows,
         "KEYS": plan.keys,
         "SPLITS": plan.splits,
-        "OWN_LAST": last_seen is None,
         **launch_options(query.device),
     }
     num_tiles = triton.cdiv(num_tokens, plan.rows // shared["GROUP"])
@@ -137,44 +126,42 @@ def attend_paged(
     if prefetch_weight is not None and few and launching.supported(query.device):
         num_bytes = prefetch_weight.numel() * prefetch_weight.element_size()
         chunks = min(num_bytes, MAX_PREFETCH) // 512
-    with torch.cuda.device_of(query):
-        attend_kernel[num_kv_heads, num_tiles * plan.splits, num_rows](
-            query,
-            key_pool,
-            value_pool,
-            block_table,
+    attend_kernel[num_kv_heads, num_tiles * plan.splits, num_rows](
+        query,
+        key_pool,
+        value_pool,
+        block_table,
+        positions,
+        last_seen,
+        sinks,
+        output,
+        partial,
+        statistics,
+        scale,
+        softcap,
+        prefetch_weight if chunks else None,
+        chunks,
+        num_tokens,
+        block_table.shape[1],
+        *query.stride()[:3],
+        *key_pool.stride()[:3],
+        *value_pool.stride()[:3],
+        BLOCK_SIZE=key_pool.shape[1],
+        PREFETCH=triton.next_power_of_2(triton.cdiv(chunks, programs)) if chunks else 0,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=plan.warps,
+        num_stages=plan.stages,
+        **shared,
+    )
+    if plan.splits > 1:
+        combine_kernel[num_heads, num_tokens, num_rows](
             positions,
-            last_keys,
+            last_seen,
             sinks,
             output,
             partial,
             statistics,
-            scale,
-            softcap or 0.0,
-            prefetch_weight if chunks else query,
-            chunks,
             num_tokens,
-            block_table.shape[1],
-            *query.stride()[:3],
-            *key_pool.stride()[:3],
-            *value_pool.stride()[:3],
-            BLOCK_SIZE=key_pool.shape[1],
-            SOFTCAP=softcap is not None,
-            PREFETCH=triton.next_power_of_2(triton.cdiv(chunks, programs)) if chunks else 0,
-            PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-            num_warps=plan.warps,
-            num_stages=plan.stages,
             **shared,
         )
-        if plan.splits > 1:
-            combine_kernel[num_heads, num_tokens, num_rows](
-                positions,
-                last_keys,
-                sinks,
-                output,
-                partial,
-                statistics,
-                num_tokens,
-                **shared,
-            )
     return output

@@ -21,17 +21,9 @@ def check_heads(query: Tensor, key: Tensor) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Writes:
-    """The slots that T new tokens are written to, the same in every layer.
-
-    Attributes:
-        slots: int64 [W], none of them −1.
-        tokens: int64 [W], the token that goes to each slot; None: all, in order.
-    """
-
-    slots: Tensor
-    tokens: Tensor | None
+Writes = tuple[Tensor, Tensor | None]
+"""The slots that T new tokens are written to, the same in every layer: slots int64 [W], none of
+them −1, and int64 [W], the token that goes to each; None: all, in order."""
 
 
 def plan_writes(slots: Tensor) -> Writes:
@@ -39,21 +31,22 @@ def plan_writes(slots: Tensor) -> Writes:
     slots = slots.flatten()
     real = slots >= 0
     if bool(real.all()):
-        return Writes(slots, None)
+        return slots, None
     tokens = real.nonzero().squeeze(1)
-    return Writes(slots.index_select(0, tokens), tokens)
+    return slots.index_select(0, tokens), tokens
 
 
 def write_rows(
     key: Tensor, value: Tensor, key_pool: Tensor, value_pool: Tensor, writes: Writes
 ) -> None:
     """Write keys and values [T, kv heads, head_dim] to the pools by a plan."""
-    if writes.tokens is not None:
-        key, value = (new.index_select(0, writes.tokens) for new in (key, value))
+    slots, tokens = writes
+    if tokens is not None:
+        key, value = (new.index_select(0, tokens) for new in (key, value))
     # Views, because a reshape might write to a copy of the pool.
     shape = -1, *key.shape[1:]
-    key_pool.view(shape).index_copy_(0, writes.slots, key)
-    value_pool.view(shape).index_copy_(0, writes.slots, value)
+    key_pool.view(shape).index_copy_(0, slots, key)
+    value_pool.view(shape).index_copy_(0, slots, value)
 
 
 @dataclass(frozen=True)
@@ -75,19 +68,6 @@ class Read:
     mask: Tensor | None
 
 
-@dataclass(frozen=True)
-class Reads:
-    """The keys and values that the rows of a batch read.
-
-    Attributes:
-        rows: one for each row with real tokens.
-        whole: whether all rows of the batch have as many real tokens as it has columns.
-    """
-
-    rows: list[Read]
-    whole: bool
-
-
 def plan_reads(
     block_table: Tensor,
     positions: Tensor,
@@ -98,7 +78,7 @@ def plan_reads(
     window: int | None = None,
     chunk: int | None = None,
     last_seen: Tensor | None = None,
-) -> Reads:
+) -> list[Read]:
     """Return what each row with real tokens reads.
 
     Args:
@@ -127,8 +107,7 @@ def plan_reads(
             queries, seen = positions[b, :count, None], last_keys[b, :count, None]
             mask = _mask(keys, queries, seen, window, chunk, dtype).repeat_interleave(group, 0)
         reads.append(Read(b, count, blocks, slice(start, start + last + 1 - low), mask))
-    whole = len(reads) == len(positions) and all(r.count == positions.shape[1] for r in reads)
-    return Reads(reads, whole)
+    return reads
 
 
 def attend_reads(
@@ -153,7 +132,7 @@ def attend_reads(
         grouped = query.reshape(shape).transpose(1, 2).flatten(2, 3)
     queries = grouped.split(1)
     attended = []
-    for read in reads.rows:
+    for read in reads:
         row, blocks = queries[read.row], read.blocks
         if read.count < num_tokens:
             row = row[:, :, : read.count * group]
@@ -164,11 +143,11 @@ def attend_reads(
             key, value = (p[blocks].flatten(0, 1)[None, read.keys] for p in (key_pool, value_pool))
         key, value = key.transpose(1, 2), value.transpose(1, 2)
         attended.append(_attend(row, key, value, read.mask, scale, softcap, sinks))
-    if reads.whole:
+    if len(reads) == num_rows and all(read.count == num_tokens for read in reads):
         output = attended[0] if num_rows == 1 else torch.cat(attended)
     else:
         output = torch.zeros_like(grouped, memory_format=torch.contiguous_format)
-        for read, part in zip(reads.rows, attended, strict=True):
+        for read, part in zip(reads, attended, strict=True):
             output[read.row, :, : read.count * group] = part[0]
     if num_tokens > 1:
         output = output.view(num_rows, num_kv_heads, num_tokens, group, head_dim).transpose(1, 2)

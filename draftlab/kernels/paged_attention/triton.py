@@ -53,22 +53,22 @@ def write_kernel(
 
 @triton.jit
 def _tile_of_rows(
-    positions, last_keys, tile, num_tokens,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, OWN_LAST: tl.constexpr,
+    positions, last_keys, at_row, tile, num_tokens,
+    GROUP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Return the tokens of a tile's rows [ROWS], their positions and the last keys that they see.
 
-    Positions and keys are int32, −1 for none. OWN_LAST: the last key is a token's own.
+    Positions and keys are int32, −1 for none. last_keys: None if they are the tokens' own.
 
     Row r of a tile is query head r % GROUP of its kv head, of the tile's token r // GROUP.
     """
     row = tl.arange(0, ROWS)
     token = tile * (ROWS // GROUP) + row // GROUP
     real = (row < ROWS // GROUP * GROUP) & (token < num_tokens)
-    position = tl.load(positions + token, mask=real, other=-1).to(tl.int32)
+    position = tl.load(positions + at_row + token, mask=real, other=-1).to(tl.int32)
     seen = position
-    if not OWN_LAST:
-        seen = tl.load(last_keys + token, mask=real, other=-1).to(tl.int32)
+    if last_keys is not None:
+        seen = tl.load(last_keys + at_row + token, mask=real, other=-1).to(tl.int32)
     return token, position, seen
 
 
@@ -110,9 +110,9 @@ def attend_kernel(
     key_block, key_offset, key_head, value_block, value_offset, value_head,
     HEADS: tl.constexpr, GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    OWN_LAST: tl.constexpr, PRECISION: tl.constexpr, PREFETCH: tl.constexpr, GDC: tl.constexpr,
+    PRECISION: tl.constexpr, PREFETCH: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Attend for one tile of rows and one split; grid (kv heads, tiles · splits, B).
 
@@ -130,9 +130,8 @@ def attend_kernel(
     split = tl.program_id(1) % SPLITS
     tile = (tl.num_programs(1) - 1 - tl.program_id(1)) // SPLITS
 
-    at_row = batch * num_tokens
     token, position, seen = _tile_of_rows(
-        positions + at_row, last_keys + at_row, tile, num_tokens, GROUP, ROWS, OWN_LAST
+        positions, last_keys, batch * num_tokens, tile, num_tokens, GROUP, ROWS
     )
     low, high, begin, count, tiles_per_split = _key_tiles(
         position, seen, KEYS, SPLITS, WINDOW, CHUNK
@@ -172,7 +171,7 @@ def attend_kernel(
         v = tl.load(value_pool + value_at[:, None] + dim[None, :], mask, other=0.0)
 
         score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if SOFTCAP:
+        if softcap is not None:
             # Every GPU and the interpreter have exp2: tanh x = 1 − 2 / (e^2x + 1).
             exp_2x = tl.exp2(score * (2.0 * scale / softcap * LOG2_E))
             score = (softcap * LOG2_E) * (1.0 - 2.0 / (exp_2x + 1.0))
@@ -203,7 +202,7 @@ def attend_kernel(
         tl.store(statistics + at_output * 2, top, in_tile)
         tl.store(statistics + at_output * 2 + 1, total, in_tile)
     else:
-        if SINKS:
+        if sinks is not None:
             sink = tl.load(sinks + head, in_tile, other=0.0).to(tl.float32) * LOG2_E
             new_top = tl.maximum(top, sink)
             total = total * tl.exp2(top - new_top) + tl.exp2(sink - new_top)
@@ -221,8 +220,8 @@ def attend_kernel(
 def combine_kernel(
     positions, last_keys, sinks, output, partial, statistics, num_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr,
-    WINDOW: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, ROWS: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr, OWN_LAST: tl.constexpr, GDC: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    SPLITS: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of one token's query head; grid (heads, tokens, B)."""
     if GDC:
@@ -230,10 +229,9 @@ def combine_kernel(
     head, token, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     # Positions may be read before the wait: they are older than the kernel that is waited for,
     # which lets this one start only after its own wait.
-    at_row = batch * num_tokens
     tile = token // (ROWS // GROUP)
     _, position, seen = _tile_of_rows(
-        positions + at_row, last_keys + at_row, tile, num_tokens, GROUP, ROWS, OWN_LAST
+        positions, last_keys, batch * num_tokens, tile, num_tokens, GROUP, ROWS
     )
     _, _, _, count, tiles_per_split = _key_tiles(position, seen, KEYS, SPLITS, WINDOW, CHUNK)
     split = tl.arange(0, SPLITS)
@@ -251,13 +249,13 @@ def combine_kernel(
         other=0.0,
     )
     base = tl.max(top, 0)
-    if SINKS:
+    if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         base = tl.maximum(base, sink)
     base = tl.where(base == float("-inf"), 0.0, base)
     weight = tl.exp2(top - base)
     denom = tl.sum(total * weight, 0)
-    if SINKS:
+    if sinks is not None:
         denom += tl.exp2(sink - base)
     result = tl.sum(accumulator * weight[:, None], 0) / tl.where(denom > 0, denom, 1.0)
     tl.store(output + at_output * HEAD_DIM + dim, result.to(output.dtype.element_ty), in_dim)

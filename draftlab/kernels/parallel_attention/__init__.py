@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftlab.kernels.dispatch import on_cuda_below_float64, triton_operator
+from draftlab.kernels.dispatch import triton_operator
 from draftlab.kernels.ttt_attention import attend_eagerly, check_inputs
 
 
@@ -44,7 +44,7 @@ class ParallelRows:
     segments: Tensor
 
 
-@triton_operator("ttt_attention.launch", when=on_cuda_below_float64)
+@triton_operator("ttt_attention.launch")
 def parallel_attention(
     query: Tensor,
     key: Tensor,

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.dispatch import triton_operator
+from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.kernels.step_layout.types import ParallelLayout
 
 
@@ -58,14 +59,13 @@ def parallel_layout(
     position = start + column
     limit = min(max_length, block_table.shape[1] * block_size)
     is_real = (column < num_pairs + k - 1) & (start >= 0) & (position < limit)
-    at = position.where(is_real, 0)
-    blocks = block_table.gather(1, at // block_size).long()
+    position = position.where(is_real, -1)
     is_mask = (column >= num_pairs) & is_real
     shown = out_tokens.gather(1, column.clamp(max=width - 1))
     return ParallelLayout(
         shown.where(~is_mask, mask_token_id).where(is_real, 0),
-        position.where(is_real, -1),
-        (blocks * block_size + at % block_size).where(is_real & (blocks > 0), -1),
+        position,
+        slot_mapping(block_table, position, block_size),
         is_mask,
         accepted[:, None] + torch.arange(k, device=out_tokens.device),
     )

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from draftlab.kernels.launching import FP_FUSION
+from draftlab.kernels.step_layout.triton import slot_of
 from draftlab.kernels.step_layout.types import ParallelLayout
 
 _TILE = 256
@@ -36,11 +37,10 @@ def layout_kernel(
     is_pair = is_real & (column < num_pairs)
     token = tl.load(out_tokens + row * width + column, is_pair, other=0)
     token = tl.where(is_real, tl.where(is_pair, token, mask_token_id), 0)
-    block = tl.load(block_table + row * table_width + position // block_size, is_real, other=0)
-    block = block.to(tl.int64)
-    slot = tl.where(is_real & (block > 0), block * block_size + position % block_size, -1)
+    position = tl.where(is_real, position, -1)
+    slot = slot_of(block_table + row * table_width, table_width, position, block_size)
     tl.store(tokens + out + column, token, inside)
-    tl.store(positions + out + column, tl.where(is_real, position, -1), inside)
+    tl.store(positions + out + column, position, inside)
     tl.store(slots + out + column, slot, inside)
     tl.store(is_mask + out + column, is_real & (column >= num_pairs), inside)
 

@@ -12,7 +12,7 @@ Rows of a pool are the states of requests. Without `counts` an operator computes
 the pool alone. With it, the pool gets each row's state after its first `counts` tokens, and the
 outputs of later tokens are undefined. So a verify step calls an operator twice: for the outputs,
 and for the state after the accepted tokens. That moves a state three times, whatever K is; a copy
-after each token would move it K + 4 times. Tests: tests/kernels/test_recurrent_step.py.
+after each token would move it K + 4 times.
 """
 
 from __future__ import annotations

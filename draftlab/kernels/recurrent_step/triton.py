@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftlab.kernels.launching import FP_FUSION
 from draftlab.kernels.recurrent_step import NORM_EPS
 
 _CHANNELS = 128  # of a program of the convolution
@@ -27,10 +27,9 @@ def _input_at(x, state, index, x_column, inside, WIDTH: tl.constexpr):
 def convolution_kernel(
     x, weight, bias, pool, rows, counts, output,
     x_row, x_channel, x_column, channels, num_tokens,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    BIAS: tl.constexpr, SILU: tl.constexpr, WRITE: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
-    """Convolve BLOCK channels of one row."""
+    """Convolve BLOCK channels of one row. counts: None leaves the pool alone."""
     row = tl.program_id(0)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < channels
@@ -42,14 +41,14 @@ def convolution_kernel(
             factor = tl.load(weight + channel * WIDTH + tap, mask=inside, other=0.0)
             source = token - (WIDTH - 1) + tap
             total += factor.to(tl.float32) * _input_at(own, state, source, x_column, inside, WIDTH)
-        if BIAS:
+        if bias is not None:
             total += tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
         if SILU:  # of the rounded sum, as when the activation is a kernel of its own
             total = total.to(output.dtype.element_ty).to(tl.float32)
             total = total * tl.sigmoid(total)
         target = output + (row * num_tokens + token) * channels + channel
         tl.store(target, total.to(output.dtype.element_ty), mask=inside)
-    if WRITE:
+    if counts is not None:
         count = tl.load(counts + row).to(tl.int32)
         for column in tl.static_range(WIDTH - 1):  # reads at or behind the column that it writes
             kept = _input_at(own, state, count - (WIDTH - 1) + column, x_column, inside, WIDTH)
@@ -73,8 +72,7 @@ def delta_rule_kernel(
     v_row, v_token, v_head, v_dim, g_row, g_token, g_head, g_dim, b_row, b_token, b_head,
     num_tokens, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    KEYS_PADDED: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr,
-    NORMALISE: tl.constexpr, WRITE: tl.constexpr,
+    KEYS_PADDED: tl.constexpr, BLOCK: tl.constexpr, EPS: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """Run the delta rule for BLOCK values of one head of one row."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -91,7 +89,7 @@ def delta_rule_kernel(
     b_own = beta + row * b_row + head * b_head
     y_own = output + (row * num_tokens * HEADS + head) * VALUES + v
     count = num_tokens
-    if WRITE:
+    if counts is not None:
         count = tl.minimum(tl.load(counts + row).to(tl.int32), num_tokens)
     for token in range(count):
         q_t = tl.load(q_own + token * q_token, mask=is_key, other=0.0).to(tl.float32)
@@ -107,7 +105,7 @@ def delta_rule_kernel(
         state += change[:, None] * k_t[None, :]
         y = tl.sum(state * (q_t * scale)[None, :], 1)
         tl.store(y_own + token * HEADS * VALUES, y.to(output.dtype.element_ty), mask=is_value)
-    if WRITE:
+    if counts is not None:
         tl.store(at, state, mask=inside)
 
 
@@ -120,7 +118,6 @@ def selective_scan_kernel(
     num_tokens, low, high,
     HEADS: tl.constexpr, GROUP: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
     KEYS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
-    SKIP: tl.constexpr, BIAS: tl.constexpr, WRITE: tl.constexpr,
 ):  # fmt: skip
     """Run a selective scan for BLOCK values of one head of one row."""
     row, head = tl.program_id(0), tl.program_id(1)
@@ -137,28 +134,28 @@ def selective_scan_kernel(
     b_own = b + row * b_row + (head // GROUP) * b_group + k * b_dim
     c_own = c + row * c_row + (head // GROUP) * c_group + k * c_dim
     y_own = output + (row * num_tokens * HEADS + head) * VALUES + v
-    if SKIP:
+    if d is not None:
         skip = tl.load(d + head * d_head + v * d_value, mask=is_value, other=0.0).to(tl.float32)
-    if BIAS:
+    if dt_bias is not None:
         bias = tl.load(dt_bias + head * bias_head + v * bias_value, mask=is_value, other=0.0)
     count = num_tokens
-    if WRITE:
+    if counts is not None:
         count = tl.minimum(tl.load(counts + row).to(tl.int32), num_tokens)
     for token in range(count):
         x_t = tl.load(x_own + token * x_token, mask=is_value, other=0.0).to(tl.float32)
         step = tl.load(dt_own + token * dt_token, mask=is_value, other=0.0).to(tl.float32)
         b_t = tl.load(b_own + token * b_token, mask=is_key, other=0.0).to(tl.float32)
         c_t = tl.load(c_own + token * c_token, mask=is_key, other=0.0).to(tl.float32)
-        if BIAS:
+        if dt_bias is not None:
             step += bias.to(tl.float32)
         step = _softplus(step)
         step = tl.minimum(tl.maximum(step, low), high)
         state = state * tl.exp(rate * step[:, None]) + (step * x_t)[:, None] * b_t[None, :]
         y = tl.sum(state * c_t[None, :], 1)
-        if SKIP:
+        if d is not None:
             y += skip * x_t
         tl.store(y_own + token * HEADS * VALUES, y.to(output.dtype.element_ty), mask=is_value)
-    if WRITE:
+    if counts is not None:
         tl.store(at, state, mask=inside)
 
 
@@ -166,24 +163,22 @@ def convolution_step(x, weight, bias, pool, rows, counts=None, *, silu) -> Tenso
     """Launch `recurrent_step.convolution_step`."""
     num_rows, channels, num_tokens = x.shape
     output = x.new_empty(num_rows, num_tokens, channels)
-    with torch.cuda.device_of(x):
-        convolution_kernel[(num_rows, triton.cdiv(channels, _CHANNELS))](
-            x,
-            weight.contiguous(),
-            weight if bias is None else bias,
-            pool,
-            rows,
-            rows if counts is None else counts,
-            output,
-            *x.stride(),
-            channels,
-            num_tokens,
-            WIDTH=weight.shape[1],
-            BLOCK=_CHANNELS,
-            BIAS=bias is not None,
-            SILU=silu,
-            WRITE=counts is not None,
-        )
+    convolution_kernel[(num_rows, triton.cdiv(channels, _CHANNELS))](
+        x,
+        weight.contiguous(),
+        bias,
+        pool,
+        rows,
+        counts,
+        output,
+        *x.stride(),
+        channels,
+        num_tokens,
+        WIDTH=weight.shape[1],
+        BLOCK=_CHANNELS,
+        SILU=silu,
+        **FP_FUSION,
+    )
     return output.transpose(1, 2)
 
 
@@ -196,28 +191,26 @@ def delta_rule_step(
     strides.append(decay.stride() if decay.ndim == 4 else (*decay.stride(), 0))
     output = query.new_empty(value.shape)
     tile = _tile(keys, values)
-    with torch.cuda.device_of(query):
-        delta_rule_kernel[(num_rows, heads, triton.cdiv(values, tile["BLOCK"]))](
-            query,
-            key,
-            value,
-            decay,
-            beta,
-            pool,
-            rows,
-            rows if counts is None else counts,
-            output,
-            *(stride for of_tensor in strides for stride in of_tensor),
-            *beta.stride(),
-            num_tokens,
-            keys**-0.5,
-            HEADS=heads,
-            GROUP=heads // key.shape[2],
-            EPS=NORM_EPS,
-            NORMALISE=normalise,
-            WRITE=counts is not None,
-            **tile,
-        )
+    delta_rule_kernel[(num_rows, heads, triton.cdiv(values, tile["BLOCK"]))](
+        query,
+        key,
+        value,
+        decay,
+        beta,
+        pool,
+        rows,
+        counts,
+        output,
+        *(stride for of_tensor in strides for stride in of_tensor),
+        *beta.stride(),
+        num_tokens,
+        keys**-0.5,
+        HEADS=heads,
+        GROUP=heads // key.shape[2],
+        EPS=NORM_EPS,
+        NORMALISE=normalise,
+        **tile,
+    )
     return output
 
 
@@ -231,34 +224,30 @@ def selective_scan_step(
     for vector in (d, dt_bias):
         strides += (0, 0) if vector is None else vector.stride()
     tile = _tile(keys, values)
-    with torch.cuda.device_of(x):
-        selective_scan_kernel[(num_rows, heads, triton.cdiv(values, tile["BLOCK"]))](
-            x,
-            dt,
-            a,
-            b,
-            c,
-            a if d is None else d,
-            a if dt_bias is None else dt_bias,
-            pool,
-            rows,
-            rows if counts is None else counts,
-            output,
-            *strides,
-            num_tokens,
-            *limits,
-            HEADS=heads,
-            GROUP=heads // b.shape[2],
-            SKIP=d is not None,
-            BIAS=dt_bias is not None,
-            WRITE=counts is not None,
-            **tile,
-        )
+    selective_scan_kernel[(num_rows, heads, triton.cdiv(values, tile["BLOCK"]))](
+        x,
+        dt,
+        a,
+        b,
+        c,
+        d,
+        dt_bias,
+        pool,
+        rows,
+        counts,
+        output,
+        *strides,
+        num_tokens,
+        *limits,
+        HEADS=heads,
+        GROUP=heads // b.shape[2],
+        **tile,
+    )
     return output
 
 
 def _tile(keys: int, values: int) -> dict[str, int]:
-    """Return the kernels' sizes of a state [values, keys]."""
+    """Return the kernels' sizes of a state [values, keys], and the launch options."""
     padded = triton.next_power_of_2(keys)
     block = min(max(_TILE // padded, 1), triton.next_power_of_2(values))
-    return {"KEYS": keys, "VALUES": values, "KEYS_PADDED": padded, "BLOCK": block}
+    return {"KEYS": keys, "VALUES": values, "KEYS_PADDED": padded, "BLOCK": block} | FP_FUSION

@@ -4,7 +4,7 @@
 
 One kernel does everything between a layer's qkv product and its attention: RMS norms of queries and
 keys where a model has them, RoPE in the half-split layout (Su et al., arXiv:2104.09864), and the
-cache write. Tests: tests/kernels/test_rope_write.py.
+cache write.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -101,18 +100,17 @@ def rope_angles(positions, inv_freq, scaling, dtype) -> tuple[Tensor, Tensor]:
     """Launch `rope_write.rope_angles`."""
     positions, half = positions.contiguous(), len(inv_freq)
     cos, sin = (positions.new_empty(len(positions), half, dtype=dtype) for _ in range(2))
-    with torch.cuda.device_of(positions):
-        angles_kernel[(len(positions),)](
-            positions,
-            inv_freq,
-            cos,
-            sin,
-            scaling,
-            HALF=half,
-            PADDED=triton.next_power_of_2(half),
-            EXACT=positions.device.type == "cuda",
-            **launch_options(positions.device),
-        )
+    angles_kernel[(len(positions),)](
+        positions,
+        inv_freq,
+        cos,
+        sin,
+        scaling,
+        HALF=half,
+        PADDED=triton.next_power_of_2(half),
+        EXACT=positions.device.type == "cuda",
+        **launch_options(positions.device),
+    )
     return cos, sin
 
 
@@ -124,27 +122,26 @@ def rope_write(
     num_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
     query = qkv.new_empty(len(qkv), num_heads, head_dim)
     parts = triton.cdiv(num_heads, _HEADS) + 2 * triton.cdiv(num_kv_heads, _HEADS)
-    with torch.cuda.device_of(qkv):
-        rope_write_kernel[(len(qkv), parts)](
-            qkv,
-            *angles,
-            qkv if q_norm is None else q_norm,
-            qkv if k_norm is None else k_norm,
-            slots.contiguous(),
-            query,
-            key_pool,
-            value_pool,
-            qkv.stride(0),
-            *key_pool.stride()[:3],
-            *value_pool.stride()[:3],
-            eps,
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            BLOCK_SIZE=block_size,
-            HALF=head_dim // 2,
-            PADDED=triton.next_power_of_2(head_dim // 2),
-            HEADS=_HEADS,
-            NORMS=q_norm is not None,
-            **launch_options(qkv.device),
-        )
+    rope_write_kernel[(len(qkv), parts)](
+        qkv,
+        *angles,
+        qkv if q_norm is None else q_norm,
+        qkv if k_norm is None else k_norm,
+        slots.contiguous(),
+        query,
+        key_pool,
+        value_pool,
+        qkv.stride(0),
+        *key_pool.stride()[:3],
+        *value_pool.stride()[:3],
+        eps,
+        NUM_HEADS=num_heads,
+        NUM_KV_HEADS=num_kv_heads,
+        BLOCK_SIZE=block_size,
+        HALF=head_dim // 2,
+        PADDED=triton.next_power_of_2(head_dim // 2),
+        HEADS=_HEADS,
+        NORMS=q_norm is not None,
+        **launch_options(qkv.device),
+    )
     return query

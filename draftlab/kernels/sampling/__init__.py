@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftlab.kernels.dispatch import triton_operator
-from draftlab.kernels.noise import Purpose, exponential_race, first_argmax, keyed_exponential
+from draftlab.kernels.noise import Purpose, exponential_race, keyed_exponential
 from draftlab.kernels.sampling.types import SamplingMetadata, divisor
 
 SMALLEST_DOUBT = 2.0**-23
@@ -41,7 +41,7 @@ def target_probabilities(
     relative = logits - logits.amax(-1, keepdim=True)
     probabilities = (relative / divisor(rows.temperature)[:, None, None]).softmax(-1)
     if bool(greedy.any()):
-        one_hot = torch.zeros_like(logits).scatter_(-1, first_argmax(logits)[..., None], 1.0)
+        one_hot = torch.zeros_like(logits).scatter_(-1, logits.argmax(-1)[..., None], 1.0)
         probabilities = probabilities.where(~greedy[:, None, None], one_hot)
     return probabilities
 
@@ -102,7 +102,7 @@ def sample_token(
     logits: Tensor, positions: Tensor, rows: SamplingMetadata, *, limited: bool | None = None
 ) -> Tensor:
     """Sample one token a row from p: int64 [B] from logits [B, V] for `positions` int64 [B]."""
-    tokens = first_argmax(logits)
+    tokens = logits.argmax(-1)
     sampled = (rows.temperature > 0).nonzero().squeeze(1)
     if len(sampled):
         rows = rows[sampled]
@@ -153,7 +153,7 @@ def sample_draft(
         temperature is 0).
     """
     scaled = logits.float() / divisor(rows.temperature)[:, None]
-    log_sum, index = scaled.logsumexp(-1), first_argmax(logits)
+    log_sum, index = scaled.logsumexp(-1), logits.argmax(-1)
     if confidence is not None:
         others = (scaled - scaled.amax(-1, keepdim=True)).exp().sum(-1) - 1
         confidence.copy_(-others.clamp(min=SMALLEST_DOUBT).log())
@@ -177,6 +177,6 @@ def argmax_draft(logits: Tensor, *, ids: Tensor | None = None, out: Tensor | Non
         logits, ids: as in `sample_draft`.
         out: contiguous int64 [B] that the tokens are written to.
     """
-    index = first_argmax(logits)
+    index = logits.argmax(-1)
     tokens = index if ids is None else ids[index]
     return tokens if out is None else out.copy_(tokens)

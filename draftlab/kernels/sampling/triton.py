@@ -142,32 +142,31 @@ def _sample(
             logits.new_empty(num_rows, dtype=torch.float32),
         )
     options = launch_options(logits.device)
-    with torch.cuda.device_of(logits):
-        sample_blocks[(num_rows, num_blocks)](
-            logits,
-            logits.stride(0),
-            vocab,
-            *keys,
-            temperature,
-            *sums_and_values,
-            *indices,
-            num_blocks,
-            PURPOSE=purpose,
-            SIZE=BLOCK,
-            **options,
-        )
-        reduce_blocks[(num_rows,)](
-            temperature,
-            *sums_and_values,
-            *indices,
-            ids,
-            *out,
-            confidence,
-            num_blocks,
-            BLOCKS=triton.next_power_of_2(num_blocks),
-            num_warps=1 if num_blocks <= 128 else 4,
-            **options,
-        )
+    sample_blocks[(num_rows, num_blocks)](
+        logits,
+        logits.stride(0),
+        vocab,
+        *keys,
+        temperature,
+        *sums_and_values,
+        *indices,
+        num_blocks,
+        PURPOSE=purpose,
+        SIZE=BLOCK,
+        **options,
+    )
+    reduce_blocks[(num_rows,)](
+        temperature,
+        *sums_and_values,
+        *indices,
+        ids,
+        *out,
+        confidence,
+        num_blocks,
+        BLOCKS=triton.next_power_of_2(num_blocks),
+        num_warps=1 if num_blocks <= 128 else 4,
+        **options,
+    )
     return out
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -55,15 +55,10 @@ class DraftDistribution:
     rows: Tensor | None = None
 
     def __getitem__(self, rows: Tensor | slice) -> DraftDistribution:
-        direct = self.rows is None
-        return DraftDistribution(
-            self.logits[rows] if direct else self.logits,
-            self.log_sum[rows] if direct else self.log_sum,
-            self.temperature[rows],
-            self.ids,
-            self.index,
-            None if direct else self.rows[rows],
-        )
+        some = replace(self, temperature=self.temperature[rows])
+        if self.rows is None:
+            return replace(some, logits=self.logits[rows], log_sum=self.log_sum[rows])
+        return replace(some, rows=self.rows[rows])
 
     def probabilities(self) -> Tensor:
         """Return q, float32 [B, K, W]; undefined in rows of temperature 0."""

@@ -5,13 +5,12 @@
     store_drafts  writes the next drafts to the slots
 
 In torch operations each would be a dozen kernels of a few rows, whose launches cost more than their
-work. On a GPU each is one kernel (`step_layout/triton.py`). Tests:
-tests/kernels/test_step_layout.py.
+work. On a GPU each is one kernel (`step_layout/triton.py`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -22,12 +21,7 @@ from draftlab.kernels.sampling.types import VerifyResult
 from draftlab.kernels.step_layout.types import SlotBuffers, StepLayout, StepOutput
 
 
-def _on_cuda(slots: SlotBuffers, *_: Any, **__: Any) -> bool:
-    """Return whether the slots are on a GPU."""
-    return slots.length.is_cuda
-
-
-@triton_operator("step_layout.triton", when=_on_cuda)
+@triton_operator("step_layout.triton", attrgetter("length"))
 def gather_batch(
     slots: SlotBuffers,
     index: Tensor,
@@ -67,7 +61,7 @@ def gather_batch(
     )
 
 
-@triton_operator("step_layout.triton", when=_on_cuda)
+@triton_operator("step_layout.triton", attrgetter("length"))
 def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> StepOutput:
     """Write a verification's result to `slots.length` and `slots.newest` of the layout's rows.
 
@@ -97,7 +91,7 @@ def commit(slots: SlotBuffers, layout: StepLayout, result: VerifyResult) -> Step
     )
 
 
-@triton_operator("step_layout.triton", when=_on_cuda)
+@triton_operator("step_layout.triton", attrgetter("length"))
 def store_drafts(
     slots: SlotBuffers,
     index: Tensor,

@@ -165,32 +165,31 @@ def gather_batch(slots, index, *, max_length, block_size) -> StepLayout:
         slots.block_table.new_empty(rows, slots.block_table.shape[1]),
         SamplingMetadata(*gathered),
     )
-    with torch.cuda.device_of(index):
-        gather_batch_kernel[(rows,)](
-            index,
-            slots.length,
-            slots.newest,
-            slots.stored,
-            slots.drafts,
-            slots.drafts.stride(0),
-            slots.block_table,
-            *sources,
-            layout.length,
-            layout.tokens,
-            layout.positions,
-            layout.slots,
-            layout.num_drafts,
-            layout.block_table,
-            *gathered,
-            slots.block_table.shape[1],
-            block_size,
-            max_length,
-            WIDTH=width,
-            DEPTHS=triton.next_power_of_2(width),
-            TILE=_TABLE_TILE,
-            num_warps=1,
-            **launch_options(index.device),
-        )
+    gather_batch_kernel[(rows,)](
+        index,
+        slots.length,
+        slots.newest,
+        slots.stored,
+        slots.drafts,
+        slots.drafts.stride(0),
+        slots.block_table,
+        *sources,
+        layout.length,
+        layout.tokens,
+        layout.positions,
+        layout.slots,
+        layout.num_drafts,
+        layout.block_table,
+        *gathered,
+        slots.block_table.shape[1],
+        block_size,
+        max_length,
+        WIDTH=width,
+        DEPTHS=triton.next_power_of_2(width),
+        TILE=_TABLE_TILE,
+        num_warps=1,
+        **launch_options(index.device),
+    )
     return layout
 
 
@@ -202,26 +201,25 @@ def commit(slots, layout, result) -> StepOutput:
     results = 2 * width + 1 + (0 if stated is None else width - 1)
     packed = tokens.new_empty(rows, results, dtype=torch.int32)
     outputs = *tokens.new_empty(2, rows, width), tokens.new_empty(rows), packed
-    with torch.cuda.device_of(tokens):
-        commit_kernel[(rows,)](
-            layout.index,
-            layout.length,
-            tokens,
-            layout.positions,
-            layout.num_drafts,
-            *(x.contiguous() for x in (result.accepted, result.emitted, result.probability)),
-            stated,
-            0 if stated is None else stated.stride(0),
-            slots.length,
-            slots.newest,
-            slots.stored,
-            *outputs,
-            results,
-            WIDTH=width,
-            DEPTHS=triton.next_power_of_2(width),
-            num_warps=1,
-            **launch_options(tokens.device),
-        )
+    commit_kernel[(rows,)](
+        layout.index,
+        layout.length,
+        tokens,
+        layout.positions,
+        layout.num_drafts,
+        *(x.contiguous() for x in (result.accepted, result.emitted, result.probability)),
+        stated,
+        0 if stated is None else stated.stride(0),
+        slots.length,
+        slots.newest,
+        slots.stored,
+        *outputs,
+        results,
+        WIDTH=width,
+        DEPTHS=triton.next_power_of_2(width),
+        num_warps=1,
+        **launch_options(tokens.device),
+    )
     return StepOutput(*outputs)
 
 
@@ -233,28 +231,27 @@ def store_drafts(slots, index, drafts, logits=None, log_sum=None, confidence=Non
         logits = logits if logits.stride(-1) == 1 else logits.contiguous()
         vocab = logits.shape[-1]
         blocks = triton.cdiv(vocab, _LOGITS_TILE)
-    with torch.cuda.device_of(index):
-        store_drafts_kernel[(rows, max(1, k * blocks))](
-            index,
-            drafts,
-            *drafts.stride(),
-            log_sum,
-            *((0, 0) if log_sum is None else log_sum.stride()),
-            confidence,
-            *((0, 0) if confidence is None else confidence.stride()),
-            logits,
-            *((0, 0) if logits is None else logits.stride()[:2]),
-            vocab,
-            blocks,
-            slots.stored,
-            slots.drafts,
-            slots.draft_log_sum,
-            slots.confidence,
-            slots.draft_logits,
-            slots.drafts.stride(0),
-            K=k,
-            DEPTHS=triton.next_power_of_2(k),
-            TILE=_LOGITS_TILE,
-            num_warps=8,
-            **launch_options(index.device),
-        )
+    store_drafts_kernel[(rows, max(1, k * blocks))](
+        index,
+        drafts,
+        *drafts.stride(),
+        log_sum,
+        *((0, 0) if log_sum is None else log_sum.stride()),
+        confidence,
+        *((0, 0) if confidence is None else confidence.stride()),
+        logits,
+        *((0, 0) if logits is None else logits.stride()[:2]),
+        vocab,
+        blocks,
+        slots.stored,
+        slots.drafts,
+        slots.draft_log_sum,
+        slots.confidence,
+        slots.draft_logits,
+        slots.drafts.stride(0),
+        K=k,
+        DEPTHS=triton.next_power_of_2(k),
+        TILE=_LOGITS_TILE,
+        num_warps=8,
+        **launch_options(index.device),
+    )

@@ -3,8 +3,7 @@
     y = silu(gate) · up,  silu(x) = x · sigmoid(x)
     d_gate = dy · up · silu'(gate),  d_up = dy · silu(gate)
 
-The backward pass computes y again and writes it over dy, so that nothing has to keep y. Tests:
-tests/kernels/test_swiglu.py.
+The backward pass computes y again and writes it over dy, so that nothing has to keep y.
 """
 
 from __future__ import annotations
@@ -13,18 +12,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftlab.kernels.dispatch import on_cuda_below_float64, triton_operator
+from draftlab.kernels.dispatch import triton_operator
 from draftlab.kernels.distill import at_least_float32
 
 
-@triton_operator("swiglu.triton", when=on_cuda_below_float64)
+@triton_operator("swiglu.triton")
 def swiglu(gate_up: Tensor) -> Tensor:
     """Return silu(gate) · up [n, I] of gate and up side by side [n, 2 I], rounded once."""
     gate, up = at_least_float32(gate_up).chunk(2, -1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
 
-@triton_operator("swiglu.triton", when=on_cuda_below_float64)
+@triton_operator("swiglu.triton")
 def swiglu_backward_(gate_up: Tensor, gradient: Tensor) -> Tensor:
     """Return the gradient [n, 2 I] of gate_up from that of `swiglu(gate_up)`.
 

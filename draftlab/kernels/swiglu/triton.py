@@ -51,8 +51,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(len(gate_up), columns)
     if out.numel():
         grid, options = _grid(out)
-        with torch.cuda.device_of(gate_up):
-            swiglu_kernel[grid](gate_up, out, columns, **options)
+        swiglu_kernel[grid](gate_up, out, columns, **options)
     return out
 
 
@@ -72,8 +71,7 @@ def swiglu_backward_(gate_up: Tensor, gradient: Tensor) -> Tensor:
     d_gate_up = torch.empty_like(gate_up)
     if gradient.numel():
         grid, options = _grid(gradient)
-        with torch.cuda.device_of(gate_up):
-            swiglu_backward_kernel[grid](gate_up, gradient, d_gate_up, columns, **options)
+        swiglu_backward_kernel[grid](gate_up, gradient, d_gate_up, columns, **options)
     return d_gate_up
 
 

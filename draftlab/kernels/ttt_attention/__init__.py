@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from draftlab.kernels.dispatch import on_cuda_below_float64, triton_operator
+from draftlab.kernels.dispatch import triton_operator
 from draftlab.kernels.paged_attention.plan import check_heads
 
 MOST_SCORES = 2**26
@@ -79,7 +79,7 @@ def document_starts(documents: Tensor) -> Tensor:
     return starts.where(documents >= 0, documents.shape[1])
 
 
-@triton_operator("ttt_attention.launch", when=on_cuda_below_float64)
+@triton_operator("ttt_attention.launch")
 def ttt_attention(
     query: Tensor,
     key: Tensor,

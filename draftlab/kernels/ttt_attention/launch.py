@@ -47,13 +47,9 @@ class Plan(NamedTuple):
     d_keys: Tiles
 
 
-def plan_ttt_attention(query: Tensor, group: int) -> Plan:
-    """Return the plan for these shapes; `group` query heads share a kv head."""
-    return _plan(query.dtype, query.shape[-1], group)
-
-
 @cache
-def _plan(dtype: torch.dtype, head_dim: int, group: int) -> Plan:
+def plan_ttt_attention(dtype: torch.dtype, head_dim: int, group: int) -> Plan:
+    """Return the plan for these shapes; `group` query heads share a kv head."""
     if dtype == torch.float32:  # multiplied without tensor cores
         plan = Plan(*[Tiles(16, 16, 4, 1)] * 4)
     elif next_power_of_2(head_dim) > 128:
@@ -72,14 +68,12 @@ def ttt_attention(query, key, value, index, starts, steps=None, *, plan: Plan | 
     """Launch `ttt_attention.ttt_attention`; `plan` replaces the chosen tiling."""
     rows, tensors = (None, ()) if steps is None else (steps.rows, (*steps.keys, *steps.values))
     check_inputs(query, key, value, *tensors)
-    plan = plan or plan_ttt_attention(query, query.shape[2] // key.shape[2])
     return _TttAttention.apply(query, key, value, index, starts, plan, None, rows, *tensors)
 
 
 def parallel_attention(query, key, value, slot_key, slot_value, rows, *, plan: Plan | None = None):
     """Launch `parallel_attention.parallel_attention`; `plan` replaces the chosen tiling."""
     check_inputs(query, key, value, slot_key, slot_value)
-    plan = plan or plan_ttt_attention(query, query.shape[2] // key.shape[2])
     return _TttAttention.apply(
         query, key, value, rows.index, rows.starts, plan, rows, rows.slots, slot_key, slot_value
     )
@@ -102,6 +96,8 @@ class _TttAttention(torch.autograd.Function):
         index, starts = index.contiguous(), starts.contiguous()
         step_kv = tuple(t.contiguous() for t in step_kv)
         step_rows = index if step_rows is None else step_rows.contiguous()
+        group = query.shape[2] // key.shape[2]
+        plan = plan or plan_ttt_attention(query.dtype, query.shape[-1], group)
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         segments = None if parallel is None else parallel.segments
@@ -114,13 +110,12 @@ class _TttAttention(torch.autograd.Function):
             keys, values = (
                 _pad_steps(t, query, parallel) for t in (step_kv[:steps], step_kv[steps:])
             )
-            with torch.cuda.device_of(query):
-                forward_kernel[_row_tiles(query, key, tiles, parallel)](
-                    query, key, value, keys, values, step_rows, index, starts, segments, output,
-                    lse, query.shape[-1] ** -0.5 * LOG2_E.value, query.shape[1], steps,
-                    _num_segments(parallel), *_strides(query, key, value),
-                    STEPS=len(keys), **_shapes(query, key), **_options(tiles, query),
-                )  # fmt: skip
+            forward_kernel[_row_tiles(query, key, tiles, parallel)](
+                query, key, value, keys, values, step_rows, index, starts, segments, output, lse,
+                query.shape[-1] ** -0.5 * LOG2_E.value, query.shape[1], steps,
+                _num_segments(parallel), *_strides(query, key, value), STEPS=len(keys),
+                **_shapes(query.shape[2], *key.shape[2:]), **_options(tiles, query),
+            )  # fmt: skip
         return output
 
     @staticmethod
@@ -144,7 +139,7 @@ class _TttAttention(torch.autograd.Function):
         scale = query.shape[-1] ** -0.5
         scales = scale, scale * LOG2_E.value
         num_rows, strides = query.shape[1], _strides(query, key, value)
-        shapes, dims = _shapes(query, key), _head_dims(query.shape[-1])
+        shapes, dims = _shapes(query.shape[2], *key.shape[2:]), _head_dims(query.shape[-1])
         with torch.cuda.device_of(query):
             delta = torch.empty_like(lse)
             if output.numel():
@@ -209,13 +204,9 @@ def _strides(*tensors: Tensor) -> list[int]:
     return [stride for tensor in tensors for stride in tensor.stride()[:3]]
 
 
-def _shapes(query: Tensor, key: Tensor) -> dict[str, int]:
-    """Return the kernels' constants of the heads."""
-    return _head_shapes(query.shape[2], key.shape[2], query.shape[3])
-
-
 @cache
-def _head_shapes(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
+def _shapes(num_heads: int, num_kv_heads: int, head_dim: int) -> dict[str, int]:
+    """Return the kernels' constants of the heads."""
     group = num_heads // num_kv_heads
     heads = {"GROUP": group, "GROUP_PADDED": next_power_of_2(group)}
     return {"KV_HEADS": num_kv_heads, **heads, **_head_dims(head_dim)}

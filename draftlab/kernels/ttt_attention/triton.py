@@ -113,32 +113,42 @@ def _key_tiles(first_seen, last_seen, KEYS: tl.constexpr):
 
 
 @triton.jit
-def _step_key_tile(
-    tile, first, end, batch, index, starts, step_rows, num_steps, num_rows,
-    TOKENS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Return the step keys of a tile: key n was computed by row `first + n % TOKENS` in a step.
-
-    Returns:
-        step [KEYS] (0: the unroll's first), the key's flat row in that step, packed token
-        n % TOKENS, and which of the keys exist.
-    """
-    number = tile * KEYS + tl.arange(0, KEYS)
-    step, token = number // TOKENS, number % TOKENS
-    row = first + token
-    _, last_seen = _bounds(index, starts, row, end)
-    real = (step < num_steps) & (row < end) & (last_seen >= 0)
-    line = step.to(tl.int64) * tl.num_programs(1) + batch  # of step_rows [steps · B, R]
-    return step, tl.load(step_rows + line * num_rows + row, real, other=0), token, real
-
-
-@triton.jit
 def _step_pointers(tensors, step, offset, STEPS: tl.constexpr):
     """Return pointers [N], `offset` into the tensor of each step; Triton has no pointer arrays."""
     pointers = tensors[0] + offset
     for other in tl.static_range(1, STEPS):
         pointers = tl.where(step == other, tensors[other] + offset, pointers)
     return pointers
+
+
+@triton.jit
+def _step_key_tile(
+    tile, packed_row, first, end, kv_head, batch, index, starts, step_keys, step_values, step_rows,
+    num_steps, num_rows, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Load a tile of step keys: key n was computed by row `first + n % TOKENS` in a step.
+
+    Returns:
+        k, v: the keys and values.
+        visible: which of them each `packed_row` sees.
+        step, offset, exists: the step of each key (0: the unroll's first), its place in the tensor
+            of that step, and whether there is such a key, all [KEYS].
+    """
+    number = tile * KEYS + tl.arange(0, KEYS)
+    step, token = number // TOKENS, number % TOKENS
+    row = first + token
+    _, last_seen = _bounds(index, starts, row, end)
+    exists = (step < num_steps) & (row < end) & (last_seen >= 0)
+    line = step.to(tl.int64) * tl.num_programs(1) + batch  # of step_rows [steps · B, R]
+    step_row = tl.load(step_rows + line * num_rows + row, exists, other=0)
+    offset = (step_row * KV_HEADS + kv_head) * HEAD_DIM
+    at_key = _step_pointers(step_keys, step, offset, STEPS)
+    at_value = _step_pointers(step_values, step, offset, STEPS)
+    k = _load_tile(at_key, exists, HEAD_DIM, HEAD_DIM_PADDED)
+    v = _load_tile(at_value, exists, HEAD_DIM, HEAD_DIM_PADDED)
+    visible = ((packed_row - first)[:, None] == token[None, :]) & exists[None, :]
+    return k, v, visible, step, offset, exists
 
 
 @triton.jit
@@ -193,15 +203,10 @@ def forward_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
     for tile in range(tl.cdiv(steps * TOKENS, KEYS)):
-        step, step_row, token, exists = _step_key_tile(
-            tile, first, end, batch, index, starts, step_rows, steps, num_rows, TOKENS, KEYS
-        )
-        offset = (step_row * KV_HEADS + kv_head) * HEAD_DIM
-        at_key = _step_pointers(step_keys, step, offset, STEPS)
-        at_value = _step_pointers(step_values, step, offset, STEPS)
-        k = _load_tile(at_key, exists, HEAD_DIM, HEAD_DIM_PADDED)
-        v = _load_tile(at_value, exists, HEAD_DIM, HEAD_DIM_PADDED)
-        visible = ((row - first)[:, None] == token[None, :]) & exists[None, :]
+        k, v, visible, _, _, _ = _step_key_tile(
+            tile, row, first, end, kv_head, batch, index, starts, step_keys, step_values, step_rows,
+            steps, num_rows, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, STEPS, TOKENS, KEYS,
+        )  # fmt: skip
         top, total, acc = _accumulate(q, k, v, visible, top, total, acc, scale, PRECISION)
 
     key += batch * key_batch + kv_head * key_head
@@ -282,15 +287,10 @@ def d_query_kernel(
 
     d_q = tl.zeros([ROWS, HEAD_DIM_PADDED], tl.float32)
     for tile in range(tl.cdiv(steps * TOKENS, KEYS)):
-        step, step_row, token, exists = _step_key_tile(
-            tile, first, end, batch, index, starts, step_rows, steps, num_rows, TOKENS, KEYS
-        )
-        offset = (step_row * KV_HEADS + kv_head) * HEAD_DIM
-        at_key = _step_pointers(step_keys, step, offset, STEPS)
-        at_value = _step_pointers(step_values, step, offset, STEPS)
-        k = _load_tile(at_key, exists, HEAD_DIM, HEAD_DIM_PADDED)
-        v = _load_tile(at_value, exists, HEAD_DIM, HEAD_DIM_PADDED)
-        visible = ((row - first)[:, None] == token[None, :]) & exists[None, :]
+        k, v, visible, _, _, _ = _step_key_tile(
+            tile, row, first, end, kv_head, batch, index, starts, step_keys, step_values, step_rows,
+            steps, num_rows, KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, STEPS, TOKENS, KEYS,
+        )  # fmt: skip
         _, d_s = _weights_and_scores(q, k, v, d_o, visible, top, d_top, scale_log2, PRECISION)
         d_q = tl.dot(d_s, k, d_q, input_precision=PRECISION)
 
@@ -339,25 +339,11 @@ def d_step_keys_kernel(
     top = tl.load(lse + at_row, real, other=float("inf"))
     d_top = tl.load(delta + at_row, real, other=0.0)
     for tile in range(tl.cdiv(num_steps * TOKENS, KEYS)):
-        step, step_row, token, exists = _step_key_tile(
-            tile,
-            first,
-            num_rows,
-            batch,
-            index,
-            starts,
-            step_rows,
-            num_steps,
-            num_rows,
-            TOKENS,
-            KEYS,
-        )
-        offset = (step_row * KV_HEADS + kv_head) * HEAD_DIM
-        at_key = _step_pointers(step_keys, step, offset, STEPS)
-        at_value = _step_pointers(step_values, step, offset, STEPS)
-        k = _load_tile(at_key, exists, HEAD_DIM, HEAD_DIM_PADDED)
-        v = _load_tile(at_value, exists, HEAD_DIM, HEAD_DIM_PADDED)
-        visible = ((row - first)[:, None] == token[None, :]) & exists[None, :]
+        k, v, visible, step, offset, exists = _step_key_tile(
+            tile, row, first, num_rows, kv_head, batch, index, starts, step_keys, step_values,
+            step_rows, num_steps, num_rows,
+            KV_HEADS, HEAD_DIM, HEAD_DIM_PADDED, STEPS, TOKENS, KEYS,
+        )  # fmt: skip
         p, d_s = _weights_and_scores(q, k, v, d_o, visible, top, d_top, scale_log2, PRECISION)
         d_k = tl.dot(tl.trans(d_s), q, input_precision=PRECISION) * scale
         at_d_key = _step_pointers(d_step_keys, step, offset, STEPS)

@@ -25,7 +25,6 @@ from draftlab.kernels.noise import (
     BLOCK_STRIDE,
     Purpose,
     exponential_race,
-    first_argmax,
     keyed_uniform,
 )
 from draftlab.kernels.sampling import emission_noise, sample_token, target_probabilities
@@ -153,7 +152,7 @@ def _accept_block(
 
 def _verify_greedy(logits: Tensor, drafts: Tensor, num_drafts: Tensor) -> VerifyResult:
     """Verify greedy rows only: a draft is accepted iff it is the target's argmax."""
-    best = first_argmax(logits)
+    best = logits.argmax(-1)
     depth = torch.arange(drafts.shape[1], device=drafts.device)
     hits = (best[:, :-1] == drafts) & (depth < num_drafts[:, None])
     accepted = hits.long().cumprod(-1).sum(-1)

@@ -123,7 +123,7 @@ def verify(
         WIDTH=width,
         DEPTHS=depths,
         RACES=triton.next_power_of_2(num_races),
-        OVERLAPS=sums if num_overlaps and not block else 0,  # a block's are written already
+        SUMS=sums if num_overlaps and not block else 0,  # a block's are written already
         **options,
     )
     return VerifyResult(accepted, emitted, probability)

@@ -269,9 +269,9 @@ def reject_and_resample(
 def finalize(
     num_drafts, temperatures, emitted, probability, race_values, race_tokens, num_races, overlaps,
     num_overlaps, WIDTH: tl.constexpr, DEPTHS: tl.constexpr, RACES: tl.constexpr,
-    OVERLAPS: tl.constexpr, GDC: tl.constexpr,
+    SUMS: tl.constexpr, GDC: tl.constexpr,
 ):  # fmt: skip
-    """Write a row's token, and Σ min(p, q) of each draft unless OVERLAPS is 0; grid (B,)."""
+    """Write a row's token, and Σ min(p, q) of each draft unless SUMS is 0; grid (B,)."""
     if GDC:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -288,8 +288,8 @@ def finalize(
             value, first = max_index(tl.load(race_values + at, mask=part < num_races, other=0.0))
             token = element(tl.load(race_tokens + at, mask=part < num_races, other=0), first)
         tl.store(emitted + row, token)
-        if OVERLAPS > 0:
-            depth, block = tl.arange(0, DEPTHS), tl.arange(0, OVERLAPS)
+        if SUMS > 0:
+            depth, block = tl.arange(0, DEPTHS), tl.arange(0, SUMS)
             count = tl.minimum(tl.load(num_drafts + row), WIDTH - 1)
             is_draft = depth < count
             at = (row * (WIDTH - 1) + depth)[:, None] * num_overlaps + block[None, :]
