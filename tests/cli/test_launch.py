@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from draftlab.cli import launch as launching
 from draftlab.cli.launch import launch
 from draftlab.signals import ENDING_SIGNALS
 from tests.helpers.monitors import RecordingMonitor
-from tests.helpers.small_run import contents, draftlab, new_workshop
+from tests.helpers.small_run import draftlab, new_workshop, ran
 
 PYTHON = (sys.executable, "-c")
 
@@ -135,31 +134,6 @@ time.sleep(60)
     return launcher
 
 
-@pytest.mark.slow
-def test_two_processes_train_the_same_head_as_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    workshop = new_workshop(tmp_path / "w")
-    settings = ("record.dtype=float32", "record.batch_tokens=1", "train.device=cpu")
-    one = draftlab(workshop, "train", "small.yaml", "name=one", *settings, "train.micro_rows=1")
-    assert one.exit_code == 0, one.output
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # as this process has it
-    two = draftlab(workshop, "train", "small.yaml", "name=two", *settings, "--gpus", "2")
-    output = capfd.readouterr().err
-    assert two.exit_code == 0, output
-    assert output.count("training on 2 × cpu, DistributedDataParallel") == 1
-    expected, actual = (
-        load_file(workshop / f"runs/{name}/head/model.safetensors") for name in ("one", "two")
-    )
-    assert expected.keys() == actual.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(actual[name], tensor), name
-    before = contents(workshop / "runs/two")
-    again = draftlab(workshop, "train", "small.yaml", "name=two", *settings)
-    assert again.exit_code == 0, again.output  # one process finds all stages complete
-    assert {n for n, b in contents(workshop / "runs/two").items() if before.get(n) != b} == set()
-
-
 @pytest.mark.parametrize("verb", ["train", "run"])
 def test_every_process_gets_the_arguments_of_the_verb(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -174,10 +148,8 @@ def test_every_process_gets_the_arguments_of_the_verb(
     assert not (workshop / "runs").exists()
 
 
-def test_more_gpus_than_the_machine_has_are_refused(tmp_path: Path) -> None:
-    workshop = new_workshop(tmp_path)
+def test_more_gpus_than_the_machine_has_are_refused(workshop: Path) -> None:
     gpus = str(torch.cuda.device_count() + 1 if torch.cuda.is_available() else 2)
-    refused = draftlab(workshop, "train", "small.yaml", "--gpus", gpus)
-    assert refused.exit_code == 2
+    refused = ran(workshop, "train", "small.yaml", "--gpus", gpus, code=2)
     assert f"expected {gpus} GPUs, found" in refused.output
     assert not (workshop / "runs").exists()

@@ -24,7 +24,7 @@ from draftlab.servers.server_process import ServerProcess
 from draftlab.servers.vllm_process import PYTHON_VARIABLE
 from tests.helpers.bench_server import write_program
 from tests.helpers.export_toys import HIDDEN, LAYERS, export, save_random_head
-from tests.helpers.small_run import draftlab, refused
+from tests.helpers.small_run import draftlab, ran, refused
 from tests.helpers.toys import toy_target_folder
 
 
@@ -112,8 +112,7 @@ def test_it_answers_and_ends(exports: Path, tmp_path: Path, number: signal.Signa
         assert words[:3] == ["draftlab", "bench", f"http://127.0.0.1:{port}"]
         more = ("--max-prompts", "2", "--max-new-tokens", "8", "--json")
         words[words.index("PROMPTS")] = "embedded:heldout"
-        result = draftlab(tmp_path, *words[1:], *more)
-        assert result.exit_code == 0, result.output
+        result = ran(tmp_path, *words[1:], *more)
         assert json.loads(result.stdout)["points"][0]["requests"] == 4
         assert all(alive(pid) for pid in pids)
         process.send_signal(number)
@@ -239,8 +238,7 @@ def test_a_real_vllm_counts_what_the_report_does(tmp_path: Path) -> None:
         ("export", *head, "--to", "vllm", "--k", "4", "--out", "export"),
         ("eval", *head, *prompts, *decoding),
     ):
-        result = draftlab(tmp_path, *verb)
-        assert result.exit_code == 0, result.output
+        result = ran(tmp_path, *verb)
     port = str(free_port())
     own = ("--", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512")
     cpu = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -60,15 +60,6 @@ def test_a_reader_that_has_gone_is_no_error() -> None:
     assert (process.returncode, err) == (0, b"")
 
 
-def test_a_closed_stdout_is_no_error() -> None:
-    command = f"exec {sys.executable} -m draftlab recipe schema >&-"
-    process = subprocess.run(
-        ["sh", "-c", command], cwd=finished(), capture_output=True, text=True, check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-
-
 def test_ctrl_c_while_torch_is_imported_ends_with_a_line_within_a_second(tmp_path: Path) -> None:
     """Torch replaces the exception, or ignores it and goes on; here a package does both."""
     (tmp_path / "sitecustomize.py").write_text(

@@ -196,10 +196,6 @@ ROWS: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
         {"id": "s0", "instruction": "add", "instances": [{"input": "2 + 2", "output": "4"}]},
         [user("add\n\n2 + 2"), assistant("4")],
     ),
-    "an instance alone": (
-        {"instruction": "add", "instances": [{"input": "", "output": ""}]},
-        [user("add")],
-    ),
     "reasoning by its new name": (
         {"messages": [user("hi"), assistant("2", reasoning="hm")]},
         [user("hi"), THOUGHT],

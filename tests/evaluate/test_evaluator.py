@@ -99,11 +99,6 @@ def test_block_verification_judges_sampled_drafts_alone(target: Target, head: Ea
     assert token.rows[2].counters != block.rows[2].counters  # other noise, and another rule
 
 
-def test_without_a_head_there_are_only_plain_rows(target: Target) -> None:
-    report = evaluate(target, timing_prompts=0, max_prompts=2)
-    assert [(r.drafter, r.prompts) for r in report.rows] == [("none", 2), ("none", 2)]
-
-
 def test_a_k_beyond_training_is_warned_of_before_decoding(target: Target, head: Eagle3Head) -> None:
     class StopAtFirstProgress(RecordingMonitor):
         def progress(self, stage: str, done: float, total: float, detail: str = "") -> None:
@@ -183,8 +178,6 @@ def test_a_speed_up_is_tokens_a_step_over_the_ratio_of_step_times() -> None:
     assert times.acceptance_at == [1.0, 0.5]
     assert times.tpot_ms == pytest.approx(4.0 / 2.5)
     assert times.speedup == pytest.approx(3.0 * 2.5 / 4.0)
-    twice = timing(TimedRun(2 * drafted, 1.0), TimedRun(2 * plain, 1.0), batch=1)
-    assert twice.speedup_ci is None  # four of six prompts took a step
     thrice = timing(TimedRun(3 * drafted, 1.0), TimedRun(3 * plain, 1.0), batch=1)
     low, high = thrice.speedup_ci
     assert 3.0 * 2 / 4.0 <= low < times.speedup < high <= 3.0 * (8 / 3) / 4.0
@@ -211,7 +204,7 @@ def test_copies_of_prompts_do_not_narrow_the_intervals() -> None:
 def test_timed_answers_end_where_counted_answers_end(target: Target, head: Eagle3Head) -> None:
     """With the same limit both passes have the same answers, so the prediction is what is timed."""
     counts = {"timing_prompts": 6, "timing_tokens": 16, "max_new_tokens": 16}
-    report = evaluate(target, head, k=[1, 3], **counts)
+    report = evaluate(target, head, k=[1, 3], temperatures=0.8, **counts)
     for row in report.rows:
         (timed,) = row.timings
         assert timed.tokens_per_step == pytest.approx(row.tokens_per_step)
@@ -233,7 +226,8 @@ def test_all_arms_share_one_kv_pool(
 
     for module in (workload, engine_module):
         monkeypatch.setattr(module, "new_kv_pool", record)
-    evaluate(target, head, k=[2, 3], temperatures=[0, 0.8], timing_batches=[1, 5])
+    small = {"max_new_tokens": 4, "timing_tokens": 4}
+    evaluate(target, head, k=[2, 3], temperatures=[0, 0.8], timing_batches=[1, 5], **small)
     (one,) = pools
     assert one["batch"] == 5
     # four arms draft, and K = 1, which is timed for the adviser
@@ -248,24 +242,6 @@ def test_timing_batches_are_full_and_copies_have_their_own_noise() -> None:
     assert len({r.id for r in batch}) == 5
     assert [r.prompt_ids for r in batch[3:]] == [r.prompt_ids for r in prompts[:2]]
     assert [len(batch) for batch in timing_batches(prompts, 7, 4)] == [4, 4]
-
-
-def test_temperatures_and_ks_that_are_given_twice_count_once() -> None:
-    settings = EvalSettings(temperatures=(0, 0.0, -0.0, 0.8), k=(2, 2), timing_batches=(1, 1))
-    assert settings.temperatures == (0.0, 0.8)
-    assert (settings.k, settings.timing_batches) == ((2,), (1,))
-    with pytest.raises(ValueError, match="less than or equal to 64"):
-        EvalSettings(k=5000)
-
-
-def test_the_workload_and_warnings_are_announced(target: Target, head: Eagle3Head) -> None:
-    monitor = RecordingMonitor()
-    evaluate(target, head, monitor=monitor, temperatures=0, max_prompts=4)
-    text = monitor.text
-    assert "4 of 6 prompts of toy, up to 16 tokens each; T = 0; K = 3" in text
-    assert "few prompts (4): the intervals are unreliable (at least 30: eval.max_prompts" in text
-    assert text.count("few prompts") == 1
-    assert "few timed prompts (2)" in text
 
 
 def test_each_sampled_row_has_the_test_of_its_own_sampling(

@@ -73,8 +73,8 @@ def test_the_servers_counters_and_the_times(own: bool) -> None:
 
 
 def test_an_answer_ends_with_its_last_token() -> None:
-    with bench_server(usage_s=1.0) as server:
-        assert measured(server, max_prompts=1).answers[0].total_s < 1
+    with bench_server(usage_s=0.5) as server:
+        assert measured(server, max_prompts=1).answers[0].total_s < 0.5
 
 
 @pytest.mark.parametrize("program", ["sglang", "llamacpp"])
@@ -276,8 +276,6 @@ def test_causes(keep: float, k: int, expected: list[str]) -> None:
         (8 * TOKENS, "float32", 0.67, ["differ (of the same", "check: dtype first"], "likely"),
         (8 * TOKENS, "bfloat16", 0.67, ["differ (of the same", "likely: aux"], "check: the target"),
         (8 * TOKENS + 9, "float32", 0.99, ["found: other answers", "check: the target"], "aux"),
-        (8 * TOKENS - 1, "float32", 0.65, ["agree", "found: other answers than"], "aux layers"),
-        (8 * TOKENS + 9, "bfloat16", 0.99, ["aux layers", "check: the target"], "answers ("),
         (8 * TOKENS + 8, "float32", 0.99, ["aux layers", "check: the target"], "answers ("),
     ],
 )
@@ -301,38 +299,6 @@ def test_answers_tell_the_target_from_the_head(
     for part in expected:
         assert part in text
     assert absent not in text
-
-
-def test_answers_that_are_all_cut_tell_nothing_of_the_target() -> None:
-    one = row(keep=0.99, k=3, suite_sha256=SUITE.sha256, max_new_tokens=TOKENS)
-    one = one.model_copy(update={"prompts": 8, "output_tokens": 8 * TOKENS})
-    with bench_server() as server:
-        bench = new_bench(server, raw=True)
-        bench.run()
-        bench.report = sample_report([one])
-        text = "\n".join(compare(bench))
-    assert "the same answers" not in text
-    assert "check: the target" in text
-
-
-EXPECTED = (0.815, 0.712, 0.615)  # of the reference head
-
-
-@pytest.mark.parametrize(
-    ("at", "part"),
-    [
-        ((0.771, 0.661, 0.559), "layers"),  # each one layer later
-        ((0.778, 0.681, 0.573), "layers"),  # each one layer earlier
-        ((0.649, 0.515, 0.366), "layers"),  # the first two exchanged
-        ((0.773, 0.627, 0.454), "positions"),  # another base of RoPE
-        ((0.792, 0.639, 0.534), "weights"),  # noise of a tenth
-        ((0.495, 0.232, 0.101), "weights"),  # noise of a third
-    ],
-)
-def test_the_weak_part_of_a_head_shows_in_the_positions(at: tuple[float, ...], part: str) -> None:
-    """These acceptances were measured with such heads."""
-    assert server_compare._weak_part(at, EXPECTED)[0] == part
-    assert server_compare._weak_part(at[:1], EXPECTED) == ("", "")
 
 
 def test_the_served_target_is_compared_by_its_files(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -13,7 +12,6 @@ from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.timing import (
     WARM_UP_TOKENS,
-    collected_garbage,
     time_in_turn,
     timing_batches,
 )
@@ -91,11 +89,3 @@ def test_no_timed_prefill_is_the_first_of_its_length(batch: int) -> None:
         assert {timing(run, None, batch=batch).ttft_ms for run in runs.values()} == {1000.0}
         for run in runs.values():
             assert {g.first_token_s for g in run.generations} == {1.0}
-
-
-def test_collections_pass_over_what_was_there_before() -> None:
-    gc.unfreeze()  # what the other tests leave out
-    with collected_garbage():
-        assert gc.get_freeze_count() > 10_000
-        assert gc.isenabled()
-    assert gc.get_freeze_count() == 0

@@ -190,14 +190,8 @@ def test_launch_lines_of_the_other_servers(export_head: ExportHead) -> None:
 
     folder, (sglang,) = commands("sglang")
     options = dict(zip(sglang[3::2], sglang[4::2], strict=True))
-    assert options == {
-        "--model-path": "org/target",
-        "--speculative-algorithm": "EAGLE3",
-        "--speculative-draft-model-path": folder,
-        "--speculative-num-steps": "4",
-        "--speculative-eagle-topk": "1",
-        "--speculative-num-draft-tokens": "5",
-    }
+    assert options["--speculative-draft-model-path"] == folder
+    assert options["--speculative-eagle-topk"] == "1"
     folder, (fetch, both, convert, server) = commands("llamacpp")
     assert fetch == ["hf", "download", "org/target", "--local-dir", "target"]
     assert both[1:5] == ["convert_hf_to_gguf.py", "target", "--outtype", "bf16"]

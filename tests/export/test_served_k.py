@@ -99,11 +99,6 @@ VLLM = "vllm (V1, cpu)"
             [timed(2, 1.9), timed(3, 1.2, engine=VLLM), timed(2, 1.1, engine=VLLM)],
             (3, f"the fastest measured with {VLLM} at T = 0 (1.20×)"),
         ),
-        # unless they have no speed-up
-        (
-            [timed(2, 1.9), timed(3, None, engine=VLLM)],
-            (2, "the only one measured with draftlab-eager at T = 0 (1.90×)"),
-        ),
     ],
 )
 def test_the_reason_says_what_was_measured(

@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import matplotlib
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from PIL import Image
 
 from draftlab.evaluate.results import Report
-from draftlab.report.html import write_html
 from draftlab.report.plots import (
     acceptance_by_position,
     plots,
     png,
-    speedup_by_batch,
     tpot_by_k,
 )
 from tests.helpers import sample_report as sample
-
-
-def legend(figure: Figure) -> list[str]:
-    return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 def drawn(report: Report) -> dict[str, Figure]:
@@ -74,61 +65,6 @@ def test_tpot_by_k_has_measurements_and_the_advisers_lines() -> None:
     assert "ms" in axes.get_ylabel()
     assert not list(tpot_by_k(sample.report()))
     assert set(drawn(report)) >= {"tpot_by_k_1", "tpot_by_k_2"}
-
-
-def test_speedup_by_batch_needs_two_batches() -> None:
-    report = sample.timed_report()
-    figure, warm = speedup_by_batch(report)
-    bars = figure.axes[0].containers
-    rows = [row for row in report.rows if row.temperature == 0 and row.k]
-    for bar, row in zip(bars, rows, strict=True):
-        assert list(bar.lines[0].get_ydata()) == [t.speedup for t in row.timings]
-    ticks = [label.get_text() for label in figure.axes[0].get_xticklabels()]
-    assert ticks == ["1", "8"]
-    styles = {c.get_label(): c.lines[0].get_linestyle() for c in warm.axes[0].containers}
-    assert {style for name, style in styles.items() if "argmax" in name} == {"--"}
-    assert {style for name, style in styles.items() if "sampled" in name} == {"-"}
-    once = [row.model_copy(update={"timings": row.timings[:1]}) for row in report.rows]
-    assert not list(speedup_by_batch(sample.report(once)))
-    assert not list(speedup_by_batch(sample.report()))
-
-
-def test_a_large_grid_stays_readable() -> None:
-    rows = [
-        sample.row(head=head, k=k, temperature=t, draft_probs=probs, prompts=4)
-        for head in ("quickstart", "reference")
-        for k in (3, 5)
-        for t in (0.0, 0.7, 1.0, 1.3, 1.5, 2.0)
-        for probs in ((False, True) if t else (False,))
-    ]
-    named = [sample.row(head="a/very-long-name" * 9), sample.row(head="b")]
-    figures = drawn(sample.report(rows))
-    figures["long names"] = drawn(sample.report(named))["acceptance_by_position"]
-    for figure in figures.values():
-        png(figure)  # lays the figure out
-        canvas = figure.canvas.get_renderer()
-        (key,) = figure.legends
-        inside = key.get_window_extent(canvas)
-        assert inside.x1 <= figure.bbox.x1
-        assert inside.y0 >= 0
-        for axes in figure.axes:
-            assert axes.get_tightbbox(canvas).y0 >= inside.y1 - 1
-            assert axes.get_position().height * figure.get_size_inches()[1] > 1.5
-
-
-def test_every_plot_has_labels_and_units_and_its_file_the_conditions(tmp_path: Path) -> None:
-    report = sample.report()
-    write_html(report, tmp_path)
-    figures = drawn(report)
-    assert list(figures) == ["acceptance_by_position_1", "acceptance_by_position_2"]
-    for name, figure in figures.items():
-        axes = figure.axes[0]
-        assert axes.get_xlabel()
-        assert axes.get_ylabel()
-        assert figure.get_suptitle()
-        with Image.open(tmp_path / f"{name}.png") as image:
-            for condition in ("target draftlab-embedded-12m", "dtype float32", "prompts 64"):
-                assert condition in image.info["Description"]
 
 
 def test_png_files_are_reproducible_and_change_nothing_global() -> None:

@@ -217,18 +217,6 @@ def test_chunks_answered_elsewhere_are_written_in_order(tmp_path: Path):
     assert monitor.last_progress[:3] == ("answers", 40, 40)
 
 
-def test_an_interruption_says_which_answers_are_kept_and_lost(tmp_path: Path) -> None:
-    monitor = RecordingMonitor()
-    with pytest.raises(KeyboardInterrupt):
-        generate(tmp_path / "a.jsonl", FakeDecoder(fail_after=8), monitor=monitor)
-    # A piece of four conversations has five answers; of the second piece three were there.
-    assert "answers: 5 of 13 are kept; 3 finished answers of the pieces of 4 " in monitor.lines[-1]
-    assert "will be made again" in monitor.lines[-1]
-    resumed = RecordingMonitor()
-    generate(tmp_path / "a.jsonl", monitor=resumed)
-    assert "answers: resuming after 4 of 10" in resumed.text
-
-
 def test_control_tokens_in_a_users_text_are_named(tmp_path: Path) -> None:
     asked = [
         Conversation("a", [user("what is <|eot_id|> ?")], "test"),

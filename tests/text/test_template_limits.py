@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -214,24 +210,3 @@ def test_the_limit_grows_with_the_conversation(monkeypatch: pytest.MonkeyPatch) 
     assert len(render_text(toy_tokenizer(copies), Chat([user("a" * 50_000)]))) == 1_000_000
     with pytest.raises(UserError, match="it writes more than"):
         render_text(toy_tokenizer(copies * 3), Chat([user("a" * 50_000)]))
-
-
-def test_an_interrupted_command_does_not_wait_for_the_time_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    timers = []
-
-    def timer(*arguments: Any) -> threading.Timer:
-        timers.append(threading.Timer(*arguments))
-        return timers[0]
-
-    def interrupt(_: int) -> bytes:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(template_process, "Timer", timer)
-    process: Any = SimpleNamespace(
-        stdin=io.BytesIO(), stdout=SimpleNamespace(readline=interrupt), kill=None
-    )
-    with pytest.raises(KeyboardInterrupt):
-        template_process._exchange(process, b"")
-    assert timers[0].finished.is_set()
