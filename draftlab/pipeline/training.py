@@ -88,9 +88,7 @@ def _train(recording: Recording, store: Store, ranks: Ranks) -> DraftHead:
                 "sha256": fingerprint(initial),
                 "target": initial.config.target.model_dump(mode="json"),
             }
-        if recipe.train.early_stopping is not None and trainer.ranks.is_main:
-            provenance |= trainer.best.restore(head)
-        elif trainer.best.better is not None:
+        if trainer.best.better is not None:
             provenance["better_validation"] = trainer.best.better
     head.config = head.config.model_copy(update={"provenance": provenance})
     del trainer

@@ -221,7 +221,8 @@ _LLAMA4_NAMES = (
 REMOVED_SETTINGS = {
     "eval.draft_temperature": "drafts are sampled at the temperature of their row",
     "head.layer_types": "all layers of a block head have head.sliding_window, or none",
-    "train.weight_decay": "train.early_stopping or more conversations help against overfitting",
+    "train.weight_decay": "fewer steps or more conversations help against overfitting",
+    "train.early_stopping": "train/best/ has the head of the best validation, a head folder",
     "train.dpace": "train.acceptance_weighting weighs drafts by how often they are reached",
     "train.replay": "a head trains on recorded answers alone",
     "prompts.per_source": "data_prep/chats.py takes SOURCE:N, so many conversations of a data set",

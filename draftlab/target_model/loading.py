@@ -35,7 +35,11 @@ from draftlab.target_model.locate import (
 )
 from draftlab.target_model.model import Target
 from draftlab.target_model.parts import shard_files, text_decoder
-from draftlab.target_model.pipeline_parallel import dispatch_layers, plan_placement
+from draftlab.target_model.pipeline_parallel import (
+    describe_placement,
+    dispatch_layers,
+    plan_placement,
+)
 from draftlab.target_model.quantisation import (
     check_files,
     format_name,
@@ -129,7 +133,7 @@ def load_model(
         placement = plan_placement(config, settings.gpus, device, **options)
         quantisation, loader, source = quantisation_fields(config), auto_class(config), folder
         if placement is not None:
-            options["device_map"] = placement.by_module
+            options["device_map"] = placement
         elif quantisation:
             options["device_map"] = {"": device}  # some quantised weights cannot be moved later
         check_files(folder, quantisation)
@@ -176,7 +180,7 @@ def load_model(
         return model.to(device), notes
     if placement is None:
         return model, notes
-    return dispatch_layers(model, placement), [*notes, placement.describe()]
+    return dispatch_layers(model, placement), [*notes, describe_placement(placement)]
 
 
 @contextmanager

@@ -7,7 +7,6 @@ GPUs do not overlap: the purpose is memory, not speed.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,33 +20,23 @@ from draftlab.errors import UserError
 from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.parts import text_decoder
 
+DeviceMap = dict[str, torch.device]
+"""The device of each module by its name, as transformers takes it; layers come last, in order."""
 
-@dataclass(frozen=True)
-class Placement:
-    """The devices of a model's modules.
 
-    Attributes:
-        by_module: transformers' device map: device by module name.
-        layers: device of each layer.
-        first: device of all other modules.
-    """
-
-    by_module: dict[str, torch.device]
-    layers: tuple[torch.device, ...]
-    first: torch.device
-
-    def describe(self) -> str:
-        """Return a line that says which layers are on which device."""
-        ranges = []
-        for device in dict.fromkeys(self.layers):
-            numbers = [i for i, layer_device in enumerate(self.layers) if layer_device == device]
-            ranges.append(f"{numbers[0]}-{numbers[-1]} on {device}")
-        return f"target: layers {', '.join(ranges)}"
+def describe_placement(device_map: DeviceMap) -> str:
+    """Return a line that says which layers are on which device."""
+    layers: dict[torch.device, list[str]] = {}
+    for name, device in device_map.items():
+        if (number := name.rpartition(".")[2]).isdigit():
+            layers.setdefault(device, []).append(number)
+    ranges = (f"{numbers[0]}-{numbers[-1]} on {device}" for device, numbers in layers.items())
+    return f"target: layers {', '.join(ranges)}"
 
 
 def plan_placement(
     config: PreTrainedConfig, gpus: int, device: torch.device, *, trust_remote_code: bool = False
-) -> Placement | None:
+) -> DeviceMap | None:
     """Divide layers by bytes among `gpus` devices from `device` on; None: one device holds all.
 
     On a CPU `gpus` has no effect.
@@ -68,7 +57,7 @@ def plan_placement(
     return divide_layers(model, [torch.device("cuda", first + n) for n in range(gpus)])
 
 
-def divide_layers(model: PreTrainedModel, devices: list[torch.device]) -> Placement:
+def divide_layers(model: PreTrainedModel, devices: list[torch.device]) -> DeviceMap:
     """Assign contiguous layers to each device, so that all hold about the same number of bytes.
 
     Args:
@@ -79,18 +68,17 @@ def divide_layers(model: PreTrainedModel, devices: list[torch.device]) -> Placem
     names = {id(module): name for name, module in model.named_modules()}
     sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
     total = sum(p.numel() for p in model.parameters())
-    before, layer_devices = total - sum(sizes), []
-    for size in sizes:
-        share = (before + size / 2) / total
-        layer_devices.append(devices[min(int(share * len(devices)), len(devices) - 1)])
-        before += size
     others = [m for m in (*model.children(), *decoder.children()) if m not in (decoder, layers)]
-    by_module = {names[id(module)]: devices[0] for module in others}
-    by_module |= dict(zip((names[id(layer)] for layer in layers), layer_devices, strict=True))
-    return Placement(by_module, tuple(layer_devices), devices[0])
+    device_map = {names[id(module)]: devices[0] for module in others}
+    before = total - sum(sizes)
+    for layer, size in zip(layers, sizes, strict=True):
+        share = (before + size / 2) / total
+        device_map[names[id(layer)]] = devices[min(int(share * len(devices)), len(devices) - 1)]
+        before += size
+    return device_map
 
 
-def dispatch_layers(model: PreTrainedModel, placement: Placement) -> PreTrainedModel:
+def dispatch_layers(model: PreTrainedModel, device_map: DeviceMap) -> PreTrainedModel:
     """Move inputs to each layer's device by forward pre-hooks, in a model loaded by a device map.
 
     accelerate's own hooks replace `forward` in each instance and would hide replaced layers
@@ -100,10 +88,11 @@ def dispatch_layers(model: PreTrainedModel, placement: Placement) -> PreTrainedM
     remove_hook_from_submodules(model)
     for module in hooked:
         vars(module).pop("forward", None)  # accelerate restored it on the instance
+    names = {id(module): name for name, module in model.named_modules()}
     _, layers, norm = text_decoder(model)
-    devices = (*zip(layers, placement.layers, strict=True), (norm, placement.first))
-    for module, device in devices:
-        module.register_forward_pre_hook(partial(_move_inputs, device), with_kwargs=True)
+    for module in (*layers, norm):
+        move = partial(_move_inputs, device_map[names[id(module)]])
+        module.register_forward_pre_hook(move, with_kwargs=True)
     return model
 
 

@@ -8,12 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from draftlab.files import read_fields, write_json
-from draftlab.heads.folder import WEIGHTS, load_config, save_head
+from draftlab.heads.folder import save_head
 from draftlab.heads.head import DraftHead
-from draftlab.train.settings import TrainSettings
 from draftlab.train.validation import Validation
 
 STATE = "best.json"
@@ -26,7 +24,6 @@ class BestHead:
     Args:
         folder: train/best/.
         key: the training's key; a folder of another training is not read.
-        say: receives a line where training stops early.
 
     Attributes:
         step, al: the step of the best validation (0: there was none yet), and its predicted AL.
@@ -35,8 +32,6 @@ class BestHead:
 
     folder: Path
     key: str
-    settings: TrainSettings
-    say: Callable[[str], None]
     step: int = field(default=0, init=False)
     al: float = field(default=0.0, init=False)
     better: dict[str, Any] | None = field(default=None, init=False)
@@ -84,37 +79,13 @@ class BestHead:
         """Return the latest validation if it was after `step`."""
         return self._last[1] if self._last and self._last[0] == step else None
 
-    def stops_training(self, step: int) -> bool:
-        """Return whether training ends after `step`, since validations brought no gain."""
-        patience, every = self.settings.early_stopping, self.settings.validate_every
-        if patience is None or every is None or not self.step:
-            return False
-        if step // every - self.step // every < patience:
-            return False
-        self.say(
-            f"training stops after step {step}: no better validation since step {self.step} "
-            f"(train.early_stopping={patience})"
-        )
-        return True
-
-    def compare(self, last: Validation) -> None:
-        """Say so if the best validation's predicted AL is 1 % above the last step's.
-
-        With early stopping the best head is the result, so nothing is said.
-        """
+    def compare(self, last: Validation, say: Callable[[str], None]) -> None:
+        """Say so if the best validation's predicted AL is 1 % above the last step's."""
         al = last.predicted_al()
-        if self.settings.early_stopping is not None or self.al < 1.01 * al:
-            return
-        self.better = {"step": self.step, "predicted_al": self.al}
-        self.say(
-            f"validation was better at step {self.step:,} (predicted AL {self.al:.3f}, now "
-            f"{al:.3f}), so the head may overfit: that head is in {self.folder}; "
-            "train.early_stopping or more conversations help"
-        )
-
-    def restore(self, head: DraftHead) -> dict[str, Any]:
-        """Replace a head's trained weights by the best head's, rounded to bfloat16; return its
-        provenance.
-        """
-        head.load_tensors(head.tensors() | load_file(self.folder / WEIGHTS))
-        return load_config(self.folder).provenance
+        if self.al >= 1.01 * al:
+            self.better = {"step": self.step, "predicted_al": self.al}
+            say(
+                f"validation was better at step {self.step:,} (predicted AL {self.al:.3f}, now "
+                f"{al:.3f}), so the head may overfit: that head is in {self.folder}; fewer steps "
+                "or more conversations help"
+            )

@@ -45,9 +45,9 @@ def chain_flops(head: DraftHead, work: StepWork) -> float:
     not.
     """
     first, later = work.rows[0], sum(work.rows[1:])
-    total = 2.0 * _fc(head) * work.positions
+    total = 2.0 * head.fc.weight.numel() * work.positions
     if head.fc_in_every_pass:
-        total += 3.0 * _fc(head) * later
+        total += 3.0 * head.fc.weight.numel() * later
     for layer in head.layers:
         queried = later + (first if layer is head.layers[-1] else work.positions)
         total += 3 * _key_value(layer) * (work.positions + later)
@@ -62,7 +62,7 @@ def parallel_flops(head: DraftHead, work: StepWork) -> float:
     All masked slots enter the first layer as one vector, whose products are computed once.
     """
     first, masked = work.rows[0], sum(work.rows[1:])
-    total = 2.0 * _fc(head) * work.positions
+    total = 2.0 * head.fc.weight.numel() * work.positions
     for number, layer in enumerate(head.layers):
         queried = first if layer is head.layers[-1] else work.positions
         attention = layer.self_attn
@@ -81,7 +81,7 @@ def block_flops(head: DraftHead, work: StepWork) -> float:
     anchors, which are the rows of the first step.
     """
     slots = work.rows[0] * head.config.block_size
-    total = 2.0 * _fc(head) * work.positions
+    total = 2.0 * head.fc.weight.numel() * work.positions
     for layer in head.layers:
         total += 3 * _key_value(layer) * work.positions
         total += 3 * (layer.multiplications() + _attention(layer, work)) * slots
@@ -96,10 +96,6 @@ def selector_flops(head: DraftHead, work: StepWork) -> float:
     projection = head.candidate_selector.hidden_projection.weight.numel()
     found = head.lm_head.weight.numel() + 3 * projection
     return block_flops(head, work) + 2 * sum(work.rows) * found
-
-
-def _fc(head: DraftHead) -> int:
-    return head.fc.weight.numel()
 
 
 def _key_value(layer: DecoderLayer) -> int:

@@ -117,7 +117,7 @@ class Trainer:
         self.step, self.tokens_seen, self.resumed_verified = 0, 0, True
         self.trained_alpha: float | None = None  # of the first step, since the last log line
         self.log = MetricsLog(folder, muted=not self.ranks.is_main)
-        self.best = BestHead(folder / "best", self.key, settings, monitor.say)
+        self.best = BestHead(folder / "best", self.key)
         self.ending, self.timer = EndingSignal(self.ranks), PhaseTimer(self.device)
         self._report_setup(module)
         self.graph = self._step_graph(module)
@@ -151,7 +151,7 @@ class Trainer:
         The choice follows from the GPU's speed and free memory. A training that resumes with the
         other one differs in rounding, and in the sample that gives lk's mean α.
         """
-        one = self.ranks.size == 1 and self.loader.window is None
+        one = self.ranks.size == 1 and self.loader.window.order is None
         if not (one and supports_graph(module, self.settings, self.device)):
             return None
         row_bytes = self.head.config.draft_vocab_size * self.dtype.itemsize
@@ -177,7 +177,6 @@ class Trainer:
             self.monitor.say(f"resuming training after step {self.step}")
         self.best.resume(self.step)
         self.validated = self.ranks.broadcast(self.log.truncate(self.step, self.settings.steps))
-        self.ended = self.validated and self.best.stops_training(self.step)
 
     def run(self) -> Validation | None:
         """Train to the end; return the final validation (None: none was done)."""
@@ -197,13 +196,12 @@ class Trainer:
             if not self.resumed_verified:
                 self.verification.finish(self.monitor)
             with self.ending.postponed():
-                if not self.ended:
-                    self._train()
+                self._train()
             self.save()
             validation = None
-            if self.held_out and not self.ended:
+            if self.held_out:
                 validation = self.best.validation_of(self.step) or self.validate()
-                self.best.compare(validation)
+                self.best.compare(validation, self.monitor.say)
                 if line := validation.gap_line(self.trained_alpha):
                     self.monitor.say(line)
             self.writer.finish()  # it is set aside, too, if a shard is damaged
@@ -220,13 +218,11 @@ class Trainer:
         self.timer.start()
         if self.step and self.step % every == 0 and not self.validated:  # a signal came before it
             self.validate()
-            if self.best.stops_training(self.step):
-                return
         steps, began = self.loader.steps(self.training, first=self.step), time.perf_counter()
-        compiles = self.device.type == "cuda"
-        with closing(self.loader.micro_batches(steps)) as micro_batches, self.loader.stopping():
+        compiles, window = self.device.type == "cuda", self.loader.window
+        with closing(self.loader.micro_batches(steps)) as micro_batches, window.stopping():
             for micro in micro_batches:
-                self.timer.mark(self.loader.phase(self.step))
+                self.timer.mark(window.phase(self.step))
                 if micro.first:
                     self._start_step(micro)
                 self._accumulate(micro)
@@ -252,8 +248,6 @@ class Trainer:
                     continue
                 if self.step % every == 0:
                     self.validate()
-                    if self.best.stops_training(self.step):
-                        return
                 if self.step % settings.checkpoint_every == 0:
                     self.save()
 
@@ -261,7 +255,7 @@ class Trainer:
         """Sum an optimizer step's counts over all ranks; processes wait for each other here."""
         sums = self.ending.sum([*micro.counts, micro.tokens, micro.teachers])
         *counts, tokens, teachers = sums
-        self.loader.begin_step(self.step)
+        self.loader.window.begin_step(self.step)
         self.anchors = counts[0]
         self.weights = self.objective.step_weights(self.settings.gamma, counts)
         self.window.add_step(counts, tokens, teachers)
@@ -304,7 +298,7 @@ class Trainer:
         work = StepWork(window.tokens, window.counts, window.teachers, self.context)
         flops = self.objective.flops(self.shapes, work)
         share = None if self.rate is None else flops / self.rate
-        metrics = window.compute(self.timer, mfu_seconds=share) | self.loader.metrics()
+        metrics = window.compute(self.timer, mfu_seconds=share) | self.loader.window.metrics()
         self.trained_alpha = metrics["alpha"][0]
         largest = float(self.window.largest_norm)
         self.window = Window.empty(self.settings.ttt_steps, self.device)

@@ -22,11 +22,11 @@ FREE_SETTINGS = frozenset(
         "data_workers",
         "wandb",
         "tensorboard",
+        "validate_every",
+        "validation_records",
     }
 )
 """Settings of `TrainSettings` that change how training runs, but not the trained weights."""
-VALIDATION_SETTINGS = frozenset({"validate_every", "validation_records"})
-"""Settings of validations, which decide the head with `early_stopping` alone."""
 PASS_SETTINGS = frozenset({"micro_rows", "anchor_parts"})
 """Settings that split an optimizer step into passes. Denominators are those of the whole step, so
 that only the loss lk, which reads the α of a pass, depends on them."""
@@ -191,10 +191,7 @@ class TrainSettings(Settings):
     """Most records that a validation reads: of more held-out records, those whose ids have the
     smallest SHA-256. A smaller validation_share leaves more records to train on."""
     validate_every: int | None = Field(default=None, ge=1)
-    """Steps between validations; None: only at the end."""
-    early_stopping: int | None = Field(default=None, ge=1)
-    """Number of validations without a higher predicted AL after which training ends with the best
-    validation's head, which train/best/ always has. None: training goes to its last step."""
+    """Steps between validations; None: only at the end. train/best/ has the best one's head."""
     checkpoint_every: int = Field(default=500, ge=1)
     """Steps between checkpoints."""
     log_every: int = Field(default=10, ge=1)
@@ -215,11 +212,6 @@ class TrainSettings(Settings):
 
     @model_validator(mode="after")
     def _settings_fit(self) -> TrainSettings:
-        if self.early_stopping is not None and not (self.validate_every and self.validation_share):
-            raise ValueError(
-                "early_stopping counts validations: expected validate_every and a validation_share "
-                f"above 0, found {self.validate_every} and {self.validation_share:g}"
-            )
         if self.validate_every and not self.validation_share:
             raise ValueError(
                 "validate_every validates on held-out records: expected a validation_share above 0"
@@ -243,6 +235,4 @@ def is_free(name: str, settings: Mapping[str, Any]) -> bool:
     """Return whether a setting of `TrainSettings` changes no trained weights beside the others."""
     if name in PASS_SETTINGS:
         return settings.get("loss") != "lk"
-    if name in VALIDATION_SETTINGS:
-        return settings.get("early_stopping") is None
     return name in FREE_SETTINGS

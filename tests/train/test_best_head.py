@@ -1,4 +1,4 @@
-"""The best validation's head: kept in train/best/, and with early stopping the result."""
+"""The best validation's head, kept in train/best/."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 
 from draftlab import Pipeline, load_recipe
 from draftlab.engine.counters import Counters
@@ -20,7 +19,6 @@ from draftlab.heads.head import DraftHead
 from draftlab.train import loop
 from draftlab.train.best_head import BestHead
 from draftlab.train.loop import Trainer
-from draftlab.train.settings import TrainSettings
 from draftlab.train.validation import Validation
 from tests.helpers.list_store import ListStore
 from tests.helpers.monitors import RecordingMonitor
@@ -60,15 +58,9 @@ def run(folder: Path, monitor: Any = None, **settings: Any) -> Trainer:
     return trained(folder, store, target, monitor or RecordingMonitor(), **SETTINGS | settings)
 
 
-def loaded(folder: Path, trainer: Trainer) -> DraftHead:
+def loaded(folder: Path) -> DraftHead:
     parts = orthogonal_parts()
     return load_head(folder, target_tensors=parts.shared_tensors, dtype=torch.float32, device="cpu")
-
-
-def assert_rounded_weights(head: DraftHead, exact: DraftHead) -> None:
-    for name, tensor in exact.tensors().items():
-        if tensor.is_floating_point() and name not in exact.shared_tensors():
-            assert torch.equal(head.tensors()[name], tensor.bfloat16().to(tensor.dtype)), name
 
 
 def test_the_best_head_is_a_head_folder(tmp_path: Path, scripted: list[int]) -> None:
@@ -87,45 +79,28 @@ def test_only_a_fall_by_one_percent_is_said(tmp_path: Path) -> None:
     def validation(accepted: int) -> Validation:
         return Validation([0.5], [0.5], [1.0], Counters(1, drafts=100, accepted=accepted), None, [])
 
-    best = BestHead(tmp_path, "key", TrainSettings(), lines.append)
+    best = BestHead(tmp_path, "key")
     head: Any = None
     for step, accepted in ((100, 50), (200, 80), (300, 79)):
         best.update(step, validation(accepted), lambda: head, write=False)
     assert (best.step, best.al, best.validation_of(200)) == (200, 1.8, None)
-    best.compare(validation(79))
+    best.compare(validation(79), lines.append)
     assert (lines, best.better) == ([], None)
-    best.compare(validation(70))
+    best.compare(validation(70), lines.append)
     assert lines[0].startswith("validation was better at step 200 (predicted AL 1.800, now 1.700)")
     assert best.better == {"step": 200, "predicted_al": 1.8}
 
 
-def test_training_stops_early_with_the_best_head(tmp_path: Path, scripted: list[int]) -> None:
-    monitor = RecordingMonitor()
-    stopped = run(tmp_path / "stopped", monitor, early_stopping=3)
-    assert (stopped.step, scripted) == (10, [2, 4, 6, 8, 10])
-    assert "training stops after step 10: no better validation since step 4 " in "\n".join(
-        monitor.lines
-    )
-    head = stopped.backend.unwrap()
-    provenance = stopped.best.restore(head)
-    assert (provenance["steps"], provenance["validation"]["walk_al"]) == (4, 1.5)
-    checkpoint = run(tmp_path / "four", checkpoint_every=4, early_stopping=1, validate_every=4)
-    assert checkpoint.step == 8  # its validations: 1.5 at step 4, 1.45 at step 8
-    assert_rounded_weights(head, loaded(tmp_path / "four" / "best", checkpoint))
-    patient = run(tmp_path / "patient", early_stopping=4)
-    assert (patient.step, patient.best.step) == (14, 12)
-
-
 @pytest.mark.parametrize("cut", [3, 8])
-def test_a_resumed_training_stops_at_the_same_step(
+def test_a_resumed_training_keeps_the_same_best_head(
     tmp_path: Path, scripted: list[int], cut: int
 ) -> None:
-    whole = run(tmp_path / "whole", early_stopping=3)
+    whole = run(tmp_path / "whole")
     with pytest.raises(SystemExit):
-        run(tmp_path / "cut", SignallingMonitor(15, cut), early_stopping=3)
+        run(tmp_path / "cut", SignallingMonitor(15, cut))
     for _ in range(2):  # the second time as if the head had been lost
-        resumed = run(tmp_path / "cut", early_stopping=3)
-        assert (resumed.step, resumed.best.step, resumed.best.al) == (10, 4, 1.5)
+        resumed = run(tmp_path / "cut")
+        assert (resumed.step, resumed.best.step, resumed.best.al) == (14, 12, 1.9)
     for name in ("metrics.jsonl", "best/best.json", "best/draftlab.json"):
         rows = [(tmp_path / run_ / name).read_text() for run_ in ("whole", "cut")]
         if name == "metrics.jsonl":
@@ -135,15 +110,26 @@ def test_a_resumed_training_stops_at_the_same_step(
         (tmp_path / run_ / "best/model.safetensors").read_bytes() for run_ in ("whole", "cut")
     ]
     assert weights[0] == weights[1]
-    assert whole.step == 10
+    assert whole.step == 14
+
+
+def test_the_best_head_has_the_weights_of_its_step(tmp_path: Path, scripted: list[int]) -> None:
+    four = run(tmp_path / "four", steps=4, final_learning_rate=1.0)
+    run(tmp_path / "six", steps=6, final_learning_rate=1.0)  # validations: 1.2, 1.5, 1.4
+    head = loaded(tmp_path / "six" / "best")
+    assert load_config(tmp_path / "six" / "best").provenance["steps"] == 4
+    assert four.step == 4
+    for name, tensor in four.head.tensors().items():
+        if tensor.is_floating_point() and name not in four.head.shared_tensors():
+            assert torch.equal(head.tensors()[name], tensor.bfloat16().to(tensor.dtype)), name
 
 
 def test_the_best_head_of_another_training_is_not_read(tmp_path: Path, scripted: list[int]) -> None:
-    run(tmp_path / "run", early_stopping=3)
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    other = run(tmp_path / "run", early_stopping=3, learning_rate=1e-4)
-    assert (other.step, other.best.step) == (10, 4)
-    assert load_config(tmp_path / "run" / "best").provenance["steps"] == 4
+    key = run(tmp_path).key
+    for other, step, found in ((key, 14, 12), (key, 11, 0), ("other", 14, 0)):
+        best = BestHead(tmp_path / "best", other)
+        best.resume(step)
+        assert best.step == found
 
 
 def test_an_export_of_a_head_that_got_worse_says_so(tmp_path: Path, scripted: list[int]) -> None:
@@ -153,7 +139,6 @@ def test_an_export_of_a_head_that_got_worse_says_so(tmp_path: Path, scripted: li
         (folder / f"runs/small/stages/{stage}.json").unlink()
     shutil.rmtree(folder / "runs/small/train")
     (folder / "runs/small").rename(folder / "runs/worse")  # it has answers and a store
-    shutil.copytree(folder / "runs/worse", folder / "runs/stopped", symlinks=True)
     with contextlib.chdir(folder):
         settings = ["train.steps=14", "train.validate_every=2", "export.formats=[speculators]"]
         monitor = RecordingMonitor()
@@ -163,22 +148,3 @@ def test_an_export_of_a_head_that_got_worse_says_so(tmp_path: Path, scripted: li
         assert "validation was better at step 12 (predicted AL 1.900, now 1.100)" in text
         assert "warning: this head is its training's last; the one after step 12 had a bet" in text
         assert (Path("runs/worse/train/best") / "draftlab.json").is_file()
-        monitor = RecordingMonitor()
-        recipe = load_recipe(
-            Path("small.yaml"), ["name=stopped", *settings, "train.early_stopping=7"]
-        )
-        Pipeline(recipe, monitor).make("export")
-        assert "this head is its training's last" not in "\n".join(monitor.lines)
-        best, head = (Path("runs/stopped") / name for name in ("train/best", "head"))
-        assert (best / "model.safetensors").read_bytes() == (
-            head / "model.safetensors"
-        ).read_bytes()
-        assert load_config(head).provenance["steps"] == 12
-
-
-def test_early_stopping_needs_validations() -> None:
-    with pytest.raises(ValidationError, match="expected validate_every and a validation_share"):
-        TrainSettings(early_stopping=2)
-    with pytest.raises(ValidationError, match="expected validate_every and a validation_share"):
-        TrainSettings(early_stopping=2, validate_every=10, validation_share=0)
-    assert TrainSettings(early_stopping=2, validate_every=10).early_stopping == 2

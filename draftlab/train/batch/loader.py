@@ -11,7 +11,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from draftlab.errors import UserError
 from draftlab.formatting import count_text
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store
@@ -67,17 +66,17 @@ class MicroBatch:
 
 
 class BatchLoader:
-    """Loads the micro-batches of optimizer steps ahead of the training that uses them.
-
-    Raises:
-        UserError: `train.data_workers` asks for workers where none can work.
-    """
+    """Loads the micro-batches of optimizer steps ahead of the training that uses them."""
 
     def __init__(self, packer: Packer, ranks: Ranks) -> None:
         self.packer, self.ranks, self.device = packer, ranks, ranks.device
         self.on_gpu = self.device.type == "cuda"
-        self.num_workers = _choose_num_workers(packer, ranks)
-        self.window = WindowReading.of(packer)
+        self.num_workers = packer.settings.data_workers or 0
+        if packer.settings.data_workers is None and self.on_gpu:
+            # Half of this GPU's share of the CPU cores.
+            cores = len(os.sched_getaffinity(0)) // ranks.local_gpus
+            self.num_workers = max(1, min(MAX_DEFAULT_WORKERS, cores // 2))
+        self.window = WindowReading(packer)
 
     def describe(self) -> str:
         """Return what packs batches, for the console."""
@@ -89,8 +88,8 @@ class BatchLoader:
         return fetch_ahead(steps, OptimizerStep.records, self.packer.store, processes=processes)
 
     def _steps(self, records: Sequence[int] | np.ndarray, first: int) -> Iterator[OptimizerStep]:
-        if self.window is not None:
-            yield from self.window.steps(first, self.ranks)
+        if (window := self.window.order) is not None:
+            yield from self.window.steps(window, first, self.ranks)
             return
         settings, seed, records = self.packer.settings, self.packer.seed, np.asarray(records)
         lengths = np.asarray(self.packer.store.lengths)[records]
@@ -117,23 +116,6 @@ class BatchLoader:
         most = settings.row_tokens * settings.batch_rows
         return FixedSizes.choose(reaches, most, settings.ttt_steps, height)
 
-    def phase(self, step: int) -> str:
-        """Return what training waits for before a step: "data", or the "window" of the store."""
-        return "window" if self.window is not None and self.window.has_waited(step) else "data"
-
-    def begin_step(self, step: int) -> None:
-        """Note that all ranks have the first micro-batch of a step, and all of earlier steps."""
-        if self.window is not None:
-            self.window.begin_step(step)
-
-    def metrics(self) -> dict[str, float]:
-        """Return the numbers of a line of metrics.jsonl about what makes a window's shards."""
-        return {} if self.window is None else self.window.metrics()
-
-    def stopping(self) -> AbstractContextManager[object]:
-        """Return a block at whose end nothing more is loaded: close `micro_batches` after it."""
-        return nullcontext() if self.window is None else self.window.stopping()
-
     def micro_batches(self, steps: Iterable[OptimizerStep]) -> Generator[MicroBatch, None, None]:
         """Yield the micro-batches of the steps in order, on the device, loaded ahead.
 
@@ -147,13 +129,12 @@ class BatchLoader:
 
     def _packed(self, steps: Iterable[OptimizerStep]) -> Generator[list[Batch], None, None]:
         """Yield the packed micro-batches of each step, in pinned memory for a GPU."""
-        wait = self.window.waiting if self.window is not None else lambda pack: pack
         if not self.num_workers:
             num_threads = THREADS.get(self.device.type, 1)
-            yield from map_in_threads(wait(self._pack_here), steps, num_threads)
+            yield from map_in_threads(self.window.waiting(self._pack_here), steps, num_threads)
             return
         pool = WorkerPool(self.packer, self.num_workers, pinned=self.on_gpu)
-        packed_ahead = map_in_threads(wait(pool.pack), steps, self.num_workers)
+        packed_ahead = map_in_threads(self.window.waiting(pool.pack), steps, self.num_workers)
         with closing(pool), closing(packed_ahead) as packed:
             for batches in packed:
                 yield batches if self.on_gpu else [batch.dequantised() for batch in batches]
@@ -230,22 +211,6 @@ def _wait_for_copies(
             queued.append(stream.record_event())
             if len(queued) == MAX_QUEUED_STEPS:
                 queued.popleft().synchronize()
-
-
-def _choose_num_workers(packer: Packer, ranks: Ranks) -> int:
-    requested, is_possible = packer.settings.data_workers, hasattr(os, "memfd_create")
-    if requested and not is_possible:
-        raise UserError(
-            f"train.data_workers asks for {count_text(requested, 'data worker')}, and this system "
-            "has no anonymous files to share with them",
-            where="train.data_workers",
-            do="set it to 0, or leave it out",
-        )
-    if requested is None and ranks.device.type == "cuda" and is_possible:
-        # Half of this GPU's share of the CPU cores.
-        cores = len(os.sched_getaffinity(0)) // ranks.local_gpus
-        return max(1, min(MAX_DEFAULT_WORKERS, cores // 2))
-    return requested or 0
 
 
 def fetch_ahead(

@@ -172,29 +172,28 @@ Pack = Callable[[OptimizerStep], list[Batch]]
 
 
 class WindowReading:
-    """Reads a store with a window, whose shards `feed` makes (None: they are all there)."""
+    """Reads a store, which may have a window.
 
-    def __init__(self, packer: Packer, feed: WindowFeed | None) -> None:
-        self.packer, self.feed = packer, feed
-        settings = packer.settings
-        self.order = WindowOrder(packer.store.manifest, packer.seed)
-        self.order.check_steps(settings.batch_rows, settings.row_tokens)
+    Attributes:
+        order: of a store with a window; None: it has none, and nothing is waited for.
+        feed: what makes the shards; None: they are all there.
+    """
+
+    def __init__(self, packer: Packer) -> None:
+        self.packer, self.order, settings = packer, None, packer.settings
+        self.feed: WindowFeed | None = getattr(packer.store, "feed", None)
+        if packer.store.window is not None:
+            self.order = WindowOrder(packer.store.manifest, packer.seed)
+            self.order.check_steps(settings.batch_rows, settings.row_tokens)
         self._finished_groups: dict[int, int] = {}
         self._waited: set[int] = set()
 
-    @classmethod
-    def of(cls, packer: Packer) -> WindowReading | None:
-        """Return what reads the store of a data set; None if it has no window."""
-        if packer.store.window is None:
-            return None
-        return cls(packer, getattr(packer.store, "feed", None))
-
-    def steps(self, first: int, ranks: Ranks) -> Iterator[OptimizerStep]:
+    def steps(self, order: WindowOrder, first: int, ranks: Ranks) -> Iterator[OptimizerStep]:
         """Yield a rank's share of the optimizer steps from `first` on."""
         settings, finished_groups = self.packer.settings, 0
         lengths = np.asarray(self.packer.store.lengths)
-        order = self.order.steps(lengths, settings.row_tokens, settings.batch_rows)
-        for number, step in zip(range(settings.steps), order, strict=False):
+        steps = order.steps(lengths, settings.row_tokens, settings.batch_rows)
+        for number, step in zip(range(settings.steps), steps, strict=False):
             if number >= first:
                 if number == first and self.feed is not None:
                     self.feed.begin(finished_groups)
@@ -214,22 +213,24 @@ class WindowReading:
         return wait_and_pack
 
     def begin_step(self, number: int) -> None:
-        """Report the groups that are finished when all ranks have read a step."""
+        """Report the groups that are finished, since all ranks have the first micro-batch of a step
+        and all of earlier steps.
+        """
         finished_groups = self._finished_groups.pop(number - 1, 0)
         if self.feed is not None and finished_groups:
             self.feed.report_finished_groups(finished_groups)
 
-    def has_waited(self, number: int) -> bool:
-        """Return whether the shards of a step were not there when it should have been packed."""
-        return number in self._waited
+    def phase(self, number: int) -> str:
+        """Return what training waits for before a step: "data", or the "window" of the store."""
+        return "window" if number in self._waited else "data"
 
     def metrics(self) -> dict[str, float]:
-        """Return for how much of its time the recording has waited for room."""
+        """Return for how much of its time the recording has waited for room, for metrics.jsonl."""
         share = None if self.feed is None else self.feed.share_waited()
         return {} if share is None else {"recording_waited": share}
 
     def stopping(self) -> AbstractContextManager[object]:
-        """Return a block behind which nothing waits for shards."""
+        """Return a block behind which nothing waits for shards: close `micro_batches` after it."""
         stack = ExitStack()
         if self.feed is not None:
             stack.callback(self.feed.stop)

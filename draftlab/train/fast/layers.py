@@ -208,21 +208,6 @@ class _LayerInputs(torch.autograd.Function):
         return None, d_hidden, d_context, *[None] * 5, d_norm, None, None, *d_norms
 
 
-def layer_output(
-    ops: FusedOps,
-    attended: Tensor,
-    residual: Tensor,
-    weights: tuple[Shared, Shared, Shared],
-    norm: Tensor,
-    eps: float,
-) -> Tensor:
-    """Return `DecoderLayer.output` [n, H] of attended values [n, Q] and residual [n, H]; weights:
-    of the projection of attended values, of gate and up as one, and of down.
-    """
-    tensors = (shared.tensor for shared in weights)
-    return _LayerOutput.apply(ops, weights, eps, attended, residual, *tensors, norm)
-
-
 class _LayerOutput(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -305,8 +290,8 @@ class LayerWeights:
     def run_output(self, attended: Tensor, residual: Tensor, eps: float) -> Tensor:
         """Return `DecoderLayer.output` [n, H] of attended values [n, Q] and residual [n, H]."""
         weights = self.output, self.gate_up, self.down
-        norm = self._layer.post_attention_layernorm.weight
-        return layer_output(self._ops, attended, residual, weights, norm, eps)
+        tensors = *(w.tensor for w in weights), self._layer.post_attention_layernorm.weight
+        return _LayerOutput.apply(self._ops, weights, eps, attended, residual, *tensors)
 
     def feed_forward(self, x: Tensor) -> Tensor:
         """Return `SwiGLU` [n, H] of x [n, H]."""
