@@ -156,8 +156,6 @@ class BlockHead(DraftHead):
         logits = super().logits(output)
         if self.markov_head is None:
             return logits
-        if previous is None:
-            raise ValueError("a Markov head's logits depend on the previous tokens")
         factors = self.markov_factors(previous).to(logits.dtype)
         return logits + F.linear(factors, self.markov_head.markov_w2.weight.to(logits.dtype))
 

@@ -203,7 +203,15 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     ):  # as Model Optimizer writes it; transformers does not read it
         found = read_fields(file, {"quantization": dict}, kind="Model Optimizer's config")
         config.quantization_config = {"quant_method": "modelopt"} | found["quantization"]
-    check_rope(config, folder / "config.json")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for kind in (rope, *rope.values()):  # some targets have one for each kind of attention
+        theta = kind.get("rope_theta", 1.0) if isinstance(kind, dict) else 1.0
+        if not is_positive(theta):
+            raise UserError(
+                f"expected a positive finite number as rope_theta, found {theta!r}",
+                where=folder / "config.json",
+                do="fetch the file again",
+            )
     return config
 
 
@@ -276,24 +284,6 @@ def resolve_device(name: str) -> torch.device:
 
 _MAX_POSITIONS = ("max_position_embeddings", "max_seq_len", "seq_length")
 """How configs spell the number of positions; the last two are MPT's and BLOOM's."""
-
-
-def check_rope(config: Any, where: Path) -> None:
-    """Check the bases of a target's RoPE; raise a `UserError` if one is no positive finite number.
-
-    Args:
-        config: as transformers read it.
-        where: the file, for the error.
-    """
-    rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    for kind in (rope, *rope.values()):  # some targets have one for each kind of attention
-        theta = kind.get("rope_theta", 1.0) if isinstance(kind, dict) else 1.0
-        if not is_positive(theta):
-            raise UserError(
-                f"expected a positive finite number as rope_theta, found {theta!r}",
-                where=where,
-                do="fetch the file again",
-            )
 
 
 def max_positions(config: Any) -> int:

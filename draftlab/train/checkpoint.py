@@ -35,6 +35,8 @@ from draftlab.train.settings import TrainSettings
 
 _NAME = re.compile(r"step-(\d{7})")
 STATE, WEIGHTS, MOMENTS = "state.json", "weights.safetensors", "optimizer.safetensors"
+_FIELDS = {"step": int, "tokens_seen": int, "key": str, "verified": bool}
+"""Fields of a checkpoint in STATE, beside the hashes of its tensors' files."""
 MAX_CHECKPOINTS = 2
 """Number of the newest checkpoints that a training keeps."""
 
@@ -101,14 +103,8 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = MAX_CHE
         with atomic_path(building / name) as path:
             save_tensors(tensors, path)
             sha256[name] = sha256_file(path)
-    state = {
-        "step": checkpoint.step,
-        "tokens_seen": checkpoint.tokens_seen,
-        "key": checkpoint.key,
-        "verified": checkpoint.verified,
-        "sha256": sha256,
-    }
-    write_json(building / STATE, state)
+    state = {name: getattr(checkpoint, name) for name in _FIELDS}
+    write_json(building / STATE, state | {"sha256": sha256})
     shutil.rmtree(final, ignore_errors=True)
     building.rename(final)
     for old in checkpoints(folder)[:-keep]:
@@ -171,7 +167,8 @@ def read_checkpoint(path: Path, *, key: str) -> Checkpoint:
     weights, moments = (
         _read_tensors(path / name, state["sha256"].get(name)) for name in (WEIGHTS, MOMENTS)
     )
-    return Checkpoint(state["step"], state["tokens_seen"], key, weights, moments, state["verified"])
+    fields = {name: state[name] for name in _FIELDS}
+    return Checkpoint(**fields, weights=weights, moments=moments)
 
 
 _WITHOUT_CHECKPOINT = "remove {}: training then resumes from an older checkpoint, or starts again"
@@ -180,7 +177,7 @@ _WITHOUT_CHECKPOINT = "remove {}: training then resumes from an older checkpoint
 def _read_state(path: Path) -> dict[str, Any]:
     return read_fields(
         path / STATE,
-        {"key": str, "step": int, "tokens_seen": int, "verified": bool, "sha256": dict},
+        {**_FIELDS, "sha256": dict},
         kind="checkpoint's state.json",
         do=_WITHOUT_CHECKPOINT.format(path),
     )

@@ -22,8 +22,6 @@ from draftlab.formatting import pip_install
 from draftlab.train.objectives.loss import Sums
 from draftlab.train.settings import TrainSettings
 
-_STATUS = Path("/proc/self/status")
-
 NOT_TRAINING = "outside"
 """The phase of validation and checkpoints."""
 
@@ -136,7 +134,7 @@ def reset_peak_memory(device: torch.device) -> None:
     """Have `peak_memory` leave out what this process needed before, where the system can do so."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif _STATUS.exists():
+    else:
         with suppress(OSError):  # a container may forbid it
             Path("/proc/self/clear_refs").write_text("5")
 
@@ -148,7 +146,7 @@ def peak_memory(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if _STATUS.exists() and (found := re.search(r"VmHWM:\s*(\d+) kB", _STATUS.read_text())):
+    if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
         return int(found[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 

@@ -1,4 +1,4 @@
-"""The optimizer, AdamW or Muon, the learning rate, and the clipping of gradients."""
+"""The optimizer, AdamW or Muon, and the learning rate."""
 
 from __future__ import annotations
 
@@ -73,12 +73,6 @@ def new_optimizer(
         weight_decay=0.0,
         fused=device.type == "cuda",
     )
-
-
-def clip_gradients(optimizer: torch.optim.Optimizer, most: float) -> Tensor:
-    """Scale all gradients so that their joint norm is at most `most`; return the norm before."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    return nn.utils.clip_grad_norm_(parameters, most)
 
 
 class Muon(torch.optim.AdamW):

@@ -273,12 +273,6 @@ def hold_out_records(
     """
     if window is None:
         return hold_out(ids, settings.validation_share, seed)
-    _check_held_out(window, settings, seed)
-    held_out, training = np.split(np.arange(len(ids)), [window.validation_records])
-    return training, held_out
-
-
-def _check_held_out(window: StoreWindow, settings: TrainSettings, seed: int) -> None:
     planned, found = (window.validation_share, window.seed), (settings.validation_share, seed)
     if planned != found:
         raise UserError(
@@ -287,6 +281,8 @@ def _check_held_out(window: StoreWindow, settings: TrainSettings, seed: int) -> 
             where="train.validation_share",
             do="record the store again: with record.window its plan holds these records out",
         )
+    held_out, training = np.split(np.arange(len(ids)), [window.validation_records])
+    return training, held_out
 
 
 @torch.no_grad()

@@ -28,7 +28,7 @@ from draftlab.train.checkpoint import trainable
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.fast.choose_forward import choose_forward
 from draftlab.train.objectives.loss import DraftTeacher, Sums, weighted_loss
-from draftlab.train.optimizer import clip_gradients, new_optimizer
+from draftlab.train.optimizer import new_optimizer
 from draftlab.train.settings import TrainSettings
 
 Tensors = dict[str, Tensor]
@@ -113,7 +113,8 @@ class TrainBackend:
     def step(self, learning_rate: float) -> Tensor:
         """Clip gradients, step the optimizer, clear gradients; return the norm before clipping."""
         self._set_learning_rate(learning_rate)
-        norm = clip_gradients(self.optimizer, self.settings.clip)
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        norm = nn.utils.clip_grad_norm_(parameters, self.settings.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return _full_tensor(norm)

@@ -22,6 +22,9 @@ from draftlab.train.objectives.objective import Forward, Objective
 from draftlab.train.settings import TrainSettings
 
 NO_FP8 = "train.precision=fp8 means bfloat16 on such heads"
+NO_COMPILE, NO_RECOMPUTE = (
+    f"train.{name} has no effect on such heads" for name in ("compile", "recompute")
+)
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _FP8_TOLERANCE = 0.35
 """Relative difference allowed between compiled and eager steps. In bfloat16 they round at different
@@ -76,9 +79,8 @@ def choose_forward(
     fast = objective.fast_forward
     on_gpu, recompute, fp8 = head.fc.weight.is_cuda, settings.recompute, settings.precision == "fp8"
     if fast is None or not fast.supports(head):
-        unused = ["compile"] * (settings.compile is True) + ["recompute"] * (recompute is True)
-        notes = ["the reference forward", *_unused(unused)]
-        notes += [NO_FP8] * fp8
+        notes = ["the reference forward"] + [NO_COMPILE] * (settings.compile is True)
+        notes += [NO_RECOMPUTE] * (recompute is True) + [NO_FP8] * fp8
         return objective.forward, ", ".join(notes)
     description = [fast.description]
     if fp8 and not fast.supports_fp8(head):
@@ -95,7 +97,7 @@ def choose_forward(
         options["recompute"] = recompute
         description += ["steps are recomputed in the backward pass"] * bool(recompute)
     else:
-        description += _unused(["recompute"] * (recompute is True))
+        description += [NO_RECOMPUTE] * (recompute is True)
     eager = fast(dtype, **options)
     if not (settings.compile is True or (settings.compile == "auto" and on_gpu)):
         return eager, ", ".join(description)
@@ -108,13 +110,6 @@ def choose_forward(
         description.append(f"not compiled: torch.compile failed: {type(error).__name__}: {reason}")
         return eager, ", ".join(description)
     return compiled, ", ".join([*description, "small operations are compiled"])
-
-
-def _unused(settings: list[str]) -> list[str]:
-    """Return a remark on settings that have no effect on a head."""
-    have = "has" if len(settings) == 1 else "have"
-    names = " and train.".join(settings)
-    return [f"train.{names} {have} no effect on such heads"] if settings else []
 
 
 def fits_in_memory(
