@@ -36,7 +36,7 @@ class BlockConfig(HeadConfig):
     """draftlab.json of a block-parallel head.
 
     Attributes:
-        mask_token_id: the token of masked slots; its row of the target's embeddings is frozen.
+        mask_token_id: the token of masked slots.
         sample_from_anchor: whether slot 0 predicts a token (the anchor layout).
         markov_rank: width of the Markov head's factors; 0: there is none.
         confidence: whether there is a confidence head.

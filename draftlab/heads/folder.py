@@ -66,10 +66,7 @@ def empty_head(config: HeadConfig) -> DraftHead:
 
 
 def meta_head(config: HeadConfig) -> DraftHead:
-    """Return a head without memory, on the meta device, to compare shapes with.
-
-    A config from elsewhere may name sizes that no machine can hold.
-    """
+    """Return a head on the meta device: a config may name sizes that no machine can hold."""
     with torch.device("meta"):
         return new_head(config)
 

@@ -133,11 +133,7 @@ class Llama4Layer(DecoderLayer):
 
 
 class EagleLlama4Head(EagleHead):
-    """fc over cat[embedding, feature], layers of Llama 4, and a final norm.
-
-    Parameters: `lm_head` [V, H] and `target_norm` [H] are the target's; they are frozen and not
-    stored. `norm` is the head's own.
-    """
+    """An EAGLE head with layers of Llama 4 and a final norm of its own, `norm` [H]."""
 
     has_fused_passes = False
 

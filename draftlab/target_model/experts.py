@@ -1,10 +1,8 @@
 """Mixture-of-experts products that never synchronise with the host, so a graph can capture them.
 
 transformers' own loop over the selected experts reads their ids on the host. Its two other
-implementations do not: *grouped* products (sorted tokens, one kernel) and *batched* products (each
-token with a copy of its experts' weights). Grouped products are the better choice where the GPU has
-the kernel; elsewhere torch replaces it by a loop that synchronises, and batched products of bounded
-size are used.
+implementations do not: *grouped* products (sorted tokens, one kernel), used where the GPU has the
+kernel, and *batched* products (each token with a copy of its experts' weights).
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ def grouped_products(dtype: torch.dtype, device: torch.device) -> bool:
 def bounded_batched(
     experts: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute batched products, a few tokens at a time.
+    """Return batched products [T, H], computed for a few tokens at a time.
 
     Every (token, expert) pair needs its own copy of the expert, so a whole prompt would take
     hundreds of gigabytes; a chunk copies no more than the layer's weights once. The number of
@@ -45,12 +43,7 @@ def bounded_batched(
 
     Args:
         experts: a transformers experts module.
-        hidden_states: [T, H].
-        top_k_index: int64 [T, top_k].
-        top_k_weights: [T, top_k].
-
-    Returns:
-        [T, H].
+        hidden_states: [T, H]. top_k_index, top_k_weights: [T, top_k].
     """
     num_experts: Any = experts.num_experts
     size = max(1, num_experts // top_k_index.shape[-1])
@@ -79,12 +72,11 @@ def use_experts(model: PreTrainedModel) -> None:
     Models without experts, quantised experts (which have their own kernels) and models that
     implement their experts themselves do not change. Of the latter, Llama 4 uses batched products
     already; dbrx, doge, jetmoe, longcat_flash and step3p7 loop, which is correct and cannot be
-    captured (`probe.can_capture`).
+    captured (`check_capabilities.can_capture`).
     """
-    if getattr(model.config, "quantization_config", None) is None:
-        switchable = any(
-            isinstance(module, PreTrainedModel) and module._can_set_experts_implementation()
-            for module in model.modules()
-        )
-        if switchable:
-            model.set_experts_implementation(EXPERTS)
+    switchable = any(
+        isinstance(module, PreTrainedModel) and module._can_set_experts_implementation()
+        for module in model.modules()
+    )
+    if switchable and getattr(model.config, "quantization_config", None) is None:
+        model.set_experts_implementation(EXPERTS)

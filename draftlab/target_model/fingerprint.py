@@ -52,9 +52,8 @@ def fingerprint(folder: Path) -> str:
 
 
 def read_pages(descriptor: int, start: int, size: int, pages: int) -> list[bytes]:
-    """Read pages of a tensor of `size` bytes at equal distances, its first and its last included.
-
-    A tensor with fewer pages is read whole.
+    """Read pages of a tensor of `size` bytes at equal distances, its first and its last included;
+    one with fewer pages is read whole.
     """
     if size <= pages * PAGE:
         offsets = list(range(0, max(size, 1), PAGE))

@@ -20,15 +20,11 @@ from draftlab.target_model.settings import TargetSettings
 class TargetMetadata:
     """The attributes of a `Target`, under the same names, without its layers.
 
-    Embeddings, final norm and lm_head are read on first use.
+    Embeddings, final norm and lm_head are read on first use, the last two on `device`.
 
     Args:
-        settings: of the target; as `load_target` reads them.
         padding_reason: `Target.padding_reason`, as another process that runs the layers says;
             vLLM needs no padding.
-
-    Attributes:
-        device: device of norm and lm_head.
 
     Raises:
         UserError: the checkpoint is missing or its config does not load.

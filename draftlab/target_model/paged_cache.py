@@ -47,11 +47,7 @@ def row_bytes(pools: Sequence[Tensor]) -> dict[torch.device, int]:
 
 
 class RecurrentStates:
-    """The states of all recurrent layers, a row for each request.
-
-    Args:
-        num_rows: rows of the pools.
-    """
+    """The states of all recurrent layers, in pools of `num_rows` rows, one for each request."""
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
@@ -184,9 +180,7 @@ class PagedCache(Cache):
     """Pools of blocks for every layer, read and written through a block table.
 
     Args:
-        num_layers: layers of the model.
-        num_blocks: blocks in each layer's pool.
-        block_size: positions in a block, S.
+        num_blocks: blocks in each layer's pool. block_size: positions in a block, S.
         num_rows: rows of recurrent states, for models with recurrent layers; 0: it has none.
         gathers: whether a pass gathers what layers cache for each row, in the order of positions:
             of models that expand it into keys and values (multi-head latent attention, DeepSeek-V2,
@@ -275,12 +269,8 @@ class PagedCache(Cache):
 
 
 class RowCache(PagedCache):
-    """A cache that gathers, with a block for each row: row r has block r + 1.
-
-    Args:
-        num_layers: layers of the model.
-        num_rows: number of sequences.
-        max_length: positions in a row.
+    """A cache that gathers, with a block of `max_length` positions for each row: row r has block
+    r + 1.
     """
 
     def __init__(self, num_layers: int, num_rows: int, max_length: int) -> None:

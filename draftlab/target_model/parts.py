@@ -186,11 +186,7 @@ def check_llama_style(config: Any, where: Path | str, *, trust_remote_code: bool
 
 
 def load_parts(folder: Path, *, trust_remote_code: bool = False) -> TargetParts:
-    """Read the parts, and no layer, from a local folder of safetensors files.
-
-    Returns:
-        The parts in the checkpoint's dtype, on the CPU.
-    """
+    """Read the parts, and no layer, in the checkpoint's dtype, on the CPU."""
     with explain_loading("the target", folder):
         config = load_config(folder, trust_remote_code=trust_remote_code)
         skeleton = meta_model(config, trust_remote_code=trust_remote_code)

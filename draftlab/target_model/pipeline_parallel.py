@@ -37,9 +37,8 @@ def describe_placement(device_map: DeviceMap) -> str:
 def plan_placement(
     config: PreTrainedConfig, gpus: int, device: torch.device, *, trust_remote_code: bool = False
 ) -> DeviceMap | None:
-    """Divide layers by bytes among `gpus` devices from `device` on; None: one device holds all.
-
-    On a CPU `gpus` has no effect.
+    """Divide layers by bytes among `gpus` devices from `device` on; None: one device holds all, as
+    on a CPU.
 
     Raises:
         UserError: there are fewer GPUs.

@@ -42,8 +42,7 @@ _UNSUPPORTED_LONGROPE = ("PhimoeRotaryEmbedding",)
 def replace_layers(model: PreTrainedModel) -> None:
     """Prepare a loaded model for rows of different lengths, in place.
 
-    `model.config` becomes a copy with a lower limit if frozen RoPE is valid for fewer positions;
-    the config objects of layers never change.
+    `model.config` becomes a copy with a lower limit if frozen RoPE is valid for fewer positions.
 
     Raises:
         UserError: a layer is known to mix rows and has no replacement.

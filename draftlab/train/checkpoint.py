@@ -88,10 +88,9 @@ def trainable(head: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = MAX_CHECKPOINTS) -> Path:
-    """Write `folder`/step-NNNNNNN atomically: it is built under another name, then renamed.
+    """Write a checkpoint of CPU tensors, `folder`/step-NNNNNNN, which it returns.
 
-    Its tensors are on the CPU. Its files are on the disk before it has its name. `keep` of the
-    newest checkpoints stay. Returns its folder.
+    Its files are on the disk before it has its name. `keep` of the newest checkpoints stay.
     """
     final = folder / f"step-{checkpoint.step:07d}"
     building = folder / f".{final.name}.tmp"

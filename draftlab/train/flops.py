@@ -121,7 +121,7 @@ def _logits(head: DraftHead, work: StepWork) -> float:
 def kept_bytes(config: HeadConfig, dtype: torch.dtype) -> int:
     """Return about how many bytes the backward pass needs of a row of one step.
 
-    These are inputs of products, queries, keys and values, the output of attention, gate and up.
+    It needs inputs of products, queries, keys, values, attention's output, gate and up.
     """
     heads, size = config.num_attention_heads * config.head_dim, config.hidden_size
     keys_values = 2 * config.num_key_value_heads * config.head_dim

@@ -110,15 +110,12 @@ def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None
 def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
     """Copy every trained tensor of `source` into a head that has its initial values.
 
-    What belongs to the target, frozen weights, is left as it is. Rows of `DraftHead.draft_tables`
-    are matched by target id; rows that `source` lacks keep their values. Layers that `source` lacks
-    start as the identity: they write zeros into the residual stream.
+    Frozen weights, the target's, are left as they are. Rows of `DraftHead.draft_tables` are matched
+    by target id; rows that `source` lacks keep their values. Layers that it lacks start as the
+    identity: they write zeros into the residual stream. Raises as `check_start`.
 
     Returns:
         A line that says what was copied, and which tensors were not.
-
-    Raises:
-        UserError: as in `check_start`.
     """
     new, trained = head.config, source.config
     check_start(new, trained, where)

@@ -29,8 +29,8 @@ NOT_TRAINING = "outside"
 class PhaseTimer:
     """Measures the time since `start` in named phases.
 
-    On a GPU it measures the GPU's time: a mark is an event behind the queued work, so a phase lasts
-    as long as its work and the GPU's idle time before it. Elsewhere it measures the host's time.
+    On a GPU a mark is an event behind the queued work, so a phase lasts as long as its work and the
+    GPU's idle time before it. Elsewhere it measures the host's time.
 
     Attributes:
         totals: seconds of each phase since the timer was made, as far as they were read.
@@ -140,10 +140,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: of tensors on a GPU, of the process elsewhere.
-
-    It is that since the last `reset_peak_memory`, or since the process began.
-    """
+    """Return the peak since `reset_peak_memory` in bytes: of tensors on a GPU, else the process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):

@@ -32,11 +32,11 @@ _WARM_UPS = 3
 def supports_graph(
     module: DistillationModule, settings: TrainSettings, device: torch.device
 ) -> bool:
-    """Return whether the steps of one process are captured.
+    """Return whether the steps of one process can be captured.
 
     A step must be one pass of the chains' fast forward with a loss that needs no other row's value,
     on a GPU that has memory for a second step: a batch that does not fit the sizes runs beside the
-    graph. Whether a graph pays is for `MOST_SECONDS` to say.
+    graph.
     """
     forward, head = module.head_forward, module.head
     return (

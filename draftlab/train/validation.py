@@ -266,10 +266,8 @@ def hold_out_records(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the numbers of a store's records to train on and of the others, ascending.
 
-    A window's plan holds the first of its records out.
-
     Raises:
-        UserError: the window's plan holds out other records.
+        UserError: a window's plan, which holds its first records out, has held out others.
     """
     if window is None:
         return hold_out(ids, settings.validation_share, seed)
@@ -377,10 +375,7 @@ class TokenScores:
 
 @torch.no_grad()
 def score(head: DraftHead, target: DraftTeacher, batch: Batch) -> TokenScores:
-    """Return the scores of one forward pass.
-
-    Logits are computed for a chunk of rows at a time, and a teacher's logits once for all steps.
-    """
+    """Return the scores of one forward pass; a teacher's logits are computed once for all steps."""
     num_rows, width = batch.tokens.shape
     shape = (num_rows * width, len(batch.steps))
     device = batch.tokens.device

@@ -115,10 +115,8 @@ class ShardVerification:
         return new
 
     def update(self) -> int:
-        """Exchange with all ranks what is hashed, without waiting for the rest, and remember it.
-
-        Returns:
-            How many of the pending shards have the right hash.
+        """Exchange with all ranks what is hashed, without waiting for the rest, and remember it;
+        return how many of the pending shards have the right hash.
 
         Raises:
             UserError: in every process, if a shard has another hash than in the manifest. The

@@ -101,12 +101,8 @@ class BatchLoader:
             yield OptimizerStep(step, micro_batches)
 
     def choose_sizes(self, records: Sequence[int] | np.ndarray, height: int) -> FixedSizes:
-        """Return sizes that the batches of nearly all steps fit, for `Packer.sizes`.
-
-        They follow from training's first steps, so that a training that resumes has the same.
-
-        Args:
-            records: as in `steps`. height: see `FixedSizes.choose`.
+        """Return `FixedSizes.choose` for `Packer.sizes`, by the first steps of the training: one
+        that resumes has the same.
         """
         store, settings = self.packer.store, self.packer.settings
         steps = islice(self.steps(records, first=0), SAMPLED_STEPS)
@@ -119,8 +115,7 @@ class BatchLoader:
     def micro_batches(self, steps: Iterable[OptimizerStep]) -> Generator[MicroBatch, None, None]:
         """Yield the micro-batches of the steps in order, on the device, loaded ahead.
 
-        Threads and data workers end with the generator: close it. Raises whatever packing raises,
-        and a `UserError` if a data worker ended.
+        Threads and data workers end with the generator: close it. Raises as `WorkerPool.pack`.
         """
         loaded = _micro_batches(self._packed(steps))
         if not self.on_gpu:

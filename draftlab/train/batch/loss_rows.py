@@ -68,9 +68,8 @@ class StepSampling:
 def sample_depths(record: Record, settings: Any, seed: int, step: int) -> Tensor:
     """Sample how many depths each anchor of a record keeps (conditional drop): int64 [T].
 
-    Depth d is kept with probability max(cod_ratio^d, cod_min), depth 0 always. One random number
-    decides all depths of an anchor, so that they are nested. It is a pure function of seed,
-    optimizer step, record and position.
+    One random number decides all depths of an anchor, so that they are nested. It is a pure
+    function of seed, optimizer step, record and position.
     """
     rising = _depth_probabilities(settings)[::-1]
     dropped = np.searchsorted(rising, _uniform(record, seed, step), side="right")
@@ -78,7 +77,7 @@ def sample_depths(record: Record, settings: Any, seed: int, step: int) -> Tensor
 
 
 def _depth_probabilities(settings: Any) -> np.ndarray:
-    """Return the probability that an anchor keeps each depth, falling with the depth."""
+    """Return the probability that an anchor keeps each depth, falling from 1 at depth 0."""
     return np.maximum(settings.cod_ratio ** np.arange(settings.ttt_steps), settings.cod_min)
 
 

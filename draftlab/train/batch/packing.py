@@ -27,25 +27,15 @@ from draftlab.train.batch.loss_rows import (
 from draftlab.train.settings import TrainSettings
 
 _REFERENCE_LENGTH = 512
-"""Tokens of a conversation whose noise is within ±largest."""
+"""Tokens of a conversation whose noise is within ±largest; longer ones get less."""
 
 
-@dataclass(frozen=True)
-class StepNoise:
+class StepNoise(NamedTuple):
     """The noise settings of an optimizer step: ±largest at 512 tokens, seed and step."""
 
     largest: float
     seed: int
     step: int
-
-    def key(self) -> Tensor:
-        """Return the step's key: int64 []."""
-        seed, step, no_position = torch.tensor([self.seed, self.step, 0])
-        return keyed_bits(seed, step, no_position, Purpose.FEATURE)
-
-    def scale(self, num_tokens: int) -> float:
-        """Return the largest noise in a conversation; longer conversations get less."""
-        return self.largest * _REFERENCE_LENGTH / num_tokens
 
 
 @dataclass(frozen=True)
@@ -171,7 +161,7 @@ def uses_one_row(device: torch.device) -> bool:
 
 
 def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every tensor of a batch except those that stay on the host."""
+    """Apply a function to every tensor of a batch but those of `RowPlan.host`."""
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, tuple):
@@ -214,7 +204,6 @@ def pack(
         num_passes: parts that the anchors are split into. The passes run one after the other, which
             takes less memory and gives the same sum of losses.
         one_row: whether all rows become one. One row has no padding to the longest row of a step.
-        idle: see `Batch`.
         sizes: what a batch of one row and one pass is padded to if it fits; None: it is not.
         allocate: makes the tensors of the largest fields, called like `torch.empty`.
 
@@ -273,8 +262,9 @@ def pack(
     feature_noise = None
     if noise is not None:
         keys = by_record([prompt_key(r.id) for r in flat], torch.int64)
-        largest = by_record([noise.scale(len(r.tokens)) for r in flat], torch.float32)
-        feature_noise = FeatureNoise(noise.key(), keys, largest)
+        scales = [noise.largest * _REFERENCE_LENGTH / len(r.tokens) for r in flat]
+        step = keyed_bits(*torch.tensor([noise.seed, noise.step, 0]), Purpose.FEATURE)
+        feature_noise = FeatureNoise(step, keys, by_record(scales, torch.float32))
     return Batch(
         field("tokens", torch.int64),
         by_record([n for row in row_lengths for n in range(len(row))], torch.int64, padding=-1),
@@ -340,7 +330,7 @@ class Packer:
     def pack(
         self, step: int, rows: Rows, idle: bool, allocate: Callable[..., Tensor] = torch.empty
     ) -> Batch:
-        """Pack a micro-batch of an optimizer step; `allocate`: see the function `pack`."""
+        """Pack a micro-batch of an optimizer step, by the function `pack`."""
         settings, max_steps = self.settings, None
         if self.sampling is not None:
             options = {"settings": settings, "seed": self.seed, "step": step}

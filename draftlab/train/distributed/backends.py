@@ -1,9 +1,7 @@
-"""The module of head and teacher whose forward is the loss, and backends that train it on 1 or more
-ranks: passes, gradients, the optimizer's step and whole tensors.
+"""The module of head and teacher whose forward is the loss, and backends that train it.
 
 A pass is the forward of a module: the hooks of wrappers gather sharded parameters before it, and
-reduce gradients behind its backward. Each is set up by its own API on every device: tests
-run what GPUs run.
+reduce gradients behind its backward.
 
 All backends average gradients over ranks. The loss is a sum over all ranks divided by N_0 of the
 whole optimizer step, so each rank multiplies its part by the number of ranks.
@@ -42,9 +40,8 @@ def product_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 class DistillationModule(nn.Module):
-    """The module that the training loop calls, and that DDP, FSDP2 or ZeRO wrap.
-
-    Products are in `dtype`; weights, sums and gradients stay float32.
+    """The module that DDP, FSDP2 or ZeRO wrap. Its products are in `dtype`; weights, sums and
+    gradients stay float32.
     """
 
     def __init__(
@@ -131,10 +128,7 @@ class TrainBackend:
         """Free what keeps the wrapper, its gradients and moments alive."""
 
     def weights(self) -> Tensors:
-        """Return whole trained parameters on the CPU of rank 0 (other ranks: none of them).
-
-        Every rank calls this.
-        """
+        """Return whole trained parameters on the CPU of rank 0; every rank calls this."""
         names = trainable(self.head)
         return self._on_main((name, value) for name, value in self._parameters() if name in names)
 

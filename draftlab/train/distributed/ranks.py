@@ -175,10 +175,7 @@ def num_launched_here() -> int:
 
 
 def check_gpus(count: int, device: str) -> None:
-    """Raise a `UserError` if this process cannot launch `count` processes with a GPU each.
-
-    With `train.device` cpu it can launch any number.
-    """
+    """Raise a `UserError` if this process cannot launch `count` processes on `train.device`."""
     num_gpus = torch.cuda.device_count()
     if num_launched() > 1:
         raise UserError(

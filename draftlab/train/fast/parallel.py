@@ -15,9 +15,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from draftlab.heads.eagle3 import Eagle3Layer
 from draftlab.heads.head import DecoderLayer, DraftHead
-from draftlab.heads.layers import Attention
 from draftlab.heads.peagle import PeagleHead
 from draftlab.kernels.devices import copy_to_device
 from draftlab.kernels.parallel_attention import ParallelRows, parallel_attention
@@ -37,12 +35,7 @@ class FastParallel(FastForward):
 
     @staticmethod
     def supports(head: DraftHead) -> bool:
-        return (
-            type(head) is PeagleHead
-            and type(head.layer) is Eagle3Layer
-            and all(type(layer) is DecoderLayer for layer in head.layers[1:])
-            and all(type(layer.self_attn) is Attention for layer in head.layers)
-        )
+        return type(head) is PeagleHead
 
     def outputs(self, head: PeagleHead, batch: Batch, steps: list[StepRows]) -> tuple[Tensor, ...]:
         output = _ParallelPass(head, batch, steps, self.dtype, self.ops).run()

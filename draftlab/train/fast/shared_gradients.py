@@ -59,8 +59,6 @@ class _Sum:
 class Shared:
     """A matrix that operations of one graph use through `product` and `fast/layers.py`.
 
-    Its gradient is complete when the last of these in the backward pass has added its share.
-
     Args:
         tensors: [out_i, in], which become one matrix [Σ out_i, in] in `dtype` (None: theirs).
 

@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from draftlab.heads.eagle3 import Eagle3Head, Eagle3Layer
-from draftlab.heads.head import DecoderLayer, DraftHead
-from draftlab.heads.layers import Attention
+from draftlab.heads.eagle3 import Eagle3Head
+from draftlab.heads.head import DraftHead
 from draftlab.kernels.ttt_attention import StepKeyValues, document_starts, ttt_attention
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
@@ -44,12 +43,7 @@ class FastUnroll(FastForward):
 
     @staticmethod
     def supports(head: DraftHead) -> bool:
-        return (
-            type(head) is Eagle3Head
-            and type(head.layer) is Eagle3Layer
-            and all(type(layer) is DecoderLayer for layer in head.layers[1:])
-            and all(type(layer.self_attn) is Attention for layer in head.layers)
-        )
+        return type(head) is Eagle3Head
 
     def outputs(self, head: Eagle3Head, batch: Batch, steps: list[StepRows]) -> list[Tensor]:
         outputs: list[Tensor] = []

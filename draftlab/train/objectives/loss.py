@@ -1,8 +1,4 @@
-"""The loss that all objectives share: outputs at loss rows, their teachers, and the reported sums.
-
-The forward pass of an objective yields, for each step, a head's outputs at the rows that carry loss
-(`StepOutput`). `train/objectives/ttt.py` and `train/objectives/parallel.py` have one each.
-"""
+"""The loss that all objectives share: outputs at loss rows, their teachers, and reported sums."""
 
 from __future__ import annotations
 
