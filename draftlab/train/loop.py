@@ -330,11 +330,8 @@ class Trainer:
         )
 
     def save(self) -> None:
-        """Have a checkpoint of the current step written, with whole weights and moments.
-
-        Raises:
-            UserError: weights are not finite, a shard that is hashed by now is damaged, or the last
-                checkpoint could not be written.
+        """Have a checkpoint of the current step written; raise a `UserError` if weights are not
+        finite, a shard that is hashed by now is damaged, or the last one could not be written.
         """
         self.writer.finish()
         self.verification.update()

@@ -72,10 +72,7 @@ class PhaseTimer:
 
 @dataclass
 class Window:
-    """The metrics of the steps since the last line of metrics.jsonl.
-
-    Sums stay on the device. The host knows the counts from packing.
-    """
+    """The metrics of the steps since the last line of metrics.jsonl; sums stay on the device."""
 
     sums: Sums
     grad_norm: Tensor
@@ -163,11 +160,7 @@ def speed_line(row: dict[str, Any]) -> str:
 
 
 class MetricsLog:
-    """Writer of `folder`/metrics.jsonl and of trackers; it writes nothing if `muted`.
-
-    Attributes:
-        trackers: functions that receive the numbers of all later rows.
-    """
+    """Writer of `folder`/metrics.jsonl and of `trackers`; it writes nothing if `muted`."""
 
     def __init__(self, folder: Path, *, muted: bool = False) -> None:
         self.path, self.muted = folder / "metrics.jsonl", muted
@@ -183,9 +176,6 @@ class MetricsLog:
 
         Trackers end with 0 or the exit code of what ended it. A training that resumes after `step`
         continues its run of Weights & Biases, and hides what TensorBoard has behind the step.
-
-        Args:
-            key: of the training. config: all settings of the run.
         """
         if self.muted:
             yield

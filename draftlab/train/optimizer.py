@@ -156,8 +156,7 @@ MAX_BATCH = 1 << 24
 def orthogonalise(matrices: Tensor) -> Tensor:
     """Return U · S' · Vᵀ of matrices U · S · Vᵀ [b, m, n], in their dtype, with S' in [0.7, 1.2].
 
-    Products are smallest for m ≤ n. Singular values below about 1/1000 of a matrix's Frobenius norm
-    stay smaller.
+    Singular values below about 1/1000 of a matrix's Frobenius norm stay smaller.
     """
     a, b, c = _QUINTIC
     x = matrices.bfloat16() if matrices.is_cuda else matrices

@@ -1,13 +1,10 @@
-"""Validation: α and accuracy by step, and the predicted acceptance length.
+"""Validation: α and accuracy by step (of a parallel head: depth), and the predicted AL.
 
 The teacher-forced walk (methods §6) goes through an answer as a server does: from t = a − 1 it
 accepts the drafts that equal the recorded tokens up to the first that differs, then continues after
 them. On the target's greedy answers its counters are those of real decoding. On sampled answers it
-takes every path with its probability under the acceptance rule.
-
-For a parallel head a step is a depth. Its drafts depend on no other draft, and a chain's drafts
-depend on the recorded tokens in place of accepted drafts, so both are scored at all positions at
-once.
+takes every path with its probability under the acceptance rule. Drafts depend on recorded tokens in
+place of accepted drafts, so that all positions are scored at once.
 """
 
 from __future__ import annotations
@@ -80,8 +77,7 @@ class Validation:
     """Metrics of a head on held-out records.
 
     Attributes:
-        alpha, accuracy: for each step (of a parallel head: depth).
-        loss: for each step, mean over rows.
+        alpha, accuracy, loss: for each step, mean over rows.
         walk: counters over greedy answers, of steps whose K drafts lie inside the answer.
         sampled_al: predicted AL over sampled answers with p and q at temperature 1, which is that
             of sampled drafts at T = 1 if the answers were sampled at 1; None without any.

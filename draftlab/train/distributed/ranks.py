@@ -1,9 +1,8 @@
 """The ranks of a training: which one this process is, and what they exchange on the CPU.
 
-The launcher (`draftlab train --gpus N`, torchrun, accelerate launch) sets RANK, WORLD_SIZE,
-LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Gradients are reduced by NCCL on GPUs and by gloo on a CPU.
-Everything else goes through a gloo group of its own. There a rank may wait for hours while rank 0
-answers prompts, where NCCL would time out after minutes, and notices at once when a rank dies.
+Gradients are reduced by NCCL on GPUs and by gloo on a CPU. Everything else goes through a gloo
+group of its own. There a rank may wait for hours while rank 0 answers prompts, where NCCL would
+time out after minutes, and notices at once when a rank dies.
 """
 
 from __future__ import annotations
@@ -198,9 +197,7 @@ def assign_micro_batches(
     The ranks run as few micro-batches each as `micro_rows` (None: no limit) allows, and the step
     has as many as give work to all of them. All ranks get equally many, since they reduce gradients
     together: where rows are too few, a rank runs the first micro-batch again, as an idle one.
-
-    Returns:
-        This rank's micro-batches, and whether each is idle.
+    Returns this rank's micro-batches, and whether each is idle.
     """
     of_rank = -(-len(rows) // ((micro_rows or len(rows)) * ranks.size))
     count = min(len(rows), of_rank * ranks.size)
@@ -224,11 +221,7 @@ def idle_note(batch_rows: int, num_ranks: int) -> str | None:
 
 
 class EndingSignal:
-    """A SIGTERM or SIGHUP that any rank received.
-
-    Attributes:
-        agreed: the signal, equal on all ranks; None: none had received one in the last `sum`.
-    """
+    """A SIGTERM or SIGHUP that any rank received: `agreed`, equal on all ranks after a `sum`."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks

@@ -1,6 +1,5 @@
 """DeepSpeed's ZeRO (`train.parallel: zero1 | zero2 | zero3`), an optional extra.
 
-DeepSpeed runs with its defaults and is used through its public API only; FSDP2 is faster.
 Computation is float32 with autocast inside the passes, as in all backends: DeepSpeed's own 16-bit
 modes would round the gradients. The trainer assigns rows to ranks, so DeepSpeed's micro-batch size
 is 1.
@@ -138,10 +137,8 @@ class Zero(ShardedBackend):
 
 
 def _create_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Fill AdamW's state with zeros, as its first step would.
-
-    DeepSpeed's stages 1 and 2 look for the state of all parameter groups behind the first step of
-    the first group. In stage 3 the groups are empty outside of a step.
+    """Fill AdamW's state with zeros, as its first step would: DeepSpeed's stages 1 and 2 look for
+    that of all parameter groups behind the first step of the first one.
     """
     on_device = steps_on_device(optimizer)
     for shard in (shard for group in optimizer.param_groups for shard in group["params"]):

@@ -83,11 +83,8 @@ def norm_and_rotate(heads: Tensor, norm: Tensor | None, angles: Angles, eps: flo
 def norm_and_rotate_backward(
     gradient: Tensor, product: Tensor | None, norm: Tensor | None, angles: Angles, eps: float
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the gradients of the heads, side by side [n, C], and of the norm in
-    `norm_and_rotate`.
-
-    Args:
-        product: what `split_heads` read for the heads and, in columns behind them, values.
+    """Return the gradients of the heads, side by side [n, C], and of the norm; `product`: what
+    `split_heads` read for the heads and, in columns behind them, values.
     """
     cosines, sines = angles
     gradient, d_norm = rotate(gradient, (cosines, -sines)), None
@@ -206,10 +203,7 @@ def layer_output(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor, ...]
 
 def layer_output_backward(rows: Rows, weights: Weights, eps: float) -> tuple[Tensor | None, ...]:
     """Return the gradients of `attended`, of the residual, of gate and up, and of the norm, and the
-    input of the down projection.
-
-    Args:
-        rows: the gradient of the output; hidden, and gate and up, as `layer_output` returned them.
+    input of the down projection; rows: the gradient of the output; hidden, and gate and up.
     """
     gradient, hidden, gate_up = rows
     output_weight, gate_up_weight, down_weight, norm = weights

@@ -75,7 +75,6 @@ class Projections(NamedTuple):
     """Weights and operations that make queries, keys and values of hidden states.
 
     Attributes:
-        ops: the operations. eps: of norms.
         norm: weight of the norm of hidden states; None: they have none.
         query, key_value: weights of the products; None: they are not computed.
         query_norm, key_norm: weights of norms; None: there is none.
@@ -127,7 +126,6 @@ def layer_inputs(
     """Return residuals, queries, keys and values of n rows of hidden states.
 
     Args:
-        projections: weights and operations.
         previous: [N, H], hidden states.
         angles: of the rows (`Rope`), behind those of `context`. If there are not n of them, the
             last row of `previous` stands for all further rows, or for none.

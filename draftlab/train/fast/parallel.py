@@ -95,9 +95,7 @@ class _ParallelPass:
         *,
         last: bool,
     ) -> Tensor:
-        """Return the layer's outputs [T + M, H].
-
-        The last layer computes depth 0 only at rows that carry loss: [N_0 + M, H].
+        """Return the layer's outputs [T + M, H], those of the last layer at loss rows alone.
 
         Args:
             norm: weight of the norm that attention reads; None: it reads `hidden` itself.
@@ -162,10 +160,7 @@ class PaddedRows:
 
 
 def attention_rows(batch: Batch, steps: Sequence[StepRows]) -> tuple[PaddedRows, PaddedRows]:
-    """Return the rows of all depths: with every position at depth 0, and with its loss rows alone.
-
-    Rows of depth 1 and more are masked slots.
-    """
+    """Return the rows of all depths: with every position at depth 0, and with loss rows alone."""
     num_positions, device = batch.tokens.numel(), batch.tokens.device
     num_batch, width = batch.tokens.shape
     starts, masked = document_starts(batch.documents), steps[1:]

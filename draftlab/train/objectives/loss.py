@@ -82,10 +82,8 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
 
 
 def row_starts(starts: Tensor, rows: StepRows) -> Tensor:
-    """Return the document start of each row, int64 [B, R]; S for padding rows, which see no key.
-
-    Args:
-        starts: int64 [B, S], of each position (`document_starts`).
+    """Return the document start of each row, int64 [B, R], from those of positions [B, S]; it is S
+    for padding rows, which see no key.
     """
     result = starts.gather(1, rows.index)
     if len(rows.valid_rows) == rows.index.numel():
@@ -141,10 +139,8 @@ class DraftTeacher:
 
     @classmethod
     def for_training(cls, parts: TargetParts, head: DraftHead, dtype: torch.dtype) -> DraftTeacher:
-        """Return the teacher of a head that is trained with products in `dtype`.
-
-        The weight stays in the target's dtype if products are in it too, and is otherwise float32.
-        A frozen lm_head has the same rows, so that it shares their memory.
+        """Return the teacher of a head that is trained with products in `dtype`: in the target's
+        dtype if it is the same, else in float32. A frozen lm_head shares its memory.
         """
         kept = dtype if parts.lm_head.dtype == dtype else torch.float32
         teacher = cls.of(parts, head, kept)

@@ -90,15 +90,13 @@ def first_hidden(head: DraftHead, batch: Batch) -> Tensor:
 
 
 def window_starts(starts: Tensor, index: Tensor, k: int, window: int | None) -> Tensor:
-    """Return the first slots [B, R] whose step-0 keys the rows see in a sliding window.
+    """Return the first slots [B, R] whose step-0 keys the rows see in a window (None: all keys).
 
     The row at slot t has position t + k, so that it sees slots from t + k − window + 1 on. It sees
     all of its step keys, which are fewer than a window has.
 
     Args:
-        starts: the first slots of the rows' conversations.
-        index: the rows' slots.
-        window: keys that a row sees up to its own; None: all of its conversation.
+        starts: the first slots of the rows' conversations. index: the rows' slots.
     """
     return starts if window is None else torch.maximum(starts, index + (k + 1 - window))
 
