@@ -41,8 +41,8 @@ class BlockConfig(HeadConfig):
         markov_rank: width of the Markov head's factors; 0: there is none.
         confidence: whether there is a confidence head.
         is_causal: whether a slot sees only its own key and those before it in its block.
-        sliding_window: number of keys that a slot of a sliding layer sees up to its own. It is
-            larger than a block. Without `is_causal` a slot also sees the later ones of its block.
+        sliding_window: number of keys that a slot of a sliding layer sees up to its own, more than
+            a block has. Without `is_causal` a slot also sees the later ones of its block.
         layer_types: of each layer; None: all slide if there is a window, and none otherwise.
     """
 
@@ -116,10 +116,8 @@ class ConfidenceHead(nn.Module):
 
 
 class BlockHead(DraftHead):
-    """A head of Qwen3-shaped layers whose context keys come from the target's features.
-
-    With the target's whole vocabulary `lm_head` is the target's and not stored. Otherwise its rows
-    of the draft vocabulary are stored. It is frozen in both cases.
+    """A head of Qwen3-shaped layers whose context keys come from the target's features. Its lm_head
+    is the target's, frozen, and stored for a draft vocabulary alone.
     """
 
     config: BlockConfig

@@ -42,9 +42,8 @@ class EagleConfig(HeadConfig):
 
 
 class EagleHead(DraftHead):
-    """fc over cat[embedding, feature], then plain layers, the first without an input norm.
-
-    Parameters: `lm_head` [V, H] and `target_norm` [H] are the target's, frozen and not stored.
+    """fc over cat[embedding, feature], then plain layers, the first without an input norm. The
+    target's `lm_head` [V, H] and `target_norm` [H] are frozen and not stored.
     """
 
     fc_in_every_pass = True

@@ -25,7 +25,7 @@ class ExpertsConfig(BaseModel, extra="forbid", frozen=True):
     """Shape and routing of a mixture.
 
     Attributes:
-        num_experts: experts that are chosen from; per_token: how many a token has.
+        per_token: experts of a token.
         intermediate_size: width of each expert; shared_size: of the shared expert.
         normalised: whether the weights of a token's experts add up to `scaling`.
         scaling: factor of the weights.
@@ -138,10 +138,8 @@ class Experts(nn.Module):
 
 
 def product_by_expert(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return the products [R, n] of rows [R, k], sorted by expert, with the experts' [E, n, k].
-
-    Args:
-        ends: int64 [E], the end of each expert's rows.
+    """Return the products [R, n] of rows [R, k], sorted by expert, with the experts' [E, n, k];
+    ends: int64 [E], of each expert's rows.
     """
     if torch.is_autocast_enabled(rows.device.type):
         return _CastProduct.apply(rows.to(torch.get_autocast_dtype(rows.device.type)), weight, ends)

@@ -42,8 +42,7 @@ class Family(ABC):
             `config_class`, `new_head` and `new_drafter` instead.
         native_type, layouts_type: the functions for `native_config` and `layouts`, as
             "module:name"; empty: none.
-        title: name of its heads in messages, such as "EAGLE3".
-        description: a line for model cards and READMEs.
+        title: name of its heads in messages. description: a line for model cards and READMEs.
         drafting: "chain": one draft token a pass; "parallel": all draft tokens in one pass.
         max_layers: largest number of decoder layers.
         options: settings of `head:` that apply to its heads, beside their shape.

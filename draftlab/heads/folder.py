@@ -57,9 +57,8 @@ class _WithoutRandomValues(TorchFunctionMode):
 
 
 def empty_head(config: HeadConfig) -> DraftHead:
-    """Return a head whose values are all to be set: its memory may hold anything.
-
-    Values that torch would draw for a head of 128,256 tokens take a core ten seconds.
+    """Return a head whose memory may hold anything: values that torch would draw for one of 128,256
+    tokens take a core ten seconds.
     """
     with _WithoutRandomValues():
         return new_head(config)

@@ -1,7 +1,4 @@
-"""Layers of Llama-style heads: norm, feed-forward, rotary embedding, attention projections.
-
-Leading dimensions are free.
-"""
+"""Layers of Llama-style heads: norm, feed-forward, rotary embedding, attention projections."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ from draftlab.heads.rope import attention_factor, rope_frequencies
 
 
 class RMSNorm(nn.RMSNorm):
-    """Root-mean-square norm over the last dimension.
-
-    The weight is cast to the input's dtype, since torch has no fused path for mixed dtypes.
-    """
+    """RMS norm in the input's dtype, since torch has no fused path for mixed dtypes."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)

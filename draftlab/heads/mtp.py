@@ -258,10 +258,8 @@ class MtpLayer(DecoderLayer):
 
 
 class MtpHead(DraftHead):
-    """An MTP layer: norms of embedding and state, fc over both, a decoder layer, a final norm.
-
-    Parameters: `lm_head` [V, H] and, where the state is normed before, `target_norm` [H] are the
-    target's, frozen and not stored.
+    """An MTP layer: norms of embedding and state, fc over both, a decoder layer, a final norm. The
+    target's `lm_head` and, where the state is normed before, `target_norm` are frozen.
     """
 
     fc_in_every_pass = True

@@ -23,10 +23,8 @@ GATE_UP, DOWN = "layers.0.mlp.gate_up", "layers.0.mlp.down"
 def checkpoint_tensors(
     config: MtpConfig, tensors: Mapping[str, Tensor], stored: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a head folder as the checkpoint has them before it is quantised.
-
-    Args:
-        stored: names of the checkpoint's tensors.
+    """Return the tensors of a head folder as the checkpoint, with tensors of `stored` names, has
+    them before it is quantised.
     """
     tensors = {name: tensor for name, tensor in tensors.items() if name != CORRECTION}
     if GATE in tensors:
@@ -48,8 +46,7 @@ def load_checkpoint(head: MtpHead, read: Callable[[str], Tensor], stored: Collec
     """Load the layer of a checkpoint; the tensors that are the target's stay as they are.
 
     Args:
-        read: returns the checkpoint's tensor of a name, dequantised.
-        stored: names of the checkpoint's tensors.
+        read: returns the checkpoint's tensor of a name, out of `stored`, dequantised.
 
     Raises:
         UserError: a tensor has another shape, or quantised values.

@@ -100,14 +100,8 @@ def refuse_faults(faults: Iterable[TensorFault], where: Path) -> None:
 def draft_vocabulary_readings(
     d2t: Tensor, t2d: Tensor | None, vocab_size: int
 ) -> dict[Literal["offsets", "ids"], Tensor]:
-    """Return the target ids that d2t gives, for each plausible interpretation.
-
-    An interpretation is plausible if its ids are those that t2d marks; without t2d, if they are
-    ascending ids of the vocabulary.
-
-    Args:
-        d2t: integers [D], offsets (target id − draft id) or target ids.
-        t2d: [V], marks the draft vocabulary; None: unknown.
+    """Return the target ids that d2t gives, as offsets (target id − draft id) and as target ids, if
+    they are those that t2d [V] marks; without t2d, if they are ascending ids of the vocabulary.
     """
     d2t = d2t.long()
     readings: dict[Literal["offsets", "ids"], Tensor] = {}
@@ -123,9 +117,8 @@ def draft_vocabulary_readings(
 def draft_vocabulary_fault(
     d2t: Tensor | None, t2d: Tensor | None, config: HeadConfig
 ) -> str | None:
-    """Return why d2t does not hold offsets that agree with t2d; None if it does.
-
-    Maps that are missing or of a wrong shape are reported by `tensor_faults`.
+    """Return why d2t does not hold offsets that agree with t2d; None if it does, is missing, or is
+    of a wrong shape.
     """
     size = config.vocab_size
     if d2t is None or d2t.shape != (config.draft_vocab_size,) or d2t.is_floating_point():

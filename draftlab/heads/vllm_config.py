@@ -53,9 +53,8 @@ def eagle3_native_config(config: Any, dtype: str) -> dict[str, Any]:
 
 
 def sliding_fields(config: Any) -> dict[str, Any]:
-    """Return the keys of sliding layers of an EAGLE3 head; none if its layers see all keys.
-
-    vLLM counts `layer_types` from the head's first layer (`target_layer_count`, servers §1.3).
+    """Return the keys of sliding layers of an EAGLE3 head, which vLLM counts from its first layer
+    (`target_layer_count`, servers §1.3); none if its layers see all keys.
     """
     if config.sliding_window is None:
         return {}
@@ -64,10 +63,7 @@ def sliding_fields(config: Any) -> dict[str, Any]:
 
 
 def eagle_native_config(config: HeadConfig, dtype: str) -> dict[str, Any]:
-    """Return config.json of an EAGLE head.
-
-    With method eagle vLLM loads it as EagleLlamaForCausalLM (servers §1.1).
-    """
+    """Return config.json of an EAGLE head, vLLM's EagleLlamaForCausalLM (servers §1.1)."""
     layers = layer_fields(config, dtype)
     return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **layers}
 

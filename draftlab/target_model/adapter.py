@@ -23,6 +23,7 @@ from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.parts import shard_files, without_wrappers
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_BY_PEFT = "merge it with peft (merge_and_unload), save the model, and name it as target.path"
 _PREFIX = "base_model.model."
 _ALWAYS = {"peft_type": "LORA", "use_dora": False, "fan_in_fan_out": False, "lora_bias": False}
 """Fields whose other values change what an adapter computes."""
@@ -35,9 +36,8 @@ _PLAIN_PATTERN = re.compile(r"[\w.^\\-]*")
 def merged_folder(base: Path, adapter: Path) -> Path:
     """Return the folder of a checkpoint with an adapter's weights, which is made if need be.
 
-    Args:
-        base: folder of the checkpoint without the adapter.
-        adapter: folder with `CONFIG` and `WEIGHTS`.
+    Files are merged one by one, so that all tensors of a checkpoint stay, its MTP layer's too, and
+    none of its code runs.
 
     Raises:
         UserError: it is no LoRA adapter, not one of this checkpoint, or of an unknown kind.
@@ -104,8 +104,7 @@ def read_adapter(adapter: Path) -> tuple[dict[str, Any], Path]:
         raise UserError(
             f"expected {wrong[0]}: draftlab merges plain LoRA only",
             where=adapter / CONFIG,
-            do="merge it with peft (merge_and_unload), save the model, and name that folder as "
-            "target.path",
+            do=_BY_PEFT,
         )
     return config, adapter / WEIGHTS
 
@@ -132,8 +131,7 @@ def _changes(
         raise UserError(
             f"expected pairs lora_A and lora_B, and whole tensors, found {name}",
             where=adapter / WEIGHTS,
-            do="merge it with peft (merge_and_unload), save the model, and name that folder as "
-            "target.path",
+            do=_BY_PEFT,
         )
     return changes
 

@@ -139,10 +139,8 @@ def _attention(
     s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute a layer's attention over a paged cache, a packed row or plain rows.
-
-    Returns:
-        [B, M, heads, head_dim], and None for the weights.
+    """Return a layer's attention over a paged cache, a packed row or plain rows, [B, M, heads,
+    head_dim], and None for the weights.
     """
     tensors, inputs = (query, key, value), _inputs.get()
     scores = {"scaling": scaling, "softcap": softcap, "s_aux": s_aux}
@@ -209,12 +207,8 @@ def _attend_rows(
     s_aux: Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Compute SDPA; eagerly if a model caps its scores (Gemma 2) or has sinks (gpt-oss).
-
-    transformers' SDPA refuses capped scores and silently ignores sinks.
-
-    Returns:
-        [B, M, heads, head_dim].
+    """Return SDPA [B, M, heads, head_dim], computed eagerly if a model caps its scores (Gemma 2) or
+    has sinks (gpt-oss): transformers' refuses capped scores and silently ignores sinks.
     """
     if softcap is None and s_aux is None:
         return sdpa_attention_forward(

@@ -72,10 +72,8 @@ def meta_model(config: Any, *, trust_remote_code: bool = False) -> PreTrainedMod
 
 
 def drop_other_modules(model: PreTrainedModel, decoder: nn.Module) -> dict[str, int]:
-    """Take what is neither the decoder nor the lm_head, such as a vision tower, out of a model.
-
-    Returns:
-        The number of tensors of each module that was taken out, by its name.
+    """Take what is neither the decoder nor the lm_head, such as a vision tower, out of a model;
+    return the number of tensors of each module that was taken out, by its name.
     """
     kept = {id(decoder), id(model.get_output_embeddings())}
     dropped: dict[str, int] = {}

@@ -56,19 +56,16 @@ def check_rows(target: Target) -> None:
 
 
 def check_pages(target: Target) -> None:
-    """Raise a `UserError` if the model cannot read its keys from pages.
-
-    Examples are models that do not attend through transformers' interface (JetMoE).
+    """Raise a `UserError` if the model cannot read its keys from pages, as JetMoE, which does not
+    attend through transformers' interface.
     """
     fault = "reads its cache in a way that pages of keys do not serve"
     raise_fault(target, fault, _rows_and_pages, *close_tolerance(target))
 
 
 def padding_reason(target: Target) -> str | None:
-    """Return why conversations cannot be packed into one row; None if they can.
-
-    Examples are recurrent layers of unknown functions (`recurrent_layer.py`) and attention that
-    does not use transformers' interface.
+    """Return why conversations cannot be packed into one row, such as recurrent layers of unknown
+    functions or attention that does not use transformers' interface; None if they can.
     """
     experiments = [
         ("mixes packed conversations", _packed_with_others, exact_tolerance(target), torch.amax),
@@ -172,9 +169,8 @@ def find_fault(
     tolerance: float,
     reduction: Reduction = torch.amax,
 ) -> str | None:
-    """Return the fault and its size if the results [..., Ht] of `experiment` differ.
-
-    They do if `reduction` of the tokens' relative differences exceeds `tolerance`.
+    """Return the fault and its size if `reduction` of the relative differences of an experiment's
+    results [..., Ht] exceeds `tolerance`.
     """
     try:
         one, other = experiment(target)

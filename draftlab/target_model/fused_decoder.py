@@ -87,12 +87,8 @@ class FusedLayer:
         positions: Tensor,
         last_seen: Tensor | None = None,
     ) -> tuple[Tensor, DeferredNorm | None]:
-        """Return the output [T, H], and its norm if one follows.
-
-        Args:
-            query: [B, M, heads, head_dim], T = B · M.
-            residual: [T, H].
-            positions, last_seen: of the tokens, as in `attend_paged`.
+        """Return the output [T, H], and its norm if one follows, from queries [B, M, heads,
+        head_dim], T = B · M, and the residual [T, H]; the rest is `attend_paged`'s.
         """
         w = self.weights
         attended = attend_paged(
@@ -206,10 +202,8 @@ class FusedDecoder(KnownDecoder):
 
 
 def fused_decoder(target: Target) -> FusedDecoder | None:
-    """Return the checked fused path of a target; None if the target runs through transformers.
-
-    That is the case off CUDA, for an architecture that is not listed, and for layers with other
-    modules, parameters or hooks or with input-dependent rotary frequencies.
+    """Return the checked fused path of a target; None off CUDA and for layers that are not known
+    (`has_known_layers`), which transformers runs.
     """
     if target.device.type != "cuda":
         return None

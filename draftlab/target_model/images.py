@@ -116,8 +116,7 @@ def image_ids(target: Target, ids: Sequence[int], images: Images, *, prompt: boo
     """Return token ids by which the target reads images; without images `ids`.
 
     Args:
-        prompt: whether `ids` are a prompt; else they are its beginning, or go on behind it, where
-            an answer may have the image token without an image.
+        prompt: whether `ids` are a whole prompt alone: an answer may have further image tokens.
     """
     if not images:
         return ids

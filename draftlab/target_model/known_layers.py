@@ -73,11 +73,8 @@ def window_of(attention: Any, config: Any) -> int | None:
 
 
 class LayerWeights:
-    """The parameters of a Llama-style layer of transformers or of a head; None: it has none.
-
-    Args:
-        layer: the module; all of its norms have one eps.
-        stack: joins those of queries, keys and values.
+    """The parameters of a Llama-style layer of transformers or of a head, whose norms have one eps;
+    `stack` joins those of queries, keys and values. None: it has none.
     """
 
     def __init__(self, layer: Any, stack: Callable[[list[Tensor]], Tensor] = torch.cat) -> None:
@@ -103,9 +100,6 @@ run); positions in a block."""
 @torch.inference_mode()
 def check_decode_path(target: Target, path: DecodePath, name: str) -> None:
     """Compare a path with transformers on random tokens: two prompts, then steps of ragged rows.
-
-    Args:
-        name: the path's name in an error.
 
     Raises:
         UserError: the target has too few positions for the comparison, or states or logits differ

@@ -185,10 +185,8 @@ def load_model(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' progress bar, its table of tensors, which `load_model` reads, and
-    advice on its own settings.
-
-    An installed DeepSpeed, which is imported when a model is saved, is silent, too.
+    """Silence transformers' progress bar, its table of tensors, which `load_model` reads, advice on
+    its own settings, and DeepSpeed, which is imported when a model is saved.
     """
     name_accelerator(has_gpu=torch.cuda.is_available())
     verbosity = transformers_logging.get_verbosity()
@@ -216,11 +214,8 @@ def _notes(
     unused: Mapping[str, int],
     dequantised: Mapping[str, Any] | None,
 ) -> Iterator[str]:
-    """Yield lines on the checkpoint's other tensors, its quantisation, and what it was made of.
-
-    Args:
-        unused: counts of tensors that are not used, such as a vision tower's.
-        dequantised: the quantisation that the files have and the loaded model has not.
+    """Yield lines on the checkpoint's `unused` tensors, by their counts, on its quantisation, which
+    the loaded model may not have (`dequantised`), and on what it was made of.
     """
     dtype = str(model.dtype).removeprefix("torch.")
     if unused:

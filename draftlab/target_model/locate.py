@@ -116,11 +116,8 @@ def hub_answers() -> bool:
 
 
 def load_error(what: str, where: Path | str, error: Exception, do: str) -> UserError:
-    """Return the error of a part of a checkpoint that transformers cannot load.
-
-    Args:
-        what: the part, such as "the target's config".
-        do: the advice, if the reason is not that the checkpoint ships code.
+    """Return the error of a part of a checkpoint, such as "the target's config", that transformers
+    cannot load; `do`: the advice, if the reason is not that the checkpoint ships code.
     """
     if "trust_remote_code" in str(error):  # transformers names the argument of its own function
         return UserError(
@@ -157,13 +154,8 @@ def explain_loading(
 
 
 def check_named(target: object, trust_remote_code: bool) -> None:
-    """Check that who trusts a target's code names the target, too.
-
-    Args:
-        target: what the user names; None: files, which may be a stranger's, name it.
-
-    Raises:
-        UserError: the user trusts code without a name.
+    """Raise a `UserError` if the user trusts code of a target without naming it: files, which may
+    be a stranger's, then name it.
     """
     if trust_remote_code and target is None:
         raise UserError(
@@ -287,11 +279,8 @@ _MAX_POSITIONS = ("max_position_embeddings", "max_seq_len", "seq_length")
 
 
 def max_positions(config: Any) -> int:
-    """Return the largest number of positions of a target; raise a `UserError` if the config names
-    none.
-
-    Args:
-        config: of the target's text model.
+    """Return the largest number of positions by the config of a target's text model; raise a
+    `UserError` if it names none.
     """
     for name in _MAX_POSITIONS:
         if (limit := getattr(config, name, None)) is not None:

@@ -80,14 +80,8 @@ class PackedRow:
         return self._cache[key]
 
     def by_conversation(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-        """Run a causal function with a row for each conversation, in place of the packed row.
-
-        Args:
-            function: takes tensors [B, M, …] of right-padded conversations; returns one.
-            tensors: [1, T, …].
-
-        Returns:
-            [1, T, …].
+        """Return [1, T, …] of a causal function of tensors [1, T, …] that runs on right-padded
+        conversations [B, M, …], in place of the packed row.
         """
         result: Tensor | None = None
         for padded, real, columns in self._rows(tensors[0].device):
@@ -147,14 +141,11 @@ def varlen_attention(
     window: int | None,
     scale: float | None,
 ) -> Tensor:
-    """Compute causal attention within each conversation in one kernel.
+    """Return causal attention within each conversation [1, T, heads, head_dim], in one kernel.
 
     Args:
         query: [1, heads, T, head_dim]; key and value may have fewer heads, one for each group.
         window: number of keys that a query sees, itself included; None: all before it.
-
-    Returns:
-        [1, T, heads, head_dim].
     """
     bounds, longest = packed_row.cu_seqlens(query.device), max(packed_row.lengths)
     # Before 2.12 the kernel has no such option and takes grouped heads as they are.

@@ -45,9 +45,7 @@ class NormForm:
 def find_norm_form(norm: nn.Module, like: Tensor) -> NormForm | None:
     """Return what a norm computes, found by feeding it vectors; None: no form fits.
 
-    Args:
-        norm: over the last dimension.
-        like: [V, Ht], whose width, dtype and device the weight of a norm without parameters has.
+    The weight of a norm without parameters has width, dtype and device of `like` [V, Ht].
     """
     generator = torch.Generator().manual_seed(0)
     x = 100 * torch.randn(4, like.shape[1], generator=generator)  # so that epsilons do not count
@@ -154,13 +152,9 @@ def _logit_scale(config: Any) -> float:
 def check_llama_style(config: Any, where: Path | str, *, trust_remote_code: bool = False) -> None:
     """Check that an EAGLE head can compute the target's final norm and logits; reads no weights.
 
-    Args:
-        config: the target's.
-        where: the target, for the error.
-
     Raises:
-        UserError: logits are scaled or capped, or the final norm is not an RMS norm times its
-            weight.
+        UserError: logits of the target (`where`) are scaled or capped, or the final norm is not an
+            RMS norm times its weight.
     """
     with explain_loading("the target", where):
         text = config.get_text_config()
@@ -244,9 +238,6 @@ def tensor_files(folder: Path) -> dict[str, str]:
 
 def read_tensor(folder: Path, name: str, *, files: dict[str, str] | None = None) -> Tensor:
     """Read a tensor by name; the checkpoint may prefix or shorten the name, as text models do.
-
-    Args:
-        files: `tensor_files` of the folder, if they are at hand.
 
     Raises:
         UserError: the tensor is missing or ambiguous, or its file is missing or broken.

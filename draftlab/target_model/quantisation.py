@@ -162,11 +162,10 @@ def read_weights(
 ) -> dict[str, Tensor]:
     """Read a checked checkpoint's tensors under the names that they had before they were quantised.
 
+    Weights are in `dtype`, rounded once from float32; what was not quantised is as it is.
+
     Args:
         layers: how many layers to read; None: all.
-
-    Returns:
-        Weights in `dtype`, rounded once from float32, and what was not quantised as it is.
     """
     tensors: dict[str, Tensor] = {}
     for file in shard_files(folder):

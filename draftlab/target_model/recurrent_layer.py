@@ -43,10 +43,6 @@ _NO_TIME = -1e4  # softplus of it is 0: such a token changes no state
 class RecurrentLayer:
     """The forward pass of a recurrent layer over a `PagedCache`'s states or over packed rows.
 
-    Args:
-        module: the layer; its own forward pass is that of its class.
-        name: of the module.
-
     Attributes:
         replaced: whether its convolutions and recurrences are known.
     """
@@ -88,11 +84,7 @@ class RecurrentLayer:
     def run(
         self, states: RecurrentStates | None, packed_row: PackedRow | None, **arguments: Any
     ) -> Any:
-        """Run the layer with the states of rows, or over a packed row.
-
-        Args:
-            arguments: of the layer's forward pass; it gets no cache and no mask.
-        """
+        """Run the layer with the states of rows, or over a packed row; it gets no cache or mask."""
         self._states, self._packed_row, self._calls = states, packed_row, 0
         names = {*CACHE_NAMES, "attention_mask"} & arguments.keys()
         return self._forward(self._module, **arguments | dict.fromkeys(names))
@@ -307,9 +299,7 @@ def unknown_recurrence(decoder: nn.Module) -> str | None:
 
 def planned_state_bytes(decoder: nn.Module) -> int | None:
     """Return the bytes of one request's recurrent states; the decoder may be on the meta device.
-
-    Returns:
-        None if a layer must run to tell, and takes other inputs than the decoder's hidden states.
+    None: a layer must run to tell, and takes other inputs than the decoder's hidden states.
     """
     if unknown_recurrence(decoder):
         return None

@@ -67,11 +67,7 @@ def stand_in_config(
 
 
 def load_first_layers(settings: TargetSettings, layers: int) -> Target:
-    """Load a target's first layers alone: its last states are then those of a boundary.
-
-    Raises:
-        UserError: as `load_target`.
-    """
+    """Load a target's first layers as `load_target`: its last states are then a boundary's."""
     source = resolve_target(settings)
     config = load_config(source, trust_remote_code=settings.trust_remote_code)
     with tempfile.TemporaryDirectory() as name:
@@ -117,15 +113,13 @@ def check_architecture(
     """Check on a small random model what draftlab needs of a target's architecture.
 
     Args:
-        config: the target's.
-        name: the target's, for errors.
         decodes: whether draftlab's engine is to decode with the target.
 
     Returns:
         Why nothing was checked: transformers makes no such model of small widths. Else None.
 
     Raises:
-        UserError: draftlab cannot use the architecture.
+        UserError: draftlab cannot use the architecture of the target `name`.
     """
     with quiet_transformers():
         try:
