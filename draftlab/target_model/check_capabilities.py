@@ -8,7 +8,7 @@ the tolerance is that of rounding in any dtype and faults of any size are found.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,8 @@ from draftlab.target_model.recurrent_layer import unknown_recurrence
 if TYPE_CHECKING:
     from draftlab.target_model.model import Target
 
-Experiment = Callable[["Target"], tuple[Tensor, Tensor]]
+Experiment = Callable[["Target"], Iterable[Tensor]]
+"""Gives the states of two passes."""
 Reduction = Callable[[Tensor], Tensor]
 WITHOUT_ENGINE = (
     "use another target; or let vLLM answer (regenerate.backend=vllm), then `draftlab train` and "
@@ -197,40 +198,34 @@ def ids_and_positions(target: Target, tokens: list[int], start: int) -> tuple[Te
     return ids, torch.arange(start, start + len(tokens), device=target.device)[None]
 
 
-def _after_rejection(target: Target) -> tuple[Tensor, Tensor]:
+def _after_rejection(target: Target) -> Iterator[Tensor]:
     """Run the same continuation without and with two rejected tokens before it."""
-    states = []
     for rejected in (False, True):
         rows = _Rows(target, 1, gathers=True)
         rows.run([[5, 6, 7]])
         if rejected:
             rows.run([[8, 9]], keep=[0])
-        states.append(rows.run([[10, 11]]))
-    return states[0], states[1]
+        yield rows.run([[10, 11]])
 
 
-def _with_wrong_length(target: Target) -> tuple[Tensor, Tensor]:
+def _with_wrong_length(target: Target) -> Iterator[Tensor]:
     """Run the same tokens on a cache that reports no length and on one that reports another."""
-    states = []
     for cls in (PagedCache, _WrongLengthCache):
         rows = _Rows(target, 1, cls, gathers=True)
         rows.run([[5, 6, 7]])
-        states.append(rows.run([[10, 11]]))
-    return states[0], states[1]
+        yield rows.run([[10, 11]])
 
 
-def _beside_longer_row(target: Target) -> tuple[Tensor, Tensor]:
+def _beside_longer_row(target: Target) -> Iterator[Tensor]:
     """Run a row beside one at the first positions and beside one at the last positions."""
     ids = torch.tensor([[5, 6, 7], [8, 9, 10]], device=target.device) % target.vocab_size
     columns = torch.arange(3, device=target.device)
-    states = []
     for start in (0, target.max_length - 3):
         # Slots are columns here: the row at the last positions needs no cache of that length.
         cache = RowCache(target.num_layers, 2, 3)
         cache.at_rows([0, 1], columns.expand(2, 3), 3)
         positions = torch.stack([columns, columns + start])
-        states.append(target.states(ids, positions=positions, cache=cache).last[0])
-    return states[0], states[1]
+        yield target.states(ids, positions=positions, cache=cache).last[0]
 
 
 def _rows_and_pages(target: Target) -> tuple[Tensor, Tensor]:
@@ -338,15 +333,13 @@ class _Rows:
         return last
 
 
-def _after_other_drafts(target: Target) -> tuple[Tensor, Tensor]:
+def _after_other_drafts(target: Target) -> Iterator[Tensor]:
     """Run the same continuation after steps in which different drafts were rejected."""
-    states = []
     for drafts in ([9, 10], [30, 40]):
         rows = _Rows(target, 1)
         rows.run([[5, 6, 7]])
         rows.run([[8, *drafts]], keep=[1])
-        states.append(rows.run([[11, 12]], keep=[2]))
-    return states[0], states[1]
+        yield rows.run([[11, 12]], keep=[2])
 
 
 def _beside_other_rows(target: Target) -> tuple[Tensor, Tensor]:

@@ -44,6 +44,8 @@ from draftlab.target_model.parts import (
 )
 
 T = TypeVar("T")
+Kind = tuple[str, list[int]]
+"""The dtype and shape of a stored tensor."""
 
 VLLM_ADVICE = (
     "let vLLM answer and record (draftlab train with regenerate.backend=vllm record.backend=vllm), "
@@ -139,7 +141,7 @@ def check_files(folder: Path, fields: Mapping[str, Any]) -> None:
             found[name] = f"{dtype} with {', '.join(factors[weight])} alone"
         elif weight in factors:
             scale = _scale(factors[weight])
-            if not _fits(dtype, shape, *scale, _block(fields)):
+            if not _fits((dtype, shape), scale, _block(fields)):
                 found[name] = f"{dtype} {shape} with factors {scale[0]} {scale[1]}"
             if without_wrappers(module) in ("embed_tokens", "lm_head"):
                 found[name] = "quantised, and heads are made of it"
@@ -381,7 +383,7 @@ def _groups(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
             yield group
 
 
-def _dtypes(folder: Path) -> dict[str, tuple[str, list[int]]]:
+def _dtypes(folder: Path) -> dict[str, Kind]:
     """Return the dtype and shape of each tensor of a checkpoint."""
     kinds = {}
     for file in shard_files(folder):
@@ -392,14 +394,9 @@ def _dtypes(folder: Path) -> dict[str, tuple[str, list[int]]]:
     return kinds
 
 
-def _fits(
-    dtype: str,
-    shape: list[int],
-    scale_dtype: str,
-    scale_shape: list[int],
-    block: tuple[int, int] | None,
-) -> bool:
+def _fits(values: Kind, factors: Kind, block: tuple[int, int] | None) -> bool:
     """Return whether `dequantise` takes values and factors of these dtypes and shapes."""
+    (dtype, shape), (scale_dtype, scale_shape) = values, factors
     if dtype in ("F8_E4M3", "I8"):
         return _shared_size(shape, scale_shape, block) is not None
     size = {"F8_E4M3": 16, "U8": 32}.get(scale_dtype)

@@ -234,9 +234,7 @@ def fetch_ahead(
     try:
         while True:
             while len(waiting) < MAX_ITEMS and total < max_bytes:
-                try:
-                    item = next(items)
-                except StopIteration:
+                if (item := next(items, _END)) is _END:
                     break
                 numbers = store.shards_of(records_of(item))
                 new = [shards[number] for number in numbers if not uses[number]]

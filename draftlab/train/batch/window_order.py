@@ -10,7 +10,7 @@ its shards can be deleted.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from itertools import count
 from typing import NamedTuple, Protocol
@@ -109,7 +109,12 @@ class WindowOrder:
         number = 0
         for epoch in count():
             for in_epoch, group in enumerate(self.epoch(epoch)):
-                rows += self._rows(group, epoch, in_epoch, lengths, row_tokens)
+                bounds = zip(self._starts[group].tolist(), self._ends[group].tolist(), strict=True)
+                records = np.concatenate([np.arange(first, end) for first, end in bounds])
+                sequence = np.random.SeedSequence([self.seed, epoch], spawn_key=(1, in_epoch))
+                seed = int(sequence.generate_state(1, np.uint64)[0])
+                of_group = epoch_rows(lengths[records], row_tokens, seed=seed, epoch=epoch)
+                rows += [records[row].tolist() for row in of_group]
                 start = 0
                 while len(rows) - start >= batch_rows:
                     end = start + batch_rows
@@ -118,26 +123,6 @@ class WindowOrder:
                     start = end
                 rows = rows[start:]
                 number += 1
-
-    def _rows(
-        self,
-        group: Sequence[int],
-        epoch: int,
-        in_epoch: int,
-        lengths: np.ndarray,
-        row_tokens: int,
-    ) -> list[list[int]]:
-        """Return the rows of a group."""
-        bounds = zip(self._starts[group].tolist(), self._ends[group].tolist(), strict=True)
-        records = np.concatenate([np.arange(start, end) for start, end in bounds])
-        seed = np.random.SeedSequence([self.seed, epoch], spawn_key=(1, in_epoch))
-        rows = epoch_rows(
-            lengths[records],
-            row_tokens,
-            seed=int(seed.generate_state(1, np.uint64)[0]),
-            epoch=epoch,
-        )
-        return [records[row].tolist() for row in rows]
 
 
 class WindowFeed(Protocol):
