@@ -223,6 +223,7 @@ REMOVED_SETTINGS = {
     "head.layer_types": "all layers of a block head have head.sliding_window, or none",
     "train.weight_decay": "fewer steps or more conversations help against overfitting",
     "train.early_stopping": "train/best/ has the head of the best validation, a head folder",
+    "train.recompute": "train.micro_rows needs as little memory, and no more time",
     "train.dpace": "train.acceptance_weighting weighs drafts by how often they are reached",
     "train.replay": "a head trains on recorded answers alone",
     "prompts.per_source": "data_prep/chats.py takes SOURCE:N, so many conversations of a data set",

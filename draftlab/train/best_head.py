@@ -35,7 +35,6 @@ class BestHead:
     step: int = field(default=0, init=False)
     al: float = field(default=0.0, init=False)
     better: dict[str, Any] | None = field(default=None, init=False)
-    _last: tuple[int, Validation] | None = field(default=None, init=False)
 
     def resume(self, step: int) -> None:
         """Read the best head of a training that resumes after `step`.
@@ -59,7 +58,6 @@ class BestHead:
         """Keep the head of a validation if it is the best so far; every rank calls `head`, and one
         of them is to `write` it.
         """
-        self._last = step, validation
         al = validation.predicted_al()
         if self.step and al <= self.al:
             return
@@ -74,10 +72,6 @@ class BestHead:
             save_head(self.folder, best, torch.bfloat16)
             best.config = config
             write_json(self.folder / STATE, {"key": self.key, "step": step, "al": al})
-
-    def validation_of(self, step: int) -> Validation | None:
-        """Return the latest validation if it was after `step`."""
-        return self._last[1] if self._last and self._last[0] == step else None
 
     def compare(self, last: Validation, say: Callable[[str], None]) -> None:
         """Say so if the best validation's predicted AL is 1 % above the last step's."""

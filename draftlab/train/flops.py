@@ -41,8 +41,7 @@ def chain_flops(head: DraftHead, work: StepWork) -> float:
     A product counts twice its multiplications, and once more for each of its two gradients, if they
     are needed: the features need none, and frozen weights have none. Only rows that run are
     counted: step 0 at every position, its queries in the last layer and later steps at rows with
-    loss. What is computed a second time (for acceptance weighting, lk, recomputed activations) is
-    not.
+    loss. What is computed a second time (for acceptance weighting, lk) is not.
     """
     first, later = work.rows[0], sum(work.rows[1:])
     total = 2.0 * head.fc.weight.numel() * work.positions

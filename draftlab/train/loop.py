@@ -200,7 +200,7 @@ class Trainer:
             self.save()
             validation = None
             if self.held_out:
-                validation = self.best.validation_of(self.step) or self.validate()
+                validation = self.validate()
                 self.best.compare(validation, self.monitor.say)
                 if line := validation.gap_line(self.trained_alpha):
                     self.monitor.say(line)
@@ -216,8 +216,8 @@ class Trainer:
         self.window = Window.empty(settings.ttt_steps, self.device)
         reset_peak_memory(self.device)
         self.timer.start()
-        if self.step and self.step % every == 0 and not self.validated:  # a signal came before it
-            self.validate()
+        if 0 < self.step < settings.steps and self.step % every == 0 and not self.validated:
+            self.validate()  # a signal came before it
         steps, began = self.loader.steps(self.training, first=self.step), time.perf_counter()
         compiles, window = self.device.type == "cuda", self.loader.window
         with closing(self.loader.micro_batches(steps)) as micro_batches, window.stopping():

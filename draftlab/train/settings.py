@@ -16,7 +16,6 @@ FREE_SETTINGS = frozenset(
         "device",
         "parallel",
         "compile",
-        "recompute",
         "checkpoint_every",
         "log_every",
         "data_workers",
@@ -181,9 +180,6 @@ class TrainSettings(Settings):
     compile: Literal["auto"] | bool = "auto"
     """Whether norms and rotations are compiled (torch.compile); "auto": on a GPU.
     It has no effect on eagle and eagle_llama4."""
-    recompute: Literal["auto"] | bool = "auto"
-    """eagle3: whether the backward pass recomputes activations instead of saving them, which needs
-    less memory for long rows and a third more time; "auto": on a GPU where they do not fit."""
     validation_share: float = Field(default=0.05, ge=0, lt=1)
     """Share of the records held out for validation. Records of one prompt stay together. Above 0,
     at least one prompt is held out if there are several."""

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draftlab.heads.head import DraftHead
 from draftlab.kernels.devices import use_device
 from draftlab.train.batch.packing import Batch, map_tensors
 from draftlab.train.distributed.backends import DistillationModule
-from draftlab.train.fast.choose_forward import fits_in_memory
 from draftlab.train.fast.ttt import FastUnroll
+from draftlab.train.flops import kept_bytes
 from draftlab.train.objectives.loss import LossTerms, Sums
 from draftlab.train.settings import TrainSettings
 
@@ -25,6 +26,8 @@ MOST_SECONDS = 0.04
 """Time of a step's products at the GPU's measured rate up to which the host is the limit. The whole
 step takes a GPU not quite twice as long, and its launches a host 54 to 85 ms whatever their sizes.
 A graph of longer steps would save nothing, and its padding would cost a few percent."""
+_USABLE_MEMORY = 0.8
+"""Share of the memory beside weights, gradients and moments that activations may take."""
 _WARM_UPS = 3
 """Passes before the capture, which compile kernels and choose their tiles."""
 
@@ -42,15 +45,24 @@ def supports_graph(
     return (
         device.type == "cuda"
         and isinstance(forward, FastUnroll)
-        and not forward.recompute
         and forward.ops.quantise_weight is None
         and module.objective.sampling is None
         and not module.objective.imitates_states
         and module.terms in (LossTerms("soft_ce"), LossTerms("lk"))
         and (settings.micro_rows or settings.batch_rows) >= settings.batch_rows
         and settings.anchor_parts == 1
-        and fits_in_memory(head, settings, module.dtype, steps=2)
+        and two_steps_fit(head, settings, module.dtype)
     )
+
+
+def two_steps_fit(head: DraftHead, settings: TrainSettings, dtype: torch.dtype) -> bool:
+    """Return whether the activations that two optimizer steps of one pass save fit on the GPU."""
+    rows = settings.row_tokens * settings.batch_rows
+    saved = 2 * rows * settings.ttt_steps * kept_bytes(head.config, dtype)
+    # Gradients and two moments, each as large as the weights, are allocated later.
+    later = 3 * sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
+    free, _ = torch.cuda.mem_get_info(head.fc.weight.device)
+    return saved < _USABLE_MEMORY * (free - later)
 
 
 class StepGraph:

@@ -261,9 +261,9 @@ def test_off_is_a_word_where_words_are_asked_for(tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert (recipe.eval.draft_probs, recipe.regenerate.enabled) == ("off", False)
     recipe = load_recipe(
-        path, ["eval.draft_probs=on", "train.recompute=on", "regenerate.enabled=True"]
+        path, ["eval.draft_probs=on", "train.compile=on", "regenerate.enabled=True"]
     )
-    assert (recipe.eval.draft_probs, recipe.train.recompute) == ("on", True)
+    assert (recipe.eval.draft_probs, recipe.train.compile) == ("on", True)
     assert recipe.regenerate.enabled is True
     assert load_recipe(path, ["prompts.source=no"]).prompts.source == "no"
 
@@ -279,7 +279,7 @@ def test_off_is_a_word_where_words_are_asked_for(tmp_path: Path) -> None:
         ("seed.deep=1", "seed: expected a whole number"),
         ("train.steps=", "train.steps: expected a whole number, found null"),
         ("eval.k=[true, 3]", "eval.k: expected a whole number, found [true, 3]"),
-        ("train.recompute=maybe", "train.recompute: expected 'auto' or true or false, found 'm"),
+        ("train.compile=maybe", "train.compile: expected 'auto' or true or false, found 'm"),
         ("head.mask_token=[1]", "head.mask_token: expected a whole number or a text, found [1]"),
         ("eval.raw=2", "eval.raw: expected true or false, found 2"),
         ("train.learning_rate=1e9", "train.learning_rate: expected"),

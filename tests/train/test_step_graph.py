@@ -232,7 +232,6 @@ def test_a_graph_has_the_gradients_of_eager_passes(
         ({"micro_rows": 1}, False),
         ({"anchor_parts": 2}, False),
         ({"acceptance_weighting": 0.5}, False),
-        ({"recompute": True}, False),
         ({"head": {"family": "peagle"}}, False),
         ({"head": {"family": "dspark"}}, False),
         ({"head": EAGLE}, False),
@@ -243,7 +242,7 @@ def test_steps_of_one_pass_whose_rows_need_no_other_are_captured(
     changes: dict[str, Any], supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for fits in (True, False):
-        monkeypatch.setattr(step_graph, "fits_in_memory", lambda *_, fits=fits, **__: fits)
+        monkeypatch.setattr(step_graph, "two_steps_fit", lambda *_, fits=fits: fits)
         head = random_norms_head(**changes.get("head", {}))
         options = {"ttt_steps": STEPS, "batch_rows": 2} | changes
         options.pop("head", None)

@@ -1,5 +1,4 @@
-"""Choice of the training forward: reference or fast, compiled or eager, with or without
-recomputation."""
+"""Choice of the training forward: reference or fast, compiled or eager."""
 
 from __future__ import annotations
 
@@ -17,14 +16,11 @@ from draftlab.store.store import Record
 from draftlab.target_model.recurrent_layer import copy_function
 from draftlab.train.batch.packing import Batch, pack
 from draftlab.train.fast.fused_ops import FP8_OPS, FUSED_OPS, FusedOps
-from draftlab.train.flops import kept_bytes
 from draftlab.train.objectives.objective import Forward, Objective
 from draftlab.train.settings import TrainSettings
 
 NO_FP8 = "train.precision=fp8 means bfloat16 on such heads"
-NO_COMPILE, NO_RECOMPUTE = (
-    f"train.{name} has no effect on such heads" for name in ("compile", "recompute")
-)
+NO_COMPILE = "train.compile has no effect on such heads"
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _FP8_TOLERANCE = 0.35
 """Relative difference allowed between compiled and eager steps. In bfloat16 they round at different
@@ -33,8 +29,6 @@ step of three bits; five layers differ by 0.16. A mistake gives a difference of 
 _GPU_CHECK_TOKENS = 2048
 """Most tokens of the batch that is compared on a GPU, the first that torch.compile sees. It chooses
 tile sizes for those numbers of rows, and does not split sums over few rows into parts."""
-_USABLE_MEMORY = 0.8
-"""Share of the memory beside weights, gradients and moments that activations may take."""
 
 
 class _CompiledOp:
@@ -77,32 +71,25 @@ def choose_forward(
         UserError: with train.precision=fp8, if the GPU or a size of the layers does not allow it.
     """
     fast = objective.fast_forward
-    on_gpu, recompute, fp8 = head.fc.weight.is_cuda, settings.recompute, settings.precision == "fp8"
+    on_gpu, fp8 = head.fc.weight.is_cuda, settings.precision == "fp8"
     if fast is None or not fast.supports(head):
-        notes = ["the reference forward"] + [NO_COMPILE] * (settings.compile is True)
-        notes += [NO_RECOMPUTE] * (recompute is True) + [NO_FP8] * fp8
-        return objective.forward, ", ".join(notes)
+        notes = [NO_COMPILE] * (settings.compile is True) + [NO_FP8] * fp8
+        return objective.forward, ", ".join(["the reference forward", *notes])
     description = [fast.description]
     if fp8 and not fast.supports_fp8(head):
         description.append(NO_FP8)
         fp8 = False
-    options: dict[str, Any] = {"ops": FP8_OPS if fp8 else FUSED_OPS}
+    ops = FP8_OPS if fp8 else FUSED_OPS
     if fp8:
         check_fp8_sizes(head)
         check_fp8_device(head.fc.weight.device)
         description.append("layers' products are in fp8")
-    if fast.can_recompute:
-        if recompute == "auto":
-            recompute = on_gpu and not fits_in_memory(head, settings, dtype)
-        options["recompute"] = recompute
-        description += ["steps are recomputed in the backward pass"] * bool(recompute)
-    else:
-        description += [NO_RECOMPUTE] * (recompute is True)
-    eager = fast(dtype, **options)
+    eager = fast(dtype, ops=ops)
     if not (settings.compile is True or (settings.compile == "auto" and on_gpu)):
         return eager, ", ".join(description)
-    compiled = fast(dtype, **options | {"ops": compiled_ops(options["ops"])})
-    num_tokens = min(_GPU_CHECK_TOKENS, _pass_tokens(settings)) if on_gpu else 32
+    compiled = fast(dtype, ops=compiled_ops(ops))
+    largest = settings.row_tokens * (settings.micro_rows or settings.batch_rows)
+    num_tokens = min(_GPU_CHECK_TOKENS, largest) if on_gpu else 32
     try:
         check_compiled(head, compiled, eager, num_tokens)
     except Exception as error:  # compilers raise many types
@@ -110,25 +97,6 @@ def choose_forward(
         description.append(f"not compiled: torch.compile failed: {type(error).__name__}: {reason}")
         return eager, ", ".join(description)
     return compiled, ", ".join([*description, "small operations are compiled"])
-
-
-def fits_in_memory(
-    head: DraftHead, settings: TrainSettings, dtype: torch.dtype, *, steps: int = 1
-) -> bool:
-    """Return whether the activations that all steps of the largest batch save fit on the GPU, for
-    so many optimizer steps at a time.
-    """
-    rows = _pass_tokens(settings) / settings.anchor_parts
-    saved = steps * rows * settings.ttt_steps * kept_bytes(head.config, dtype)
-    # Gradients and two moments, each as large as the weights, are allocated later.
-    later = 3 * sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
-    free, _ = torch.cuda.mem_get_info(head.fc.weight.device)
-    return saved < _USABLE_MEMORY * (free - later)
-
-
-def _pass_tokens(settings: TrainSettings) -> int:
-    """Return the number of tokens of the largest pass, with padding."""
-    return settings.row_tokens * (settings.micro_rows or settings.batch_rows)
 
 
 def check_compiled(head: DraftHead, compiled: Any, eager: Any, num_tokens: int) -> None:

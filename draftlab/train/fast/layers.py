@@ -34,17 +34,12 @@ class FastForward(ABC):
     Args:
         dtype: of products, norms and saved activations.
         ops: `FUSED_OPS`, `FP8_OPS`, or the same compiled.
-        recompute: whether the backward pass recomputes steps instead of saving their activations,
-            if it `can_recompute`.
     """
 
     description: str
-    can_recompute = False
 
-    def __init__(
-        self, dtype: torch.dtype, *, ops: FusedOps = FUSED_OPS, recompute: bool = False
-    ) -> None:
-        self.dtype, self.ops, self.recompute = dtype, ops, recompute
+    def __init__(self, dtype: torch.dtype, *, ops: FusedOps = FUSED_OPS) -> None:
+        self.dtype, self.ops = dtype, ops
 
     @staticmethod
     @abstractmethod

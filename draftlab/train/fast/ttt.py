@@ -6,7 +6,6 @@
 - Only rows that carry loss are run. They are padded to a common length for attention alone. All
   layers but the last run step 0 at every position.
 - Weights and the operations between products are those of `train/fast/layers.py`.
-- Steps can be recomputed in the backward pass, so that long rows need little memory.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.head import DraftHead
@@ -39,7 +37,6 @@ class FastUnroll(FastForward):
     """Fast forward pass of `unroll`."""
 
     description = "the embeddings' part of q, k and v is computed once a token"
-    can_recompute = True
 
     @staticmethod
     def supports(head: DraftHead) -> bool:
@@ -48,13 +45,9 @@ class FastUnroll(FastForward):
     def outputs(self, head: Eagle3Head, batch: Batch, steps: list[StepRows]) -> list[Tensor]:
         outputs: list[Tensor] = []
         unrolled = _Unroll(head, batch, self.dtype, self.ops)
-        output, step_keys = unrolled.every_position(), [None] * len(head.layers)
+        output = unrolled.every_position()
         for k in range(len(steps)):
-            if self.recompute:
-                results = checkpoint(unrolled.step, k, output, step_keys, use_reentrant=False)
-            else:
-                results = unrolled.step(k, output, step_keys)
-            previous, output, step_keys = results
+            previous, output = unrolled.step(k, output)
             outputs.append(previous)
         return [*outputs[1:], output]
 
@@ -95,7 +88,9 @@ class _Unroll:
         self.projections[0] = self.projections[0]._replace(
             embedded=embedded, norm_before_residual=first.norm_before_residual
         )
-        self.keys: list[tuple[Tensor, Tensor]] = []  # keys and values of step 0, for each layer
+        # For each layer, keys and values of step 0, and of the later steps that have run.
+        self.keys: list[tuple[Tensor, Tensor]] = []
+        self.step_keys: list[StepKeyValues | None] = [None] * len(head.layers)
 
     def every_position(self) -> Tensor:
         """Run step 0 up to the keys of the last layer, and return this layer's input [B · S, H]."""
@@ -124,19 +119,13 @@ class _Unroll:
             index = origin = None
         raise AssertionError("a head has a layer")
 
-    def step(
-        self, k: int, previous: Tensor, step_keys: list[StepKeyValues | None]
-    ) -> tuple[Tensor, Tensor, list[StepKeyValues | None]]:
-        """Run step k.
-
-        Args:
-            previous: output of the previous step; at step 0 the last layer's input.
-            step_keys: for each layer, keys and values of steps 1..k−1.
+    def step(self, k: int, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """Run step k on the output of the previous step; at step 0 on the last layer's input.
 
         Returns:
-            `previous` (a branch point of the graph), the output [n, H], and `step_keys` up to k.
+            `previous`, as a branch point of the graph, and the output [n, H].
         """
-        rows, step_keys = self.batch.steps[k], [*step_keys]
+        rows, step_keys = self.batch.steps[k], self.step_keys
         starts = row_starts(self.starts, rows)
         starts = window_starts(starts, rows.index, k, self.head.layer.window)
         hidden, origin = previous, rows.origin
@@ -161,4 +150,4 @@ class _Unroll:
             attended = unpad_rows(attended, rows).flatten(1)
             residual = inputs.previous if inputs.residual is None else inputs.residual
             hidden, origin = self.weights[number].run_output(attended, residual, self.eps), None
-        return previous, self.head.output_norm(hidden), step_keys
+        return previous, self.head.output_norm(hidden)

@@ -98,15 +98,11 @@ def test_outputs_and_gradients_equal_the_reference(changes: dict[str, object]) -
     assert fast.supports(model)
     actual = train_step(model, fast(torch.float64)(model, batch), batch)
     assert_same(actual, reference_step(model, batch))
-    if fast is FastUnroll:
-        again = train_step(model, FastUnroll(torch.float64, recompute=True)(model, batch), batch)
-        assert_same(again, actual, 0)
 
 
 @pytest.mark.usefixtures("float64")
-@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("step", range(4))
-def test_a_loss_may_read_one_step_alone(step: int, recompute: bool) -> None:
+def test_a_loss_may_read_one_step_alone(step: int) -> None:
     """The steps behind it then have no gradients."""
     model, batch = random_norms_head(norm_before_residual=True), ragged_batch()
     weights = [p for p in model.parameters() if p.requires_grad]
@@ -117,7 +113,7 @@ def test_a_loss_may_read_one_step_alone(step: int, recompute: bool) -> None:
             allow_unused=True,
             materialize_grads=True,
         )
-        for forward in (FastUnroll(torch.float64, recompute=recompute), unroll)
+        for forward in (FastUnroll(torch.float64), unroll)
     )
     torch.testing.assert_close(actual, expected)
 
@@ -250,32 +246,27 @@ def test_a_graph_keeps_no_weights_behind_its_backward_pass(
 
 
 def test_training_runs_the_fast_unroll(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[bool] = []
+    calls: list[FastUnroll] = []
     call = FastUnroll.__call__
 
     def recorded(self: FastUnroll, *arguments: object) -> object:
-        calls.append(self.recompute)
+        calls.append(self)
         return call(self, *arguments)
 
     monkeypatch.setattr(FastUnroll, "__call__", recorded)
     batch = ragged_batch()
-    for recompute in (False, True):
-        module = distillation_module(random_norms_head(), recompute=recompute)
-        module(batch, [1.0] * 4)
-        assert ("recomputed in the backward pass" in module.description) == recompute
-    assert calls == [False, True]
-    module = distillation_module(random_norms_head(**EAGLE), recompute=True, compile=True)
+    distillation_module(random_norms_head())(batch, [1.0] * 4)
+    assert len(calls) == 1
+    module = distillation_module(random_norms_head(**EAGLE), compile=True)
     module(batch, [1.0] * 4)
-    assert len(calls) == 2
-    for name in ("compile", "recompute"):
-        assert f"train.{name} has no effect on such heads" in module.description
+    assert len(calls) == 1
+    assert "train.compile has no effect on such heads" in module.description
 
 
 def test_training_runs_all_depths_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = random_norms_head(**PEAGLE, num_layers=2), ragged_batch()
-    module = distillation_module(model, recompute=True)
+    module = distillation_module(model)
     assert isinstance(module.head_forward, FastParallel)
-    assert "train.recompute has no effect on such heads" in module.description
     module(batch, [1.0] * 4)
     monkeypatch.setattr(choose_forward, "compiled_ops", partial(compiled_ops, backend="aot_eager"))
     module = distillation_module(model, compile=True)

@@ -68,10 +68,9 @@ def test_outputs_and_gradients_are_close_to_float32s(
         assert errors["fp8", name] > 2 * errors["bfloat16", name], name
 
 
-def test_recomputed_and_compiled_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compiled_steps_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_norms_head(**HEADS[1])
-    expected = step_of(model, recompute=False)
-    assert all(torch.equal(x, expected[n]) for n, x in step_of(model, recompute=True).items())
+    expected = step_of(model)
     traced = partial(compiled_ops, backend="aot_eager")
     monkeypatch.setattr(choose_forward, "compiled_ops", traced)
     monkeypatch.setattr(choose_forward, "_FP8_TOLERANCE", 1e-6)

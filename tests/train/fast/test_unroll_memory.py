@@ -23,36 +23,30 @@ from tests.helpers.synthetic import (
 )
 
 
-def test_recomputed_steps_keep_little() -> None:
-    """What the backward pass keeps, beside the weights: as estimated, and little if recomputed."""
+def test_the_backward_pass_keeps_as_much_as_estimated() -> None:
+    """Beside the weights."""
     target, model = parts(), head(parts(), intermediate_size=512)
     batch = pack([[record(spans_of([(2, 100)]), target)]], 128, 6)
     rows = sum(len(step.valid_rows) for step in batch.steps)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    stored: dict[int, int] = {}
 
-    def kept(recompute: bool) -> int:
-        stored: dict[int, int] = {}
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        # Of the layer's length are weights that were stacked; the others belong to rows.
+        if storage.data_ptr() not in weights and len(tensor) not in (2 * 512, 32, 64, 128):
+            stored[storage.data_ptr()] = storage.nbytes()
+        return tensor
 
-        def keep(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            # Of the layer's length are weights that were stacked; the others belong to rows.
-            if storage.data_ptr() not in weights and len(tensor) not in (2 * 512, 32, 64, 128):
-                stored[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            outputs = FastUnroll(torch.float32, recompute=recompute)(model, batch)
-        assert outputs
-        return sum(stored.values())
-
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        outputs = FastUnroll(torch.float32)(model, batch)
+    assert outputs
     expected = rows * kept_bytes(model.config, torch.float32)
-    assert 0.5 < kept(False) / expected < 1.5
-    assert kept(True) < 0.1 * expected
+    assert 0.5 < sum(stored.values()) / expected < 1.5
 
 
-@pytest.mark.parametrize("recompute", [False, True])
 def test_gradients_are_complete_before_the_backward_pass_ends(
-    recompute: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ranks reduce what is whole while the backward pass goes on: it must not come at the end.
 
@@ -70,7 +64,7 @@ def test_gradients_are_complete_before_the_backward_pass_ends(
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
-    train_step(model, FastUnroll(torch.float32, recompute=recompute)(model, batch), batch)
+    train_step(model, FastUnroll(torch.float32)(model, batch), batch)
     last = max(number for number, name in enumerate(events) if name == "attention")
     layer = "layers.0.{}.weight".format
     early = {"mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "self_attn.o_proj"}
