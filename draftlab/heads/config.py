@@ -182,11 +182,8 @@ class HeadConfig(BaseModel, extra="forbid", frozen=True):
 
 
 def make_head_config(**fields: Any) -> HeadConfig:
-    """Return a head config of the family that `fields` names, by default an EAGLE3 head's.
-
-    Raises:
-        pydantic.ValidationError: the fields do not describe a head of this family.
-        UserError: the family is unknown.
+    """Return a head config of the family that `fields` names, by default an EAGLE3 head's; raise a
+    `ValidationError` if they do not describe one, a `UserError` if the family is unknown.
     """
     family = get_family(fields.get("family", "eagle3"))
     return family.config_class().model_validate(fields | {"family": family.name})

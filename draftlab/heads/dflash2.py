@@ -99,10 +99,8 @@ class SlotConvolutions(nn.Module):
     def begin(
         self, x: Tensor, dim: int, convolve: Convolve
     ) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """Return the convolved input [..., H], and the convolution of the output.
-
-        Args:
-            dim: the dimension of slots, not negative. convolve: `convolve_slots`.
+        """Return the convolved input [..., H], and the convolution of the output; `dim`, which is
+        not negative, is slots.
         """
         delta = F.linear(x, self.kernel_projection.weight.to(x.dtype))
         delta = delta.unflatten(-1, (2, self.taps, self.groups)).unbind(-3)
@@ -155,10 +153,8 @@ class CandidateSelector(nn.Module):
         self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def scores(self, normed: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
-        """Return what the selector adds to the logits of candidates, [..., C].
-
-        Args:
-            normed: [..., H]. previous: int64 [...]. candidates: int64 [..., C].
+        """Return what the selector adds to the logits of candidates, int64 [..., C], from normed
+        outputs [..., H] and previous tokens [...].
         """
         context = self.predecessor_codebook(previous) * self.hidden_projection(normed)
         return transition_scores(context, self.successor_codebook(candidates))

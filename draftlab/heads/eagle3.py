@@ -25,8 +25,7 @@ class Eagle3Config(HeadConfig):
         norm_before_fc: one RMSNorm over all features. fc_norm: one RMSNorm for each boundary.
         norm_output: the normed output is fed back.
         qk_norm: queries and keys are normed.
-        sliding_window: number of keys that a position sees up to its own, more than drafts; None:
-            all.
+        sliding_window: keys that a position sees up to its own, more than drafts; None: all.
     """
 
     norm_before_residual: bool = False

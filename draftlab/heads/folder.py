@@ -99,11 +99,7 @@ def save_head(folder: Path, head: DraftHead, dtype: torch.dtype) -> None:
 
 
 def load_config(folder: Path) -> HeadConfig:
-    """Read draftlab.json strictly.
-
-    Raises:
-        UserError: the file is missing, or does not describe a head of a known family.
-    """
+    """Read draftlab.json; raise a `UserError` unless it describes a head of a known family."""
     if (folder / NATIVE).is_file() and not (folder / CONFIG).is_file():
         raise UserError(
             "expected a head folder with draftlab.json, found a model in another program's layout",

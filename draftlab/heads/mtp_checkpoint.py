@@ -45,11 +45,8 @@ def checkpoint_tensors(
 def load_checkpoint(head: MtpHead, read: Callable[[str], Tensor], stored: Collection[str]) -> None:
     """Load the layer of a checkpoint; the tensors that are the target's stay as they are.
 
-    Args:
-        read: returns the checkpoint's tensor of a name, out of `stored`, dequantised.
-
-    Raises:
-        UserError: a tensor has another shape, or quantised values.
+    `read` returns the checkpoint's tensor of a name, out of `stored`, dequantised. Raises a
+    `UserError` if a tensor has another shape, or quantised values.
     """
     config = head.config
     shared = head.shared_tensors()

@@ -15,11 +15,8 @@ from draftlab.heads.eagle3 import Eagle3Config, Eagle3Head
 
 
 class PeagleConfig(Eagle3Config):
-    """draftlab.json of a parallel head.
-
-    Attributes:
-        mask_token_id: the token of masked slots. Its row of the embeddings is trained, so the head
-            stores its own embeddings.
+    """draftlab.json of a parallel head. The embedding of the masked slots' token is trained, so the
+    head stores embeddings of its own.
     """
 
     mask_token_id: int

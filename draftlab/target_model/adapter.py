@@ -37,10 +37,8 @@ def merged_folder(base: Path, adapter: Path) -> Path:
     """Return the folder of a checkpoint with an adapter's weights, which is made if need be.
 
     Files are merged one by one, so that all tensors of a checkpoint stay, its MTP layer's too, and
-    none of its code runs.
-
-    Raises:
-        UserError: it is no LoRA adapter, not one of this checkpoint, or of an unknown kind.
+    none of its code runs. Raises a `UserError` if the adapter is none of this checkpoint, or of an
+    unknown kind.
     """
     config, weights = read_adapter(adapter)
     identity = f"{fingerprint(base)} {sha256_file(adapter / CONFIG)} {sha256_file(weights)}"

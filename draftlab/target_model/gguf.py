@@ -40,6 +40,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from draftlab.errors import UserError
 from draftlab.files import MAX_JSON, cache_folder, moved_into
 from draftlab.formatting import pip_install
+from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.fingerprint import read_pages
 
 _MAKER = "2"
@@ -109,11 +110,8 @@ WHOLE_WORDS = ("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "tekke
 
 
 def gguf_folder(file: Path) -> Path:
-    """Return the folder of a GGUF file's checkpoint; config and tokenizer are there.
-
-    Raises:
-        UserError: the file is no GGUF file, is one of several parts, or has a tokenizer that
-            draftlab does not know.
+    """Return the folder of a GGUF file's checkpoint with config and tokenizer; raise a `UserError`
+    if it is no GGUF file, one of several parts, or has a tokenizer that is not known.
     """
     _check(file)
     folder = cache_folder() / "gguf" / f"{file.stem}-{_hash(file)}"
@@ -183,11 +181,8 @@ def _check(file: Path) -> None:
 
 
 def _check_arrays(file: Path) -> None:
-    """Check the lengths of a file's arrays: the reader goes on behind the end of the file.
-
-    Raises:
-        ValueError, KeyError, struct.error: the metadata end beyond the file, have too many
-            elements, or a type that is not known.
+    """Raise an error if a file's metadata end beyond it, have too many elements, or a type that is
+    not known: the reader goes on behind the end of the file.
     """
     size, elements = file.stat().st_size, 0
     with open(file, "rb") as opened:
@@ -296,8 +291,7 @@ def _write_config(file: Path, metadata: dict[str, Any], work: Path) -> None:
     for name in ("quantization_config", "_name_or_path", "_model_name_or_path"):
         vars(config).pop(name, None)
     _set_rope(config, metadata, file)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    model = meta_model(config)
     config.architectures = [type(model).__name__]
     config.dtype = torch.bfloat16  # a GPU computes in it: activations may exceed float16
     stops = [metadata[name] for name in ("eos_token_id", "eot_token_id") if name in metadata]
@@ -308,10 +302,8 @@ def _write_config(file: Path, metadata: dict[str, Any], work: Path) -> None:
 def _set_rope(config: Any, metadata: dict[str, Any], file: Path) -> None:
     """Write the scaling of a file's RoPE, which transformers leaves out, into its config.
 
-    llama.cpp stores that of Llama 3 as the divisors of the frequencies, in rope_freqs.weight.
-
-    Raises:
-        UserError: the scaling is another one.
+    llama.cpp stores that of Llama 3 as the divisors of the frequencies, in rope_freqs.weight; a
+    `UserError` refuses others.
     """
     factors = metadata["rope_factors"]
     text = config.get_text_config()

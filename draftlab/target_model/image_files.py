@@ -25,10 +25,8 @@ _HELP = "give a JPEG, PNG or WebP file in or below the folder of the prompts' fi
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image of a prompt, by the name that a file of conversations has for it.
-
-    Attributes:
-        folder: that of the file, which the image lies in or below.
+    """An image of a prompt, by the name that a file of conversations has for it, in or below the
+    `folder` of this file.
     """
 
     folder: Path
@@ -40,10 +38,8 @@ class ImageFile:
         return self.folder / self.name
 
     def read(self) -> bytes:
-        """Return the bytes of the file.
-
-        Raises:
-            UserError: it cannot be read, is larger than `MAX_BYTES`, or outside of the folder.
+        """Return the bytes of the file; raise a `UserError` if it cannot be read, is larger than
+        `MAX_BYTES`, or outside of the folder.
         """
         try:
             path, folder = self.path.resolve(), self.folder.resolve()

@@ -88,11 +88,8 @@ def _processor(folder: Path) -> Any:
 
 
 def process(folder: Path, images: Images, text: str | None = None) -> Any:
-    """Return what a checkpoint's processor makes of images and a rendered text; None: of its
-    placeholders alone.
-
-    Raises:
-        UserError: an image is refused, or the processor does not take these.
+    """Return what a checkpoint's processor makes of images and a rendered text (None: placeholders
+    alone); raise a `UserError` if an image is refused, or the processor does not take these.
     """
     processor, opened = _processor(folder), [image.open() for image in images]
     text = processor.image_token * len(images) if text is None else text
@@ -187,10 +184,8 @@ class ImageReader:
 
     @torch.inference_mode()
     def _rows_of(self, key: int) -> Tensor:
-        """Return what the checkpoint's model gives to its decoder at image positions, [N, H].
-
-        Raises:
-            UserError: it gives more than embeddings, such as positions in two dimensions.
+        """Return what the checkpoint's model gives to its decoder at image positions, [N, H]; raise
+        a `UserError` if it gives more than embeddings, such as positions in two dimensions.
         """
         images = self._images[key]
         if self._refusal is not None:

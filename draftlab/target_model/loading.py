@@ -65,11 +65,7 @@ _PARSED_FILES = (
 
 
 def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
-    """Load the target's tokenizer.
-
-    Raises:
-        UserError: the target has none, it does not load, or a file of it is too large.
-    """
+    """Load the target's tokenizer; raise a `UserError` if there is none, or it does not load."""
     folder = resolve_target(settings, TOKENIZER_FILES)
     for pattern in _PARSED_FILES:
         for file in folder.glob(pattern):
@@ -115,10 +111,8 @@ def load_target(settings: TargetSettings, *, layers: int | None = None) -> Targe
 def load_model(
     folder: Path, settings: TargetSettings, device: torch.device, layers: int | None = None
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Load the causal language model of a checkpoint; of a multimodal one the text model.
-
-    Returns:
-        The model, and lines on tensors that were left out, quantisation and placement.
+    """Return the causal language model of a checkpoint, of a multimodal one the text model, and
+    lines on tensors that were left out, quantisation and placement.
 
     Raises:
         UserError: weights are missing, corrupt or of another shape.

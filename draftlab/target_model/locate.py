@@ -36,12 +36,10 @@ def is_hub_id(name: str) -> bool:
 
 
 def local_target(settings: TargetSettings) -> Path | None:
-    """Return the folder of the embedded or a local target; None if the path is a Hub id.
+    """Return the folder of the embedded or a local target; None: the path is a Hub id.
 
-    That of a GGUF file has its config and tokenizer, and its weights after `resolve_target`.
-
-    Raises:
-        UserError: the path is neither a checkpoint folder nor a Hub id.
+    That of a GGUF file has its config and tokenizer, and its weights after `resolve_target`. Raises
+    a `UserError` if the path is neither of these.
     """
     if settings.path == EMBEDDED:
         return Path(str(resources.files("draftlab") / "embedded" / "target"))
@@ -81,10 +79,8 @@ def _check_no_adapter(path: Path) -> None:
 
 
 def config_folder(settings: TargetSettings) -> Path | None:
-    """Return a folder with the target's config.json that needs no network; None: there is none.
-
-    It is the local target, the Hub's cache or, for targets of the shipped recipes, a folder of
-    draftlab with their shapes (`shipped_config`).
+    """Return a folder with the target's config.json that needs no network: local, in the Hub's
+    cache or a `shipped_config`; None: there is none.
     """
     if (path := local_target(settings)) is not None:
         return path
@@ -167,11 +163,8 @@ def check_named(target: object, trust_remote_code: bool) -> None:
 
 
 def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
-    """Return a checkpoint's config.json as transformers reads it.
-
-    Raises:
-        UserError: it does not load, it has more layers than any model, or its RoPE has a base that
-            is no positive number.
+    """Return a checkpoint's config.json as transformers reads it; raise a `UserError` if it does
+    not load, has more layers than any model, or a RoPE base that is no positive number.
     """
     from transformers import AutoConfig
 

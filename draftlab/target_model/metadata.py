@@ -20,14 +20,9 @@ from draftlab.target_model.settings import TargetSettings
 class TargetMetadata:
     """The attributes of a `Target`, under the same names, without its layers.
 
-    Embeddings, final norm and lm_head are read on first use, the last two on `device`.
-
-    Args:
-        padding_reason: `Target.padding_reason`, as another process that runs the layers says;
-            vLLM needs no padding.
-
-    Raises:
-        UserError: the checkpoint is missing or its config does not load.
+    Embeddings, final norm and lm_head are read on first use, the last two on `device`. The process
+    that runs the layers says the `padding_reason`; vLLM needs no padding. Raises a `UserError` if
+    the checkpoint is missing or its config does not load.
     """
 
     def __init__(self, settings: TargetSettings, padding_reason: str | None = None) -> None:

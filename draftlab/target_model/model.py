@@ -112,10 +112,8 @@ class Target:
         return RowCache(self.num_layers, num_rows, max_length)
 
     def new_paged_cache(self, num_blocks: int, block_size: int, num_rows: int = 1) -> PagedCache:
-        """Return an empty pool of `num_blocks` blocks; raises as `new_cache` does.
-
-        Args:
-            num_rows: rows of recurrent states.
+        """Return an empty pool of `num_blocks` blocks and, for recurrent layers, of `num_rows` rows
+        of states; raises as `new_cache` does.
         """
         for check in (check_states,) if self.recurrent else (check_rows, check_pages):
             self._check_once(check)
@@ -178,8 +176,7 @@ class Target:
                 `padding_reason`.
 
         Returns:
-            Features [B, M, len(boundaries) · Ht] in boundary order, and the last state [B, M, Ht]
-            before the final norm.
+            Features in boundary order, and the last state before the final norm.
         """
         modules = {b: self.layers[b] for b in boundaries if b < self.num_layers}
         with ExitStack() as stack:
@@ -236,11 +233,8 @@ class Target:
 
     @torch.inference_mode()
     def check_parts(self) -> None:
-        """Compare logits from `parts` with the model's own on a few tokens.
-
-        Raises:
-            UserError: they differ, so draftlab lacks a logit transformation of this architecture;
-                or layers pass on more than a state for each token.
+        """Compare logits from `parts` with the model's own on a few tokens; raise a `UserError` if
+        they differ, or layers pass on more than a state for each token.
         """
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocab_size
         expected = self.model(input_ids=ids, use_cache=False).logits.float()

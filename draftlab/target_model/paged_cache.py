@@ -220,11 +220,7 @@ class PagedCache(Cache):
         rows: Tensor | None = None,
         lengths: Sequence[int] | None = None,
     ) -> PagedCache:
-        """Set the tables of the next forward pass.
-
-        Args:
-            rows, lengths: see `RecurrentStates.at`.
-        """
+        """Set the tables of the next forward pass; rows and lengths are `RecurrentStates.at`'s."""
         if self.states is not None:
             self.states.at(rows, lengths)
         self.block_table, self.positions = block_table, positions

@@ -150,11 +150,8 @@ def _logit_scale(config: Any) -> float:
 
 
 def check_llama_style(config: Any, where: Path | str, *, trust_remote_code: bool = False) -> None:
-    """Check that an EAGLE head can compute the target's final norm and logits; reads no weights.
-
-    Raises:
-        UserError: logits of the target (`where`) are scaled or capped, or the final norm is not an
-            RMS norm times its weight.
+    """Raise a `UserError` if an EAGLE head cannot compute the logits of the target (`where`): they
+    are scaled or capped, or its final norm is not an RMS norm times its weight. Reads no weights.
     """
     with explain_loading("the target", where):
         text = config.get_text_config()
@@ -212,10 +209,8 @@ def shard_files(folder: Path) -> list[Path]:
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
-    """Return the names of a checkpoint's tensors, each with the name of its file.
-
-    Raises:
-        UserError: the index is damaged or names files elsewhere, or a file is missing or broken.
+    """Return the names of a checkpoint's tensors, each with that of its file; raise a `UserError`
+    if the index is damaged or names files elsewhere, or a file is missing or broken.
     """
     index, files = folder / "model.safetensors.index.json", dict[str, str]()
     if index.exists():
@@ -237,10 +232,8 @@ def tensor_files(folder: Path) -> dict[str, str]:
 
 
 def read_tensor(folder: Path, name: str, *, files: dict[str, str] | None = None) -> Tensor:
-    """Read a tensor by name; the checkpoint may prefix or shorten the name, as text models do.
-
-    Raises:
-        UserError: the tensor is missing or ambiguous, or its file is missing or broken.
+    """Read a tensor by name, which the checkpoint may prefix or shorten, as text models do; raise a
+    `UserError` if it is missing or ambiguous, or its file is missing or broken.
     """
     name, file = _place(folder, name, files or tensor_files(folder))
     with _open(file) as tensors:

@@ -38,10 +38,7 @@ def plan_placement(
     config: PreTrainedConfig, gpus: int, device: torch.device, *, trust_remote_code: bool = False
 ) -> DeviceMap | None:
     """Divide layers by bytes among `gpus` devices from `device` on; None: one device holds all, as
-    on a CPU.
-
-    Raises:
-        UserError: there are fewer GPUs.
+    on a CPU. Raises a `UserError` if there are fewer GPUs.
     """
     if gpus == 1 or device.type == "cpu":
         return None

@@ -162,12 +162,9 @@ def check_files(folder: Path, fields: Mapping[str, Any]) -> None:
 def read_weights(
     folder: Path, fields: Mapping[str, Any], dtype: torch.dtype, layers: int | None = None
 ) -> dict[str, Tensor]:
-    """Read a checked checkpoint's tensors under the names that they had before they were quantised.
-
-    Weights are in `dtype`, rounded once from float32; what was not quantised is as it is.
-
-    Args:
-        layers: how many layers to read; None: all.
+    """Read a checked checkpoint's tensors under the names that they had before they were quantised,
+    of the first `layers` (None: all). Weights are in `dtype`, rounded once from float32; what was
+    not quantised is as it is.
     """
     tensors: dict[str, Tensor] = {}
     for file in shard_files(folder):
@@ -240,11 +237,7 @@ def quantise(
 
 
 class StoredWeights:
-    """Weights of a checkpoint by their names, whether they are stored as they are or in float8.
-
-    Attributes:
-        files: names of the checkpoint's tensors, each with its file.
-    """
+    """Weights of a checkpoint by their names, whether they are stored as they are or in float8."""
 
     def __init__(self, folder: Path, *, meta: bool = False) -> None:
         """Open a folder; with `meta` only headers are read, and tensors are on the meta device."""
@@ -261,10 +254,8 @@ class StoredWeights:
         return next((one for one in names if one in self.files), None)
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, dequantised to float32 if it is in float8.
-
-        Raises:
-            UserError: the tensor is missing, not finite, or without the factors that it needs.
+        """Return a tensor, dequantised to float32 if it is in float8; raise a `UserError` if it is
+        missing, not finite, or without the factors that it needs.
         """
         values = self._read(name)
         if values.dtype != E4M3 and self.factors_of(name) is None:

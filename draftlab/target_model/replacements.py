@@ -43,9 +43,7 @@ def replace_layers(model: PreTrainedModel) -> None:
     """Prepare a loaded model for rows of different lengths, in place.
 
     `model.config` becomes a copy with a lower limit if frozen RoPE is valid for fewer positions.
-
-    Raises:
-        UserError: a layer is known to mix rows and has no replacement.
+    Raises a `UserError` if a layer is known to mix rows and has no replacement.
     """
     decoder, layers, _ = text_decoder(model)
     if type(decoder).__name__ == "Llama4TextModel":
@@ -93,13 +91,9 @@ def freeze_rope(decoder: nn.Module) -> int | None:
 
     `dynamic` frequencies equal the initial ones up to `max_position_embeddings`, so those are kept.
     `longrope` has two sets, and a sequence that grows from one to the other needs new keys
-    throughout; the short set is kept, which is valid up to `original_max_position_embeddings`.
-
-    Returns:
-        Positions for which the frozen embeddings are valid, if fewer than the config allows.
-
-    Raises:
-        UserError: an embedding changes its frequencies in its own code.
+    throughout; the short set is kept, which is valid up to `original_max_position_embeddings`, the
+    returned limit (None: that of the config). Raises a `UserError` if an embedding changes its
+    frequencies in its own code.
     """
     limits = []
     for module in decoder.modules():

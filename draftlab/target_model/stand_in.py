@@ -55,11 +55,8 @@ def stand_in_config(
 ) -> Any:
     """Return a copy of a target's config with the widths of `WIDTHS`.
 
-    Windows and the ratio of query heads to key-value heads stay. Quantisation goes, since random
-    weights are not quantised.
-
-    Args:
-        layers, vocab_size: the largest numbers of them; None: they stay.
+    Windows and the ratio of query heads to key-value heads stay, and layers and vocabulary up to
+    these numbers. Quantisation goes, since random weights are not quantised.
     """
     fields = copy.deepcopy(config.to_dict())
     cut = _cut(fields, 1 << 62 if layers is None else layers, vocab_size or 1 << 62)
@@ -110,16 +107,11 @@ def _cut(fields: dict[str, Any], layers: int, vocab_size: int) -> dict[str, Any]
 def check_architecture(
     config: Any, name: str, *, decodes: bool, trust_remote_code: bool = False
 ) -> str | None:
-    """Check on a small random model what draftlab needs of a target's architecture.
-
-    Args:
-        decodes: whether draftlab's engine is to decode with the target.
+    """Check on a small random model what draftlab needs of a target's architecture, also to decode
+    with it; raise a `UserError` if it cannot be used.
 
     Returns:
         Why nothing was checked: transformers makes no such model of small widths. Else None.
-
-    Raises:
-        UserError: draftlab cannot use the architecture of the target `name`.
     """
     with quiet_transformers():
         try:

@@ -150,11 +150,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path, *, key: str) -> Checkpoint:
-    """Read a checkpoint.
-
-    Raises:
-        UserError: it belongs to another recipe or store than `key` says, or is damaged.
-    """
+    """Read a checkpoint; raise a `UserError` if it is damaged, or not of the training `key`."""
     state = _read_state(path)
     if state["key"] != key:
         raise UserError(

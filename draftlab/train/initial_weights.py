@@ -38,10 +38,8 @@ DRAFT_IDS = {"d2t", "t2d"}
 def untrained_head(
     config: HeadConfig, parts: TargetParts, vocabulary: DraftVocabulary, seed: int
 ) -> DraftHead:
-    """Return a float32 head on the CPU, with the values that `initialise_head` sets.
-
-    Raises:
-        UserError: the target's final norm is of no known form.
+    """Return a float32 head on the CPU, with the values that `initialise_head` sets; raise a
+    `UserError` if the target's final norm is of no known form.
     """
     if (form := parts.norm_form) is None:
         raise UserError(
@@ -69,13 +67,11 @@ def untrained_head(
 
 
 def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None:
-    """Refuse a new head that cannot start from a trained one, at the path `where`.
+    """Raise a `UserError` with all differences in shape, options and tokenizer that keep a new head
+    from starting from a trained one, at the path `where`.
 
-    The trained one may have another target of the same shape and tokenizer, such as the model that
-    this target was tuned from. The target of a head that is only planned may have no hashes.
-
-    Raises:
-        UserError: the two differ in shape, options or tokenizer; each difference is named.
+    The trained one may have another target, such as the model that this target was tuned from. The
+    target of a head that is only planned may have no hashes.
     """
     options = sorted((new.options().keys() | trained.options().keys()) - {"mask_token_id"})
     faults = [

@@ -237,10 +237,7 @@ def split_records(
     store: Store, settings: TrainSettings, seed: int, monitor: Monitor
 ) -> tuple[np.ndarray, list[int]]:
     """Return the records to train on, int64 [n], and the held-out ones that validations read,
-    ascending.
-
-    Raises:
-        UserError: as `hold_out_records`.
+    ascending; raises as `hold_out_records`.
     """
     ids = store.ids
     training, held_out = hold_out_records(ids, store.window, settings, seed)

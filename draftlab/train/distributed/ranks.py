@@ -56,11 +56,8 @@ class Ranks:
 
     @classmethod
     def join(cls, device: str) -> Ranks:
-        """Join the processes that were launched with this one, if there are any.
-
-        Raises:
-            UserError: `train.device` names one device for all processes, there are fewer GPUs than
-                processes, or the processes do not find each other.
+        """Join the processes that were launched with this one, if any; raise a `UserError` if
+        `train.device` names one device for all, or there are fewer GPUs than processes.
         """
         launched, resolved = num_launched(), resolve_device(device)
         if launched == 1:

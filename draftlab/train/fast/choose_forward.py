@@ -65,10 +65,8 @@ def compiled_ops(ops: FusedOps = FUSED_OPS, backend: str = "inductor") -> FusedO
 def choose_forward(
     head: DraftHead, objective: Objective, settings: TrainSettings, dtype: torch.dtype
 ) -> tuple[Forward, str]:
-    """Return the forward pass of a head on its device, and a description of it.
-
-    Raises:
-        UserError: with train.precision=fp8, if the GPU or a size of the layers does not allow it.
+    """Return the forward pass of a head on its device, and a description of it; raise a `UserError`
+    if the GPU or a size of the layers does not allow train.precision=fp8.
     """
     fast = objective.fast_forward
     on_gpu, fp8 = head.fc.weight.is_cuda, settings.precision == "fp8"
