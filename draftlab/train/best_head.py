@@ -19,11 +19,7 @@ STATE = "best.json"
 
 @dataclass
 class BestHead:
-    """The best head so far. Its folder is a head folder, which every command reads.
-
-    Args:
-        folder: train/best/.
-        key: the training's key; a folder of another training is not read.
+    """The best head so far of the training `key`, in a head folder, which every command reads.
 
     Attributes:
         step, al: the step of the best validation (0: there was none yet), and its predicted AL.

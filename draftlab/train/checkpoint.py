@@ -47,9 +47,8 @@ class Checkpoint:
 
     Attributes:
         step, tokens_seen: optimizer steps, and positions trained on.
-        key: hash of recipe and store.
-        weights: trained parameters by name.
-        moments: the optimizer's state by parameter/field.
+        key: `training_key`.
+        weights: trained parameters by name. moments: the optimizer's state by parameter/field.
         verified: whether all shards of the store had been hashed when it was written, or are by the
             end of the training (`mark_verified`).
     """

@@ -61,7 +61,6 @@ class Trainer:
     """Trains a head on the hidden states of a store.
 
     Args:
-        settings: the recipe's `train:`.
         seed: of initial values, validation split and order of the data.
         folder: of metrics.jsonl and checkpoints/.
         initial: a trained head to start from.

@@ -122,11 +122,7 @@ class Muon(torch.optim.AdamW):
 
 
 def _orthogonal_steps(updates: list[Tensor]) -> list[Tensor]:
-    """Return `orthogonalise` of each update, sharded as the update is.
-
-    Args:
-        updates: [..., m, n] or [..., n, m], of equally many elements.
-    """
+    """Return `orthogonalise` of updates [..., m, n] or [..., n, m], sharded as these are."""
     # Every rank has the whole result, and takes its shard.
     whole = [u.full_tensor() if isinstance(u, DTensor) else u for u in updates]
     upright = [x.shape[-2] > x.shape[-1] for x in whole]

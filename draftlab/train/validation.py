@@ -148,18 +148,14 @@ class Validation:
         }
 
 
-def walk(hits: Tensor, spans: Tensor, k: int) -> tuple[Counters, list[tuple[int, int]]]:
-    """Count the accepted drafts of one conversation with `k` drafts a step.
+def walk(hits: Tensor, spans: Tensor, k: int) -> Counters:
+    """Count the accepted drafts of one conversation with `k` drafts a step, without the steps at an
+    answer's end whose K drafts are not all inside the answer.
 
     Args:
         hits: bool [T, K], whether step k at t drafted x_{t+2+k}. spans: int64 [T].
-
-    Returns:
-        Counters and the list of (t, accepted), without the steps at an answer's end whose K drafts
-        are not all inside the answer.
     """
-    reach = loss_reach(spans)
-    counters, steps = Counters(k), []
+    reach, counters = loss_reach(spans), Counters(k)
     run = hits[:, :k].long().cumprod(-1).sum(-1)
     t, length = 0, len(spans)
     while t + 1 < length:
@@ -170,10 +166,9 @@ def walk(hits: Tensor, spans: Tensor, k: int) -> tuple[Counters, list[tuple[int,
         while reach[t] >= k:
             accepted = int(run[t])
             counters.add_step(k, accepted)
-            steps.append((t, accepted))
             t += accepted + 1
         t += 1
-    return counters, steps
+    return counters
 
 
 def expected_walk(ratios: Tensor, spans: Tensor, k: int) -> tuple[float, float]:
@@ -257,10 +252,8 @@ def split_records(
 def hold_out_records(
     ids: Sequence[str], window: StoreWindow | None, settings: TrainSettings, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the numbers of a store's records to train on and of the others, ascending.
-
-    Raises:
-        UserError: a window's plan, which holds its first records out, has held out others.
+    """Return the numbers of a store's records to train on and of the others, ascending; raise a
+    `UserError` if a window's plan, which holds its first records out, has held out others.
     """
     if window is None:
         return hold_out(ids, settings.validation_share, seed)
@@ -312,7 +305,7 @@ def validate(
             if record.temperature is None:
                 continue  # the target may not have written these answers
             if record.temperature == 0:
-                found = walk(hits[b, : len(record.tokens)], record.spans, num_steps)[0]
+                found = walk(hits[b, : len(record.tokens)], record.spans, num_steps)
                 counters += found
                 greedy.append(Walked(record.id, found.accepted, found.drafts))
             else:
@@ -388,11 +381,8 @@ def score(head: DraftHead, target: DraftTeacher, batch: Batch) -> TokenScores:
 def _score_rows(
     head: DraftHead, target: DraftTeacher, batch: Batch, output: Tensor, row: Tensor
 ) -> list[Tensor]:
-    """Return hits, best, α, loss and ratio of each row.
-
-    Args:
-        output: [R, H], the head's outputs.
-        row: int64 [R], flat positions of their teachers.
+    """Return hits, best, α, loss and ratio of each row, from the head's outputs [R, H] and the flat
+    positions of their teachers, int64 [R].
     """
     plan, teacher = batch.plan, target.at(batch)
     tokens, argmax = batch.tokens.flatten(), batch.argmax.flatten()[row]

@@ -35,7 +35,6 @@ class ShardVerification:
         store: of one at a URL each shard is hashed when it is downloaded, before anything reads it.
         folder: of the training. Rank 0 writes VERIFIED into it at each `update`: the digest of the
             store, and for each shard that had the right hash the time of its file's last change.
-        ranks: the processes that train together.
 
     Attributes:
         pending: int64, numbers of the shards that had to be hashed, equal on every rank.
@@ -118,9 +117,8 @@ class ShardVerification:
         """Exchange with all ranks what is hashed, without waiting for the rest, and remember it;
         return how many of the pending shards have the right hash.
 
-        Raises:
-            UserError: in every process, if a shard has another hash than in the manifest. The
-                checkpoints that were trained with it are set aside.
+        If a shard has another one than in the manifest, every process raises a `UserError`, and the
+        checkpoints that were trained with it are set aside.
         """
         if self.complete:
             return len(self.pending)

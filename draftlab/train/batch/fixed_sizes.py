@@ -26,11 +26,8 @@ _MULTIPLE = 64
 
 @dataclass(frozen=True)
 class Padding:
-    """Which rows of a batch of fixed sizes carry loss.
-
-    Attributes:
-        valid: bool [R], the rows of all steps, one after the other, that carry loss.
-        counts: N_k. num_teachers: the positions that they learn from.
+    """The rows of a batch of fixed sizes that carry loss: bool [R] of all steps, the numbers N_k of
+    each, and that of the positions that they learn from.
     """
 
     valid: Tensor
@@ -78,14 +75,11 @@ class FixedSizes:
         return cls(positions, tuple(rows), teachers, (of_chunk, min(teachers, *most)))
 
     def pad(self, reach: Tensor) -> tuple[tuple[StepRows, ...], RowPlan, Padding] | None:
-        """Return the rows of each step, and their plan, of a batch with int64 [Σ T] reach.
+        """Return the rows of each step, and their plan, of a batch with int64 [Σ T] reach, in place
+        of `step_rows` and `plan_rows`; None: the batch does not fit, or has no loss.
 
         The rows without loss learn from a teacher of their own, the plan's last with rows, and read
         a token that no other row of their step reads.
-
-        Returns:
-            On the CPU, in place of `step_rows` and `plan_rows`; None: the batch does not fit, or
-            has no loss.
         """
         if len(reach) > self.positions:
             return None

@@ -22,13 +22,8 @@ def loss_reach(spans: Tensor) -> Tensor:
 
     Step k at t predicts x_{t+2+k} having read x_{t+1+k}; a server can make that prediction iff
     x_{t+1} … x_{t+2+k} lie in one span. So reach(t) = max(0, e − t − 1), where e is the last
-    position of the span that holds x_{t+1}.
-
-    Args:
-        spans: int64 [T], 0 outside answers, else the answer's number.
-
-    Returns:
-        int64 [T].
+    position of the span that holds x_{t+1}. Spans and reach are int64 [T]; a span is 0 outside
+    answers, else the answer's number.
     """
     ids = spans.numpy()
     positions = np.arange(len(ids))
@@ -117,9 +112,7 @@ def _uniform(record: Record, seed: int, step: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class StepRows:
-    """The rows that step k of an unroll still runs (compaction), padded to the longest row.
-
-    Depth d of parallel drafting is step d here: it has the same predictions and teachers.
+    """The rows that step (or depth) k still runs (compaction), padded to the longest row.
 
     Attributes:
         select: int64 [B, R], the index of each row among the previous step's rows (step 0: among

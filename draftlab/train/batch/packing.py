@@ -40,10 +40,9 @@ class StepNoise(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureNoise:
-    """The noise on a batch.
+    """The noise on a batch, by the `key` of the optimizer step, int64 [].
 
     Attributes:
-        key: int64 [], of the optimizer step.
         records: int64 [B, S], the `prompt_key` of the record at each position.
         scale: float32 [B, S], the largest noise at each position.
     """
@@ -306,14 +305,10 @@ class OptimizerStep(NamedTuple):
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs the micro-batches of an optimizer step, which are a function of the step.
+    """Packs the micro-batches of an optimizer step, which are a function of it, by `pack` and the
+    fields of an `Objective`.
 
     A packer can be pickled, and this module imports little, since every data worker imports it.
-
-    Attributes:
-        sampling: the objective's choice of steps; None: all.
-        imitates_states: whether the objective adds noise to the features.
-        one_row, sizes: see `pack`.
     """
 
     store: Store

@@ -28,7 +28,7 @@ class WindowStep(NamedTuple):
     """The rows of an optimizer step in records of the store.
 
     Attributes:
-        group: the last group that the step reads, counted from the first epoch's first one on.
+        group: the last group that the step reads, counted over all epochs.
         finished_groups: number of groups that no later step reads.
     """
 
@@ -135,10 +135,8 @@ class WindowFeed(Protocol):
         """Begin to make the groups behind the finished ones, on rank 0."""
 
     def wait(self, group: int) -> bool:
-        """Wait for the shards of all groups up to this one; return whether any was missing.
-
-        Raises:
-            UserError: making them failed.
+        """Wait for the shards of all groups up to this one; return whether any was missing, and
+        raise a `UserError` if making them failed.
         """
 
     def report_finished_groups(self, count: int) -> None:

@@ -44,8 +44,6 @@ class Ranks:
     """This process among the ranks of a training.
 
     Attributes:
-        rank, size: its number, and the number of ranks.
-        device: the device that it trains on.
         cpu_group: the gloo group; None for a single process, or after `leave`.
     """
 
@@ -99,9 +97,9 @@ class Ranks:
     def leave(self) -> None:
         """Destroy the process groups, after the last collective.
 
-        A thread of gloo that releases its last tensor while Python exits aborts the process (1 of
-        50 on a busy CPU). The threads of `cpu_group` end with the last reference to it; those of
-        the groups that FSDP2 and DeepSpeed hold get a moment.
+        A thread of gloo that releases its last tensor while Python exits aborts the process. The
+        threads of `cpu_group` end with the last reference to it; those of FSDP2's and DeepSpeed's
+        groups get a moment.
         """
         if self.size > 1:
             dist.destroy_process_group()

@@ -59,9 +59,6 @@ class FastBlock(FastForward):
 class _BlockPass:
     """The pass over one batch: T = B · S context rows, and the slots of n anchors (the rows of the
     first step), by slot.
-
-    Attributes:
-        padded: rows of all slots [slots, B, A], those of `anchors` for each.
     """
 
     def __init__(
@@ -76,7 +73,7 @@ class _BlockPass:
         self.angles = head.rope.angles(torch.cat([positions, slot_positions]))
         self.starts = row_starts(document_starts(batch.documents), anchors)
         self.key_rows = slot_row_indices(anchors.index, self.num_slots)
-        self.padded = replace(
+        self.padded = replace(  # rows of all slots [slots, B, A], those of `anchors` for each
             anchors,
             index=anchors.index.expand(self.num_slots, -1, -1),
             valid_rows=(anchors.valid_rows + anchors.index.numel() * slots).flatten(),

@@ -68,10 +68,8 @@ def step_anchors(steps: Sequence[StepRows]) -> list[Tensor]:
 
 
 def slot_row_indices(index: Tensor, num_slots: int) -> Tensor:
-    """Return `StepKeyValues.rows` of the slots of anchors: each slot has a key for each anchor.
-
-    Args:
-        index: int64 [B, A], the last context position of each anchor.
+    """Return `StepKeyValues.rows` of the slots of anchors, whose last context position is `index`
+    [B, A]: each slot has a key for each anchor.
     """
     rows = torch.arange(index.numel(), device=index.device).view(index.shape)
     return rows.repeat(num_slots, 1, 1)

@@ -31,11 +31,8 @@ from draftlab.train.objectives.selector import select
 
 @dataclass(frozen=True)
 class StepOutput:
-    """Output of step k of the unroll, or of depth k, at the n rows that carry loss.
-
-    Attributes:
-        output: [n, H], the head's output (`DraftHead.output_norm`).
-        teacher_index: int64 [n], flat positions b·S + t + 1 + k of their teachers.
+    """The head's output [n, H] of step or depth k at the n rows that carry loss, and the flat
+    positions b·S + t + 1 + k of their teachers, int64 [n].
     """
 
     output: Tensor
@@ -249,11 +246,8 @@ def reach_probability(
     the recorded tokens stand in for the accepted ones.
 
     Args:
-        alpha: [R], of the rows. step: int64 [R], below num_steps. anchor: int64 [R], flat, below
-            `slots`; an anchor occurs at most once in a step.
-
-    Returns:
-        [R], Π_{j<k} α_j, 1 at step 0.
+        alpha, step: of the rows [R], below num_steps. anchor: int64 [R], flat, below `slots`; an
+            anchor occurs at most once in a step.
     """
     passed = alpha.new_ones(num_steps + 1, slots)
     passed[step + 1, anchor] = alpha

@@ -73,11 +73,8 @@ class _MaskedSlots:
         return x.split(self.widths, 1) if self.widths else ()
 
     def attend(self, attention: Attention, x: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Return attended values [B, R, heads, head_dim].
-
-        Args:
-            x: input of attention at the slots [B, R, …], or one vector for all.
-            key, value: of depth 0, [B, S, kv heads, head_dim].
+        """Return attended values [B, R, heads, head_dim], from the input at the slots [B, R, …], or
+        one vector for all, and keys and values of depth 0, [B, S, kv heads, head_dim].
         """
         query = attention.query(x, self.angles)
         keys, values = attention.key_value(x, self.angles)

@@ -23,12 +23,8 @@ BUFFER = {"cuda": 256 << 20, "cpu": 8 << 20}
 
 
 class Selected(NamedTuple):
-    """The loss of R rows, and what the selector drafts given the data token before; each [R].
-
-    Attributes:
-        loss: the cross-entropy over the candidates, with a gradient.
-        alpha: expected acceptance Σ min(p, q).
-        best: int64, the token of the highest score.
+    """The loss of R rows, with a gradient, and what the selector drafts after the data token: the
+    expected acceptance Σ min(p, q), and the token of the highest score, int64; each [R].
     """
 
     loss: Tensor
