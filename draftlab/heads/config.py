@@ -120,11 +120,11 @@ class HeadConfig(BaseModel, extra="forbid", frozen=True):
     def _check(self) -> HeadConfig:
         if self.schema_version != HEAD_SCHEMA:
             raise ValueError(f"expected head schema {HEAD_SCHEMA}, found {self.schema_version}")
-        if list(self.boundaries) != sorted(set(self.boundaries)) or not self.boundaries:
-            raise ValueError(f"boundaries must be sorted and unique, found {list(self.boundaries)}")
-        if not 0 <= self.boundaries[0] <= self.boundaries[-1] <= self.target_num_layers:
+        boundaries, possible = list(self.boundaries), range(self.target_num_layers + 1)
+        if not boundaries or boundaries != sorted({b for b in boundaries if b in possible}):
             raise ValueError(
-                f"boundaries must lie in 0..{self.target_num_layers}, found {list(self.boundaries)}"
+                f"expected sorted unique boundaries in 0..{self.target_num_layers}, found "
+                f"{boundaries}"
             )
         family = get_family(self.family)
         if self.num_layers > family.max_layers:

@@ -68,14 +68,10 @@ def default_boundaries(num_layers: int) -> tuple[int, ...]:
 
 def check_boundaries(boundaries: tuple[int, ...], num_layers: int) -> None:
     """Raise a `UserError` if boundaries are unsorted, repeated or outside 0..num_layers."""
-    if not boundaries or list(boundaries) != sorted(set(boundaries)):
+    found, possible = list(boundaries), range(num_layers + 1)
+    if not found or found != sorted({b for b in found if b in possible}):
         raise UserError(
-            f"expected sorted unique boundaries, found {list(boundaries)}",
-            do="write each layer once, in ascending order",
-        )
-    if boundaries[0] < 0 or boundaries[-1] > num_layers:
-        raise UserError(
-            f"expected boundaries in 0..{num_layers} (the target has {num_layers} layers; "
-            f"{num_layers} is the state before the final norm), found {list(boundaries)}",
-            do="choose layers that the target has",
+            f"expected sorted unique boundaries in 0..{num_layers} (the target has {num_layers} "
+            f"layers; {num_layers} is the state before the final norm), found {found}",
+            do="write layers that the target has, each once, in ascending order",
         )
