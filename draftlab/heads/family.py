@@ -150,11 +150,8 @@ class Family(ABC):
         """Return the head in the target's own checkpoint, for training to start from; None: it has
         none. Training says so if the family expects one.
 
-        Args:
-            meta: read headers of the files alone; the head is then on the meta device.
-
-        Raises:
-            UserError: a tensor is missing, or has another shape or quantised values.
+        With `meta` only headers of the files are read, and the head is on the meta device. Raises a
+        `UserError` if a tensor is missing, or has another shape or quantised values.
         """
         return None
 
@@ -164,14 +161,9 @@ class Family(ABC):
         return head
 
     def foreign_fields(self, config: ForeignConfig, layout: str) -> dict[str, Any]:
-        """Return the config fields of an imported head that only this family has.
-
-        Args:
-            config: its config.json.
-            layout: "speculators" or "native".
-
-        Raises:
-            ValueError: a key that it needs is missing, or has a value that its heads have not.
+        """Return the config fields of an imported head that only this family has, from config.json
+        in a layout, "speculators" or "native"; raise a ValueError if a key that it needs is
+        missing, or has a value that its heads have not.
         """
         if config.slides:
             raise ValueError("layer_types: expected full_attention alone, found a sliding layer")

@@ -36,9 +36,8 @@ class DecoderLayer(nn.Module):
         qk_norm: whether queries and keys are normed, as in Qwen3.
 
     Attributes:
-        chunk: a query at position q attends to keys from q // chunk · chunk on; None: to all keys
-            up to q.
-        window: it attends to keys from q − window + 1 on; None: to all keys up to q.
+        chunk, window: a query at position q attends to keys from q // chunk · chunk on, or from q −
+            window + 1 on, up to q; None: to all keys up to q.
     """
 
     chunk: int | None = None
@@ -180,8 +179,7 @@ class DraftHead(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return what the logits of R rows are a product of, for the training loss.
 
-        Args:
-            normed: [R, H], the input of lm_head. previous: int64 [R].
+        They are made of lm_head's input [R, H] and the tokens before, int64 [R].
 
         Returns:
             The rows [R, W], and the weights of their last columns, which are trained, and of their

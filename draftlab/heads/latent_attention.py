@@ -24,9 +24,8 @@ class LatentConfig(BaseModel, extra="forbid", frozen=True):
 
     Attributes:
         query_rank: width of the queries' latent; None: queries are a product of the input.
-        rank: width of the latent of keys and values.
+        rank: width of the latent of keys and values. value_size: channels of a value.
         plain_size, rope_size: channels of a query and key that do not turn, and that do.
-        value_size: channels of a value.
         score_factor: factor of the scores beside (plain_size + rope_size)^−½, of YaRN.
     """
 

@@ -55,8 +55,6 @@ class MtpType:
         masks_first: whether the embedding at position 0 is zero.
         is_gated: whether attention has gates, norms of queries and keys, and all norms store their
             weight less 1.
-        has_experts: whether the feed-forward is a mixture of experts.
-        is_latent: whether attention is latent.
     """
 
     names: Mapping[str, str]
@@ -138,7 +136,6 @@ class MtpConfig(EagleConfig):
     """draftlab.json of an MTP layer.
 
     Attributes:
-        target_type: key of `TYPES`.
         rotary_dim: channels of a head that RoPE turns, the first ones.
         qkv_bias: whether q_proj, k_proj and v_proj have biases.
         qk_norm: whether queries and keys are normed.
@@ -146,15 +143,7 @@ class MtpConfig(EagleConfig):
         latent: sizes of latent attention; None: attention is plain.
     """
 
-    target_type: Literal[
-        "mimo",
-        "qwen3_5_text",
-        "qwen3_5_moe_text",
-        "qwen3_next",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "deepseek_v3",
-    ]
+    target_type: Literal[*TYPES]
     rotary_dim: HeadDim
     qkv_bias: bool
     qk_norm: bool

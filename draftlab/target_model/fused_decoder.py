@@ -6,9 +6,6 @@ computation is written here with the kernels of `kernels/`: qkv, rotation and ca
 attention, output product plus residual, gated product, down product plus residual; the last two
 also begin the next norm. Prompts use the same path: their products are cuBLAS's, and few calls a
 layer keep the GPU busy. Other targets run through transformers (`fused_decoder` returns None).
-
-`check_decode_path` compares both when a target is loaded, so a change in a release of transformers
-shows as an error and not as lower acceptance.
 """
 
 from __future__ import annotations

@@ -16,11 +16,8 @@ from draftlab.errors import UserError
 
 @dataclass(frozen=True)
 class HiddenStates:
-    """The hidden states of a forward pass.
-
-    Attributes:
-        features: [B, M, F], the states at the requested boundaries, concatenated.
-        last: [B, M, Ht], the states before the final norm.
+    """The hidden states of a forward pass: those at the requested boundaries, concatenated,
+    [B, M, F], and the last ones, before the final norm, [B, M, Ht].
     """
 
     features: Tensor

@@ -54,8 +54,7 @@ class Target:
     Attributes:
         notes: lines on how the checkpoint was loaded, for the user.
         decode_paths: checked fast paths by name; None: the path does not support this target.
-        recurrent: whether layers keep a recurrent state.
-        latent: whether layers cache compressed keys (multi-head latent attention).
+        recurrent, latent: whether layers keep a recurrent state, or cache compressed keys (MLA).
         images: what reads the images of prompts, once there are any (`images.py`).
     """
 
@@ -170,8 +169,7 @@ class Target:
                 `packed_row`.
             boundaries: layers whose input states become the features, ascending.
             positions: int64 [B, M] of each token (−1: padding), with a cache that `cache.at`
-                has prepared for them.
-            cache: KV cache that is read and written.
+                has prepared for them, and that is read and written.
             packed_row: boundaries of the conversations in the row, for targets without a
                 `padding_reason`.
 

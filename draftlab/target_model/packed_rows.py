@@ -29,10 +29,9 @@ _MAX_HEAD_DIM = 256  # of the flash kernel
 
 @dataclass(frozen=True, eq=False)
 class PackedRow:
-    """The conversations of one row.
+    """The conversations of one row, of so many tokens each, in order.
 
     Attributes:
-        lengths: tokens of each conversation, in order.
         positions: int64 [1, sum of lengths], each token's position in its conversation, on the
             device that takes token ids.
         require_varlen: whether attention without the variable-length kernel is an error.

@@ -71,9 +71,7 @@ class TargetParts:
     """The modules before the first layer and after the last one.
 
     Attributes:
-        embeddings: [V, Ht].
-        norm: the target's own final norm module.
-        lm_head: [V, Ht].
+        embeddings, lm_head: [V, Ht].
         scale: factor of the logits.
         softcap: if given, logits become softcap · tanh(logits / softcap).
     """

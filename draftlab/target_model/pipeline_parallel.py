@@ -54,11 +54,8 @@ def plan_placement(
 
 
 def divide_layers(model: PreTrainedModel, devices: list[torch.device]) -> DeviceMap:
-    """Assign contiguous layers to each device, so that all hold about the same number of bytes.
-
-    Args:
-        model: only its modules and shapes matter; it may be on "meta".
-        devices: the first one holds everything that is not a layer.
+    """Assign contiguous layers to each device, so that all hold about the same number of bytes. The
+    first one holds everything that is not a layer. The model may be on "meta".
     """
     decoder, layers, _ = text_decoder(model)
     names = {id(module): name for name, module in model.named_modules()}

@@ -5,10 +5,8 @@ products; and verifying K drafts in float32 costs K + 1 rows (see
 `kernels/cpu_prepacked_linear.py`). For the architectures of `target_model/known_layers.py` the
 same computation is written here with prepacked products, one for queries, keys and values, and
 values that all layers share are computed once a step. The model does not change: weights are
-copied, which doubles their memory.
-
-Rounding differs from transformers' in the last bits, as it already does between one row and
-several; `docs/benchmarks.md` says how often a token differs.
+copied, which doubles their memory. Rounding differs from transformers' in the last bits, as it does
+between one row and several.
 """
 
 from __future__ import annotations

@@ -198,8 +198,7 @@ def dequantise(
         values: uint8 [R, C / 2], or float8 or int8 [..., R, C].
         scale: factors of blocks, float8 or, of MXFP4, uint8 [R, C / block]; of 8-bit values [],
             [1], [R, 1], or [..., R / rows, C / columns], rounded up.
-        factor, divisor: of the whole tensor.
-        block: rows and columns of a block of 8-bit values.
+        factor, divisor: of the whole tensor. block: rows and columns of a block of 8-bit values.
     """
     scale = torch.exp2(scale.float() - 127) if scale.dtype == torch.uint8 else scale.float()
     if factor is not None:

@@ -104,8 +104,7 @@ class Window:
         Args:
             timer: has run since the window was opened; it restarts.
             mfu_seconds: seconds of the window at an MFU of 1; None: MFU is left out, as on a CPU.
-                If the window was faster, MFU is None: other work ran on the GPU while its rate was
-                measured.
+                If the window was faster, other work slowed the measurement, and MFU is None.
         """
         loss, alpha, hits = ((x / self.sums.count.clamp(min=1)).tolist() for x in self.sums[:3])
         phases = timer.read()

@@ -225,9 +225,8 @@ class WorkerPool:
         self._idle: list[_Worker] = []
 
     def pack(self, step: OptimizerStep) -> list[Batch]:
-        """Return the micro-batches of an optimizer step, in pinned memory for a GPU.
-
-        Raises whatever packing raises, and a `UserError` if a worker ended.
+        """Return the micro-batches of an optimizer step, in pinned memory for a GPU; raise whatever
+        packing raises, and a `UserError` if a worker ended.
         """
         with self._slots:
             worker = self._idle.pop() if self._idle else _Worker(self._packer)
