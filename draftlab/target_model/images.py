@@ -110,10 +110,8 @@ def process(folder: Path, images: Images, text: str | None = None) -> Any:
 
 
 def image_ids(target: Target, ids: Sequence[int], images: Images, *, prompt: bool = True) -> Any:
-    """Return token ids by which the target reads images; without images `ids`.
-
-    Args:
-        prompt: whether `ids` are a whole prompt alone: an answer may have further image tokens.
+    """Return token ids by which the target reads images; without images `ids`. They are a whole
+    `prompt` if they have no answer, which may have further image tokens.
     """
     if not images:
         return ids

@@ -267,19 +267,15 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-_MAX_POSITIONS = ("max_position_embeddings", "max_seq_len", "seq_length")
-"""How configs spell the number of positions; the last two are MPT's and BLOOM's."""
-
-
 def max_positions(config: Any) -> int:
     """Return the largest number of positions by the config of a target's text model; raise a
     `UserError` if it names none.
     """
-    for name in _MAX_POSITIONS:
+    for name in ("max_position_embeddings", "max_seq_len", "seq_length"):  # as MPT and BLOOM, too
         if (limit := getattr(config, name, None)) is not None:
             return int(limit)
     raise UserError(
-        f"expected {_MAX_POSITIONS[0]} in the target's config, found none ({config.model_type})",
+        f"expected max_position_embeddings in the config of a {config.model_type}, found none",
         where="target",
         do="write the longest context that it was trained with into a copy of its config.json",
     )

@@ -41,10 +41,8 @@ _NO_TIME = -1e4  # softplus of it is 0: such a token changes no state
 
 
 class RecurrentLayer:
-    """The forward pass of a recurrent layer over a `PagedCache`'s states or over packed rows.
-
-    Attributes:
-        replaced: whether its convolutions and recurrences are known.
+    """The forward pass of a recurrent layer over a `PagedCache`'s states or over packed rows, if
+    its convolutions and recurrences are known and `replaced`.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:

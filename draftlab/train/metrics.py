@@ -163,7 +163,7 @@ class MetricsLog:
 
     def __init__(self, folder: Path, *, muted: bool = False) -> None:
         self.path, self.muted = folder / "metrics.jsonl", muted
-        self.trackers: list[Log] = []
+        self.trackers: list[Callable[[Mapping[str, float], int], object]] = []
         if not muted:
             folder.mkdir(parents=True, exist_ok=True)
 
@@ -256,10 +256,6 @@ def _flat(row: dict[str, Any], prefix: str = "") -> dict[str, float]:
         elif value is not None:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-Log = Callable[[Mapping[str, float], int], None]
-"""Sends numbers by name, and the step that they are of."""
 
 
 def check_trackers(settings: TrainSettings) -> None:

@@ -56,8 +56,7 @@ class FixedSizes:
         """Return sizes that nearly all batches fit.
 
         Args:
-            reaches: of some batches, int64 [Σ T] (`joint_reach`).
-            most_positions: of any batch.
+            reaches: of some batches, int64 [Σ T] (`joint_reach`). most_positions: of any batch.
             height: about the most rows and teachers of a chunk together.
         """
         sizes, plans = [], []

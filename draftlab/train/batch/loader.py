@@ -49,12 +49,9 @@ _END: Any = object()
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch of an optimizer step, on the device.
-
-    Attributes:
-        counts, tokens, teachers: N_k, the positions without padding, and those of the target's
-            logits, of this rank's part of the step.
-        first, last: whether it is the first or last one of the step on this rank.
+    """A micro-batch of an optimizer step, on the device: the `first` or `last` one on this rank, or
+    one between. `counts` N_k, `tokens` and `teachers` (positions without padding, and those of the
+    target's logits) are of this rank's part of the step.
     """
 
     batch: Batch

@@ -94,11 +94,8 @@ class _BlockPass:
     def layer(
         self, layer: DecoderLayer, hidden: Tensor, context: Tensor, window: int | None
     ) -> Tensor:
-        """Return the layer's outputs [slots · n, H].
-
-        Args:
-            hidden: [slots · n, H], or [n + 1, H] while mask tokens share the last row.
-            context: [T, H].
+        """Return the layer's outputs [slots · n, H], from context [T, H] and hidden states
+        [slots · n, H], or [n + 1, H] while mask tokens share the last row.
         """
         weights = LayerWeights(layer, self.dtype, self.ops)
         if type(layer) is DecoderLayer:
