@@ -325,7 +325,7 @@ INCOMPLETE = {name: value for name, value in LLAMA4_ATTENTION.items() if name !=
     ("fields", "message"),
     [
         ({"schema": 3}, "expected head schema 1, found 3"),
-        ({"boundaries": (2, 2, 3)}, "sorted and unique"),
+        ({"boundaries": (2, 2, 3)}, "sorted unique"),
         ({"boundaries": (0, 2, 6)}, r"0\.\.5"),
         ({"boundaries": ()}, "boundaries"),
         ({"boundary_meaning": "output-of-layer"}, "boundary_meaning"),
