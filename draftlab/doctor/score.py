@@ -123,7 +123,7 @@ class Scorer:
         counters, sums = [], []
         for row_hits, spans in zip(hits, scoring_set.spans, strict=True):
             row_hits, valid = row_hits[: len(spans)], loss_reach(spans) >= k
-            counters.append(walk(row_hits, spans, k))
+            counters.append(walk(row_hits, spans, k)[0])
             accepted = row_hits.long().cumprod(-1).sum(-1)[valid].sum()
             sums.append([float(accepted), int(valid.sum())])
         accepted_sums, positions = np.array(sums, dtype=float).T

@@ -148,14 +148,18 @@ class Validation:
         }
 
 
-def walk(hits: Tensor, spans: Tensor, k: int) -> Counters:
-    """Count the accepted drafts of one conversation with `k` drafts a step, without the steps at an
-    answer's end whose K drafts are not all inside the answer.
+def walk(hits: Tensor, spans: Tensor, k: int) -> tuple[Counters, list[tuple[int, int]]]:
+    """Count the accepted drafts of one conversation with `k` drafts a step.
 
     Args:
         hits: bool [T, K], whether step k at t drafted x_{t+2+k}. spans: int64 [T].
+
+    Returns:
+        Counters and the list of (t, accepted), without the steps at an answer's end whose K drafts
+        are not all inside the answer.
     """
-    reach, counters = loss_reach(spans), Counters(k)
+    reach = loss_reach(spans)
+    counters, steps = Counters(k), []
     run = hits[:, :k].long().cumprod(-1).sum(-1)
     t, length = 0, len(spans)
     while t + 1 < length:
@@ -166,9 +170,10 @@ def walk(hits: Tensor, spans: Tensor, k: int) -> Counters:
         while reach[t] >= k:
             accepted = int(run[t])
             counters.add_step(k, accepted)
+            steps.append((t, accepted))
             t += accepted + 1
         t += 1
-    return counters
+    return counters, steps
 
 
 def expected_walk(ratios: Tensor, spans: Tensor, k: int) -> tuple[float, float]:
@@ -305,7 +310,7 @@ def validate(
             if record.temperature is None:
                 continue  # the target may not have written these answers
             if record.temperature == 0:
-                found = walk(hits[b, : len(record.tokens)], record.spans, num_steps)
+                found, _ = walk(hits[b, : len(record.tokens)], record.spans, num_steps)
                 counters += found
                 greedy.append(Walked(record.id, found.accepted, found.drafts))
             else:

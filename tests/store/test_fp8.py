@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from draftlab.progress import Monitor
 from draftlab.store.fp8 import E4M3, dequantise, quantise
 from draftlab.store.record import RecordSettings, record
 from draftlab.target_model.model import Target
-from draftlab.train.batch.packing import pack
+from draftlab.train.batch.packing import map_tensors, pack
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.recordings import BOUNDARIES, identity_of, make_samples, record_store
 
@@ -115,6 +116,6 @@ def test_packed_codes_decode_to_the_packed_features(target: Target, tmp_path: Pa
 def test_codes_are_decoded_on_the_gpu(target: Target, tmp_path: Path) -> None:
     store = record_store(target, tmp_path / "fp8", dtype="fp8")
     batch = pack([store.views(range(len(store)))], sum(store.lengths), 3)
-    on_gpu = batch.pin_memory().to(torch.device("cuda"))
+    on_gpu = map_tensors(batch, Tensor.pin_memory).to(torch.device("cuda"))
     assert on_gpu.features.dtype == torch.bfloat16
     assert torch.equal(on_gpu.features.cpu(), batch.dequantised().features)

@@ -119,7 +119,8 @@ def test_walk_counts_as_a_server_does() -> None:
     hits[1] = torch.tensor([True, True])  # from t = 1 both: next t = 4
     hits[4] = torch.tensor([False, True])  # none: next t = 5
     hits[5] = torch.tensor([True, False])  # one: next t = 7
-    counters = walk(hits, spans, 2)
+    counters, steps = walk(hits, spans, 2)
+    assert steps == [(1, 2), (4, 0), (5, 1), (7, 0)]
     assert (counters.drafts, counters.accepted, counters.accepted_at) == (4, 3, [2, 1])
 
 

@@ -81,7 +81,9 @@ def test_the_walk_over_sampled_answers_weighs_positions_by_their_steps() -> None
     assert 1 + accepted / steps == pytest.approx(400 / (200 + 50), abs=0.02)
     generator = torch.Generator().manual_seed(0)
     ratios = torch.rand(406, 3, generator=generator)
-    draws = [walk(torch.rand(406, 3, generator=generator) < ratios, spans, 3) for _ in range(200)]
+    draws = [
+        walk(torch.rand(406, 3, generator=generator) < ratios, spans, 3)[0] for _ in range(200)
+    ]
     expected = [
         float(torch.tensor([getattr(c, n) for c in draws]).double().mean())
         for n in ("accepted", "drafts")
@@ -95,7 +97,7 @@ def test_certain_drafts_are_walked_as_greedy_answers_are() -> None:
     for first, second in ((1, 5), (4, 9), (6, 6), (12, 3)):
         spans = torch.tensor([0] * 2 + [1] * first + [0] * 3 + [2] * second)
         hits = torch.rand(len(spans), 3, generator=generator) < 0.6
-        counters = walk(hits, spans, 3)
+        counters, _ = walk(hits, spans, 3)
         assert expected_walk(hits.float(), spans, 3) == (counters.accepted, counters.drafts)
 
 
