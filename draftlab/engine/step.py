@@ -230,7 +230,7 @@ class GraphedStep:
         self.step = step
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._compile_ahead = CompileAhead()
+        self._compile_ahead = CompileAhead(step.target.device)
 
     def __call__(self, slots: tuple[int, ...], *, limited: bool) -> Tensor:
         """Decode one step of `slots`; the next one of this size overwrites the result."""

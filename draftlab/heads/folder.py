@@ -70,24 +70,18 @@ def meta_head(config: HeadConfig) -> DraftHead:
         return new_head(config)
 
 
-def head_tensors(head: DraftHead, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return every tensor by its name in files, on the CPU; floating ones are cast to `dtype`."""
-    return {
-        name: (t.to(dtype) if t.is_floating_point() else t).detach().cpu().contiguous()
-        for name, t in head.tensors().items()
-    }
-
-
 def save_head(folder: Path, head: DraftHead, dtype: torch.dtype) -> None:
     """Write the head folder; draftlab.json comes last, so a folder that has it is complete."""
     # Without draftlab.json an older head in this folder cannot be mistaken for a complete one.
     (folder / CONFIG).unlink(missing_ok=True)
-    tensors = head_tensors(head, dtype)
-    for name in head.shared_tensors():
-        del tensors[name]
+    left_out = set(head.shared_tensors())
     if head.config.draft_vocab_size == head.config.vocab_size:
-        # Readers without a draft vocabulary refuse d2t and t2d (servers §1.3).
-        del tensors[D2T], tensors[T2D]
+        left_out |= {D2T, T2D}  # readers without a draft vocabulary refuse them (servers §1.3)
+    tensors = {
+        name: (t.to(dtype) if t.is_floating_point() else t).detach().cpu().contiguous()
+        for name, t in head.tensors().items()
+        if name not in left_out
+    }
     with atomic_path(folder / WEIGHTS) as temporary:
         save_tensors(tensors, temporary, metadata={"format": "pt"})
     native = native_config(head.config, str(dtype).removeprefix("torch."))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Literal
 
@@ -75,16 +76,23 @@ def tensor_faults(
             faults.append(TensorFault("shape", name, message))
         elif message := _dtype_fault(name, tensor):
             faults.append(TensorFault("dtype", name, message))
-        elif name in (D2T, T2D):
-            continue
-        elif bad := int((~tensor.isfinite()).sum()):
-            message = f"{name}: not finite: {bad:,} of {tensor.numel():,} values"
-            faults.append(TensorFault("not finite", name, message))
-        elif not any(part in name for part in may_be_zero) and not bool(tensor.any()):
-            faults.append(TensorFault("zeros", name, f"{name} holds only zeros"))
+        elif name not in (D2T, T2D):
+            faults += _value_faults(name, tensor, may_be_zero)
     if message := draft_vocabulary_fault(stored.get(D2T), stored.get(T2D), config):
         faults.append(TensorFault("d2t", D2T, message))
     return sorted(faults, key=lambda fault: fault.message)
+
+
+def _value_faults(name: str, tensor: Tensor, may_be_zero: Iterable[str]) -> list[TensorFault]:
+    # Both ends of a tensor with a NaN are NaN. `isfinite` takes a CPU 30 times as long.
+    least, most = (float(end) for end in tensor.aminmax())
+    if not (isfinite(least) and isfinite(most)):
+        bad = int((~tensor.isfinite()).sum())
+        message = f"{name}: not finite: {bad:,} of {tensor.numel():,} values"
+        return [TensorFault("not finite", name, message)]
+    if least == most == 0 and not any(part in name for part in may_be_zero):
+        return [TensorFault("zeros", name, f"{name} holds only zeros")]
+    return []
 
 
 def refuse_faults(faults: Iterable[TensorFault], where: Path) -> None:

@@ -64,18 +64,23 @@ def _argument(value: Any) -> Any:
 
 def _compile(run: Callable[[], Any]) -> int:
     """Compile the kernels that `run` launches, and return how many there were to compile."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from triton import AsyncCompileMode
-    from triton.runtime._async_compile import FutureKernel
+    from triton.runtime._async_compile import FutureKernel, active_mode
     from triton.runtime.jit import JITFunction
 
     launch, requested = JITFunction.run, {}
 
     def request(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        if not is_fake():
+        # A backward pass has fake tensors on threads of its own.
+        if not is_fake() and not any(isinstance(each, FakeTensor) for each in args):
             return launch(self, *args, grid=grid, warmup=warmup, **options)
         options = {name: _argument(value) for name, value in options.items()}
-        kernel = launch(self, *map(_argument, args), grid=grid, warmup=True, **options)
+        token = active_mode.set(mode)
+        try:
+            kernel = launch(self, *map(_argument, args), grid=grid, warmup=True, **options)
+        finally:
+            active_mode.reset(token)
         if isinstance(kernel, FutureKernel):
             requested[id(kernel)] = kernel
         return kernel
@@ -84,7 +89,7 @@ def _compile(run: Callable[[], Any]) -> int:
         token = _fake.set(True)
         try:
             with (
-                AsyncCompileMode(pool),
+                AsyncCompileMode(pool) as mode,
                 patch.object(JITFunction, "run", request),
                 FakeTensorMode(allow_non_fake_inputs=True),
             ):
@@ -101,10 +106,13 @@ class CompileAhead:
 
     It leaves those of a function to its launches if the function cannot run without data, and of
     all later ones once passes have found nothing new for `MOST_VAIN_SECONDS`.
+
+    Args:
+        device: that they run on; on a CPU there is nothing to compile.
     """
 
-    def __init__(self) -> None:
-        self._vain = 0.0
+    def __init__(self, device: torch.device) -> None:
+        self._vain = 0.0 if device.type == "cuda" else MOST_VAIN_SECONDS
 
     def __call__(self, run: Callable[[], Any]) -> None:
         """Compile the kernels that `run` launches."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
+from draftlab.kernels.compile_ahead import CompileAhead
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.model import DecodePath, Target
 
@@ -124,6 +126,7 @@ def check_decode_path(target: Target, path: DecodePath, name: str) -> None:
     exact = target.dtype == torch.float32
     tolerance = (1e-5 if exact else 2e-2) * max(target.num_layers, 12) ** 0.5
     lengths = torch.zeros(2, 1, dtype=torch.int64, device=target.device)
+    compile_ahead = CompileAhead(target.device)
     for counts in ((prompt, 5), *steps):
         count = torch.tensor(counts, device=target.device)[:, None]
         column = torch.arange(max(counts), device=target.device)
@@ -131,15 +134,19 @@ def check_decode_path(target: Target, path: DecodePath, name: str) -> None:
         positions = (lengths + column).where(real, -1)
         slots = slot_mapping(table, positions, _BLOCK)
         lengths += count
-        states, expected = (
-            run.states(
+        runs = [
+            partial(
+                run.states,
                 ids[:, : len(column)],
                 boundaries,
                 positions=positions,
                 cache=cache.at(table, positions, slots),
             )
             for run, cache in zip((path, target), caches, strict=True)
-        )
+        ]
+        for run in runs:
+            compile_ahead(run)
+        states, expected = (run() for run in runs)
         for kind, one, other in (
             ("states", states.features, expected.features),
             ("logits", path.logits(states.last), target.logits(expected.last)),

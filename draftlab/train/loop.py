@@ -105,6 +105,7 @@ class Trainer:
         if not head.embed_tokens.weight.requires_grad:
             head.embed_tokens.to(self.dtype)  # they are read in this dtype anyway
         self.target = DraftTeacher.for_training(parts, head, self.dtype)
+        self.loader.start_workers()  # they import while kernels are compiled
         if self.device.type == "cuda":
             monitor.say(
                 "preparing the training step: kernels are compiled now and in the first step, for "

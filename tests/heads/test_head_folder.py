@@ -15,7 +15,6 @@ from transformers import AutoConfig, LlamaConfig
 from draftlab.errors import UserError
 from draftlab.heads.folder import (
     EMBEDDINGS,
-    head_tensors,
     load_config,
     load_head,
     native_config,
@@ -103,8 +102,9 @@ def test_the_stored_dtype_is_the_given_one(tmp_path: Path, dtype: torch.dtype) -
     head = make_head(embeddings="own", rope_parameters=LLAMA3).float()
     save_head(tmp_path, head, dtype)
     for name, tensor in load_file(tmp_path / FILE).items():
-        assert tensor.dtype == {"d2t": torch.int64, "t2d": torch.bool}.get(name, dtype)
-        assert torch.equal(tensor, head_tensors(head, dtype)[name])
+        stored = {"d2t": torch.int64, "t2d": torch.bool}.get(name, dtype)
+        assert tensor.dtype == stored
+        assert torch.equal(tensor, head.tensors()[name].to(stored))
     loaded = load_head(tmp_path, dtype=dtype, device="cpu")
     assert loaded.lm_head.weight.dtype == dtype
     assert loaded.rope.frequencies.dtype == torch.float32

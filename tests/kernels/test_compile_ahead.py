@@ -18,6 +18,8 @@ from triton.runtime.jit import JITFunction
 from draftlab.kernels import compile_ahead
 from draftlab.kernels.compile_ahead import CompileAhead, is_fake, real_tensors
 
+GPU = torch.device("cuda")
+
 
 @triton.jit
 def _double(x, out, N: tl.constexpr):
@@ -63,7 +65,7 @@ def double(x: Tensor, size: int) -> Tensor:
 
 def test_kernels_are_compiled_by_threads_and_not_launched(compiled: list[bool]) -> None:
     x, launch = torch.ones(64), JITFunction.run
-    ahead = CompileAhead()
+    ahead = CompileAhead(GPU)
     ahead(lambda: [double(x, size) for size in (16, 32, 64, 32)] + [double(x[1:], 16)])
     assert compiled == [True] * 4  # an address that is not aligned has a kernel of its own
     ahead(lambda: double(x, 64))
@@ -81,30 +83,31 @@ def test_only_what_is_marked_is_real(compiled: list[bool]) -> None:
             kept.append(torch.zeros(3))
         double(x, 16)
 
-    CompileAhead()(run)
+    CompileAhead(GPU)(run)
     assert kept[0].tolist() == [0, 0, 0]
     assert x.eq(1).all()
 
 
-def test_other_threads_launch_as_ever(
+def test_other_threads_launch_unless_their_tensors_are_fake(
     compiled: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launches = []
+    launches, real = [], torch.ones(16)
     monkeypatch.setattr(JITFunction, "run", lambda *_, warmup, **__: launches.append(warmup))
 
     def run() -> None:
-        thread = threading.Thread(target=double, args=(torch.ones(16), 16))
-        thread.start()
-        thread.join()
-        double(torch.ones(16), 16)
+        for x in (real, torch.ones(16)):  # the second one as in a backward pass
+            thread = threading.Thread(target=lambda x=x: _double[(1,)](x, x, N=16))
+            thread.start()
+            thread.join()
+        double(real, 16)
 
-    CompileAhead()(run)
-    assert launches == [False, True]
+    CompileAhead(GPU)(run)
+    assert launches == [False, True, True]
 
 
 def test_a_function_that_reads_values_is_left_to_its_launches(compiled: list[bool]) -> None:
     x, launch = torch.ones(64), JITFunction.run
-    CompileAhead()(lambda: double(x, int(x.sum())))
+    CompileAhead(GPU)(lambda: double(x, int(x.sum())))
     assert compiled == []
     assert JITFunction.run is launch
     assert not is_fake()
@@ -115,7 +118,7 @@ def test_passes_end_when_they_find_nothing(
 ) -> None:
     calls = []
     monkeypatch.setattr(compile_ahead, "MOST_VAIN_SECONDS", 0.0)
-    ahead = CompileAhead()
+    ahead = CompileAhead(GPU)
     for _ in range(3):
         ahead(lambda: calls.append(0))
     assert calls == []

@@ -74,6 +74,12 @@ class BatchLoader:
             cores = len(os.sched_getaffinity(0)) // ranks.local_gpus
             self.num_workers = max(1, min(MAX_DEFAULT_WORKERS, cores // 2))
         self.window = WindowReading(packer)
+        self._pool: WorkerPool | None = None
+
+    def start_workers(self) -> None:
+        """Start the data workers, if there are any; the end of `micro_batches` ends them."""
+        if self.num_workers:
+            self._pool = WorkerPool(self.num_workers, pinned=self.on_gpu)
 
     def describe(self) -> str:
         """Return what packs batches, for the console."""
@@ -125,7 +131,10 @@ class BatchLoader:
             num_threads = THREADS.get(self.device.type, 1)
             yield from map_in_threads(self.window.waiting(self._pack_here), steps, num_threads)
             return
-        pool = WorkerPool(self.packer, self.num_workers, pinned=self.on_gpu)
+        if self._pool is None:
+            self.start_workers()
+        pool, self._pool = self._pool, None
+        pool.begin(self.packer)
         packed_ahead = map_in_threads(self.window.waiting(pool.pack), steps, self.num_workers)
         with closing(pool), closing(packed_ahead) as packed:
             for batches in packed:

@@ -152,7 +152,8 @@ def _try(function: Callable[..., Any], *arguments: Any) -> Any:
 class _Worker:
     """A data worker, seen from the process that trains."""
 
-    def __init__(self, packer: bytes) -> None:
+    def __init__(self) -> None:
+        self._has_packer = False
         self.file = open(os.memfd_create("draftlab-batches"), "r+b", buffering=0)  # noqa: SIM115
         self.memory = SharedMemory(self.file.fileno())
         self.pipe, worker_end = Pipe()
@@ -168,9 +169,11 @@ class _Worker:
                 process_group=0,  # Ctrl-C is for the process that trains
                 env=os.environ | environment,
             )
-        self._send(packer)
 
-    def pack(self, step: OptimizerStep, pinned: bool) -> list[Batch]:
+    def pack(self, packer: bytes, step: OptimizerStep, pinned: bool) -> list[Batch]:
+        if not self._has_packer:
+            self._send(packer)
+            self._has_packer = True
         self._send(pickle.dumps(step))
         try:
             reply = pickle.loads(self.pipe.recv_bytes())
@@ -217,21 +220,25 @@ class _Worker:
 
 
 class WorkerPool:
-    """Data workers, called from threads; each starts when it is first needed."""
+    """Data workers, called from threads. They start at once, since imports take seconds."""
 
-    def __init__(self, packer: Packer, num_workers: int, *, pinned: bool) -> None:
-        self._packer, self._pinned = pickle.dumps(packer), pinned
+    def __init__(self, num_workers: int, *, pinned: bool) -> None:
+        self._pinned = pinned
         self._slots = BoundedSemaphore(num_workers)
-        self._idle: list[_Worker] = []
+        self._idle = [_Worker() for _ in range(num_workers)]
+
+    def begin(self, packer: Packer) -> None:
+        """Set what packs the steps, before the first one."""
+        self._packer = pickle.dumps(packer)
 
     def pack(self, step: OptimizerStep) -> list[Batch]:
         """Return the micro-batches of an optimizer step, in pinned memory for a GPU; raise whatever
         packing raises, and a `UserError` if a worker ended.
         """
         with self._slots:
-            worker = self._idle.pop() if self._idle else _Worker(self._packer)
+            worker = self._idle.pop() if self._idle else _Worker()
             try:
-                batches = worker.pack(step, self._pinned)
+                batches = worker.pack(self._packer, step, self._pinned)
             except BaseException:
                 # The worker may still reply, and the next caller would get these batches.
                 worker.close()

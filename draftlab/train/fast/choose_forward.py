@@ -11,6 +11,7 @@ from torch._dynamo import maybe_mark_dynamic
 
 from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
+from draftlab.kernels.compile_ahead import CompileAhead
 from draftlab.kernels.fp8_linear import SIZE_MULTIPLE, linear, quantise_weight
 from draftlab.store.store import Record
 from draftlab.target_model.recurrent_layer import copy_function
@@ -108,12 +109,14 @@ def check_compiled(head: DraftHead, compiled: Any, eager: Any, num_tokens: int) 
         if name.startswith(("fc.", "layers.", "mask_")) and p.requires_grad
     ]
     tolerance = _FP8_TOLERANCE if eager.ops.quantise_weight else _TOLERANCE[eager.dtype]
-    results = []
-    for forward in (compiled, eager):
+
+    def run(forward: Any) -> list[Tensor]:
         outputs = forward(head, batch)
         total = sum(o.output.float().square().mean() for o in outputs)
-        gradients = torch.autograd.grad(total, trained)
-        results.append([*(o.output.detach() for o in outputs), *gradients])
+        return [*(o.output.detach() for o in outputs), *torch.autograd.grad(total, trained)]
+
+    CompileAhead(head.fc.weight.device)(lambda: run(eager))
+    results = run(compiled), run(eager)
     for actual, expected in zip(*results, strict=True):
         error = (actual - expected).float().norm() / expected.float().norm().clamp(min=1e-6)
         if not float(error) <= tolerance:  # refuses NaN too
