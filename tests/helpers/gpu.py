@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 on_devices = pytest.mark.parametrize("device", DEVICES)
@@ -51,6 +55,27 @@ def capture(work: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     with torch.cuda.graph(graph, stream=stream):
         result = work()
     return graph, result
+
+
+@contextmanager
+def kernels_compiled_ahead() -> Iterator[list[bool]]:
+    """Forget compiled kernels; yield a list that grows by each one: whether another thread than
+    that of its launch compiled it. Nothing fake is left at the end.
+    """
+    from triton import knobs
+    from triton.runtime.jit import JITFunction
+
+    for kernel in [each for each in gc.get_objects() if isinstance(each, JITFunction)]:
+        kernel.device_caches.clear()
+    ahead: list[bool] = []
+
+    def listener(**_: Any) -> None:
+        ahead.append(threading.current_thread().name.startswith("ThreadPoolExecutor"))
+
+    with patch.object(knobs.compilation, "listener", listener):
+        yield ahead
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, FakeTensor)]
 
 
 @contextmanager

@@ -29,6 +29,7 @@ from draftlab.train.objectives.loss import DraftTeacher, weighted_loss
 from draftlab.train.objectives.parallel import parallel_outputs
 from draftlab.train.objectives.ttt import unroll
 from draftlab.train.settings import TrainSettings
+from tests.helpers.gpu import kernels_compiled_ahead
 from tests.helpers.synthetic import (
     EAGLE,
     VOCAB,
@@ -153,6 +154,16 @@ def test_a_gpu_has_the_references_outputs(changes: dict[str, object], dtype: tor
     bound = 1e-4 if dtype == torch.float32 else 0.05
     for name, value in expected.items():
         assert (actual[name] - value).norm() <= bound * value.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", [{}, PEAGLE, DSPARK], ids=str)
+def test_a_steps_kernels_are_compiled_before_it_runs(changes: dict[str, object]) -> None:
+    head = random_norms_head(**changes).to("cuda")
+    eager = fast_forward(head)(torch.float32, ops=FUSED_OPS)
+    with kernels_compiled_ahead() as ahead:
+        choose_forward.check_compiled(head, eager, eager, 64)
+    assert sum(ahead) >= max(3, 0.9 * len(ahead))
 
 
 @pytest.mark.usefixtures("float64")
