@@ -57,6 +57,8 @@ class _Pointer:
 
 def _argument(value: Any) -> Any:
     """Return what a launch's argument is replaced by; allocations are aligned to 512 bytes."""
+    if isinstance(value, tuple):
+        return tuple(map(_argument, value))
     if not isinstance(value, torch.Tensor):
         return value
     return _Pointer(value.dtype, value.storage_offset() * value.element_size())
@@ -65,6 +67,7 @@ def _argument(value: Any) -> Any:
 def _compile(run: Callable[[], Any]) -> int:
     """Compile the kernels that `run` launches, and return how many there were to compile."""
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._pytree import tree_leaves
     from triton import AsyncCompileMode
     from triton.runtime._async_compile import FutureKernel, active_mode
     from triton.runtime.jit import JITFunction
@@ -73,7 +76,7 @@ def _compile(run: Callable[[], Any]) -> int:
 
     def request(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         # A backward pass has fake tensors on threads of its own.
-        if not is_fake() and not any(isinstance(each, FakeTensor) for each in args):
+        if not is_fake() and not any(isinstance(each, FakeTensor) for each in tree_leaves(args)):
             return launch(self, *args, grid=grid, warmup=warmup, **options)
         options = {name: _argument(value) for name, value in options.items()}
         token = active_mode.set(mode)
