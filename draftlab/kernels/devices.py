@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.kernels.compile_ahead import is_fake
 
 
 def use_device(device: torch.device) -> torch.cuda.device:
@@ -24,7 +25,7 @@ def use_device(device: torch.device) -> torch.cuda.device:
 
 def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     """Copy a host tensor to a device without waiting for the device."""
-    if device.type != "cuda":
+    if device.type != "cuda" or is_fake():
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
 

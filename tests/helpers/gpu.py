@@ -65,7 +65,7 @@ def kernels_compiled_ahead() -> Iterator[list[bool]]:
     from triton import knobs
     from triton.runtime.jit import JITFunction
 
-    for kernel in [each for each in gc.get_objects() if isinstance(each, JITFunction)]:
+    for kernel in [each for each in gc.get_objects() if type(each) is JITFunction]:
         kernel.device_caches.clear()
     ahead: list[bool] = []
 
@@ -75,7 +75,7 @@ def kernels_compiled_ahead() -> Iterator[list[bool]]:
     with patch.object(knobs.compilation, "listener", listener):
         yield ahead
     gc.collect()
-    assert not [each for each in gc.get_objects() if isinstance(each, FakeTensor)]
+    assert not [each for each in gc.get_objects() if type(each) is FakeTensor]
 
 
 @contextmanager
