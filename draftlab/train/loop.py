@@ -106,14 +106,23 @@ class Trainer:
             head.embed_tokens.to(self.dtype)  # they are read in this dtype anyway
         self.target = DraftTeacher.for_training(parts, head, self.dtype)
         self.loader.start_workers()  # they import while kernels are compiled
+        try:
+            self._prepare(training_key(settings, config, vocabulary, store, seed, initial))
+        except BaseException:
+            self.loader.close()
+            raise
+
+    def _prepare(self, key: str) -> None:
+        """Make what steps need, compile their kernels, and read the last checkpoint, if any."""
+        head, monitor, folder = self.head, self.monitor, self.folder
         if self.device.type == "cuda":
             monitor.say(
                 "preparing the training step: kernels are compiled now and in the first step, for "
                 "a minute or two on a new machine"
             )
-        module = DistillationModule(head, self.target, settings, self.dtype)
-        self.backend = wrap(module, settings, self.ranks)
-        self.key = training_key(settings, config, vocabulary, store, seed, initial)
+        module = DistillationModule(head, self.target, self.settings, self.dtype)
+        self.backend = wrap(module, self.settings, self.ranks)
+        self.key = key
         self.step, self.tokens_seen, self.resumed_verified = 0, 0, True
         self.trained_alpha: float | None = None  # of the first step, since the last log line
         self.log = MetricsLog(folder, muted=not self.ranks.is_main)
@@ -122,7 +131,7 @@ class Trainer:
         self._report_setup(module)
         self.graph = self._step_graph(module)
         self._resume()
-        self.verification = ShardVerification(store, folder, self.ranks)
+        self.verification = ShardVerification(self.store, folder, self.ranks)
         self.writer = CheckpointWriter(folder / "checkpoints")
 
     def _report_setup(self, module: DistillationModule) -> None:
@@ -186,6 +195,7 @@ class Trainer:
         )
         products = onednn_products(self.device)
         with (
+            closing(self.loader),
             closing(self.verification),
             closing(self.writer),
             self.ranks.report_lost_rank(),

@@ -77,9 +77,15 @@ class BatchLoader:
         self._pool: WorkerPool | None = None
 
     def start_workers(self) -> None:
-        """Start the data workers, if there are any; the end of `micro_batches` ends them."""
+        """Start the data workers, if any; the end of `micro_batches` ends them, or `close`."""
         if self.num_workers:
             self._pool = WorkerPool(self.num_workers, pinned=self.on_gpu)
+
+    def close(self) -> None:
+        """End data workers that no `micro_batches` has, as where training fails before it."""
+        if self._pool is not None:
+            self._pool.close()
+            self._pool = None
 
     def describe(self) -> str:
         """Return what packs batches, for the console."""
@@ -133,8 +139,8 @@ class BatchLoader:
             return
         if self._pool is None:
             self.start_workers()
+        self._pool.begin(self.packer)
         pool, self._pool = self._pool, None
-        pool.begin(self.packer)
         packed_ahead = map_in_threads(self.window.waiting(pool.pack), steps, self.num_workers)
         with closing(pool), closing(packed_ahead) as packed:
             for batches in packed:

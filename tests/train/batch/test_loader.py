@@ -185,6 +185,21 @@ def test_an_error_of_training_leaves_nothing(
     assert_nothing_left()
 
 
+@pytest.mark.parametrize("method", ["_resume", "_train"])  # of the constructor, of the run
+def test_an_error_before_the_first_step_leaves_nothing(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: Trainer) -> None:
+        assert len(workers(os.getpid())) == 1  # it has started by then
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, method, fail)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        trained(tmp_path, toy_store(20), orthogonal_parts(), steps=3, data_workers=1)
+    assert caught.value.__traceback__ is not None  # it keeps the objects of its frames
+    assert_nothing_left()
+
+
 class SlowStore(ListStore):
     """Takes its time."""
 
