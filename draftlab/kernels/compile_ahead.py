@@ -70,13 +70,22 @@ def _compile(run: Callable[[], Any]) -> int:
     from torch.utils._pytree import tree_leaves
     from triton import AsyncCompileMode
     from triton.runtime._async_compile import FutureKernel, active_mode
+    from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    launch, requested = JITFunction.run, {}
+    launch, measure, requested = JITFunction.run, Autotuner._bench, {}
+
+    def launches(args: tuple[Any, ...]) -> bool:
+        # A backward pass has fake tensors on threads of its own.
+        return not is_fake() and not any(isinstance(x, FakeTensor) for x in tree_leaves(args))
+
+    def refuse(self: Any, *args: Any, **options: Any) -> Any:
+        if launches(args):
+            return measure(self, *args, **options)
+        raise RuntimeError("a kernel of another library would keep the choice of a measurement")
 
     def request(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        # A backward pass has fake tensors on threads of its own.
-        if not is_fake() and not any(isinstance(each, FakeTensor) for each in tree_leaves(args)):
+        if launches(args):
             return launch(self, *args, grid=grid, warmup=warmup, **options)
         options = {name: _argument(value) for name, value in options.items()}
         token = active_mode.set(mode)
@@ -94,6 +103,7 @@ def _compile(run: Callable[[], Any]) -> int:
             with (
                 AsyncCompileMode(pool) as mode,
                 patch.object(JITFunction, "run", request),
+                patch.object(Autotuner, "_bench", refuse),
                 FakeTensorMode(allow_non_fake_inputs=True),
             ):
                 run()

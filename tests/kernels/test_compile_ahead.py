@@ -27,6 +27,15 @@ def _double(x, out, N: tl.constexpr):
     tl.store(out + columns, 2 * tl.load(x + columns))
 
 
+CONFIGS = [triton.Config({"N": size}) for size in (16, 32)]
+
+
+@triton.autotune(CONFIGS, key=[], do_bench=lambda call, **_: call() or [1.0])
+@triton.jit
+def _tuned(x, N: tl.constexpr):
+    tl.store(x + tl.arange(0, N), 1)
+
+
 class _Hopper:
     """A driver that compiles for a Hopper GPU and launches nothing."""
 
@@ -111,6 +120,12 @@ def test_a_function_that_reads_values_is_left_to_its_launches(compiled: list[boo
     assert compiled == []
     assert JITFunction.run is launch
     assert not is_fake()
+
+
+def test_no_kernel_is_tuned_by_launches_that_do_not_run(compiled: list[bool]) -> None:
+    CompileAhead(GPU)(lambda: _tuned[(1,)](torch.ones(64)))
+    assert _tuned.cache == {}
+    assert compiled == []
 
 
 def test_passes_end_when_they_find_nothing(
