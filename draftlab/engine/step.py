@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from draftlab.engine.base_drafter import Drafter, VerifiedFeatures
+from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.sampling import Request, sampling_metadata
 from draftlab.kernels.compile_ahead import CompileAhead
 from draftlab.kernels.devices import copy_to_device
@@ -231,6 +232,8 @@ class GraphedStep:
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._compile_ahead = CompileAhead(step.target.device)
+        # Another drafter may keep what its first call makes, which must not be a fake tensor.
+        self._makes_fake = isinstance(step.drafter, HeadDrafter | None)
 
     def __call__(self, slots: tuple[int, ...], *, limited: bool) -> Tensor:
         """Decode one step of `slots`; the next one of this size overwrites the result."""
@@ -252,7 +255,8 @@ class GraphedStep:
 
         Its kernels are compiled first; then it runs twice, which fills allocators.
         """
-        self._compile_ahead(run)
+        if self._makes_fake:
+            self._compile_ahead(run)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

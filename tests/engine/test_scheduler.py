@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.kv_pool import BlockPool
 from draftlab.engine.sampling import Request
 from draftlab.engine.scheduler import Scheduler
 from draftlab.engine.step import GraphedStep
+from draftlab.kernels.compile_ahead import is_fake
+from tests.helpers.bigrams import BigramDrafter
 
 
 def new_scheduler(count: int, slots: int, *, max_length: int = 40) -> Scheduler:
@@ -65,3 +74,22 @@ def test_graphs_of_large_batches_waste_little_and_are_few() -> None:
     assert all(n <= size for n, size in sizes.items())
     assert all(size < 1.25 * n + 32 for n, size in sizes.items())
     assert len({sizes[n] for n in range(65, 1025)}) == 14
+
+
+@pytest.mark.parametrize(
+    "drafter", [None, ChainDrafter.__new__(ChainDrafter), BigramDrafter([], 2)], ids=type
+)
+def test_a_drafter_that_may_keep_tensors_gets_no_fake_ones(
+    drafter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stream() -> None:
+        raise StopIteration  # behind the compilation; there may be no GPU
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    calls: list[bool] = []
+    target = SimpleNamespace(device=torch.device("cuda"))
+    graphed = GraphedStep(SimpleNamespace(target=target, drafter=drafter))  # type: ignore[arg-type]
+    with pytest.raises(StopIteration):
+        graphed.capture(lambda: calls.append(is_fake()) or torch.empty(0))
+    assert calls == ([] if isinstance(drafter, BigramDrafter) else [True])
