@@ -232,8 +232,9 @@ class GraphedStep:
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
         self._compile_ahead = CompileAhead(step.target.device)
-        # Another drafter may keep what its first call makes, which must not be a fake tensor.
-        self._makes_fake = isinstance(step.drafter, HeadDrafter | None)
+        # Others' code may keep what its first call makes, which must not be a fake tensor.
+        is_known = type(step.target.model).__module__.startswith("transformers.")
+        self._makes_fake = is_known and isinstance(step.drafter, HeadDrafter | None)
 
     def __call__(self, slots: tuple[int, ...], *, limited: bool) -> Tensor:
         """Decode one step of `slots`; the next one of this size overwrites the result."""
