@@ -231,10 +231,10 @@ class GraphedStep:
         self.step = step
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._pool = torch.cuda.graph_pool_handle()
-        self._compile_ahead = CompileAhead(step.target.device)
-        # Others' code may keep what its first call makes, which must not be a fake tensor.
-        is_known = type(step.target.model).__module__.startswith("transformers.")
-        self._makes_fake = is_known and isinstance(step.drafter, HeadDrafter | None)
+        # Code that is neither ours nor transformers' may keep a fake tensor of its first call.
+        known_model = type(step.target.model).__module__.startswith("transformers.")
+        known = known_model and isinstance(step.drafter, HeadDrafter | None)
+        self._compile_ahead = CompileAhead(step.target.device) if known else None
 
     def __call__(self, slots: tuple[int, ...], *, limited: bool) -> Tensor:
         """Decode one step of `slots`; the next one of this size overwrites the result."""
@@ -256,7 +256,7 @@ class GraphedStep:
 
         Its kernels are compiled first; then it runs twice, which fills allocators.
         """
-        if self._makes_fake:
+        if self._compile_ahead is not None:
             self._compile_ahead(run)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

@@ -25,7 +25,7 @@ from unittest.mock import patch
 
 import torch
 
-MOST_VAIN_SECONDS = 1.0
+MAX_WASTED_SECONDS = 1.0
 """Time of passes that found nothing to compile, after which no more are made."""
 _fake = ContextVar("fake", default=False)  # other threads go on as ever
 
@@ -46,7 +46,7 @@ def real_tensors() -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True)
 class _Pointer:
-    """What Triton reads of a tensor: its dtype, and an address with the tensor's alignment."""
+    """Stands for a tensor in a launch: Triton reads its dtype and the alignment of its address."""
 
     dtype: torch.dtype
     address: int
@@ -117,19 +117,19 @@ def _compile(run: Callable[[], Any]) -> int:
 class CompileAhead:
     """Compiles the kernels of functions that are about to run.
 
-    It leaves those of a function to its launches if the function cannot run without data, and of
-    all later ones once passes have found nothing new for `MOST_VAIN_SECONDS`.
+    If a function cannot run without data, its launches compile them, as without this class. So
+    they do for all functions once passes that found nothing new have taken `MAX_WASTED_SECONDS`.
 
     Args:
         device: that they run on; on a CPU there is nothing to compile.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._vain = 0.0 if device.type == "cuda" else MOST_VAIN_SECONDS
+        self._wasted = 0.0 if device.type == "cuda" else MAX_WASTED_SECONDS
 
     def __call__(self, run: Callable[[], Any]) -> None:
         """Compile the kernels that `run` launches."""
-        if self._vain >= MOST_VAIN_SECONDS:
+        if self._wasted >= MAX_WASTED_SECONDS:
             return
         start = perf_counter()
         try:
@@ -138,4 +138,4 @@ class CompileAhead:
             logging.getLogger(__name__).debug("kernels are compiled one by one: %r", error)
             compiled = 0
         if not compiled:
-            self._vain += perf_counter() - start
+            self._wasted += perf_counter() - start

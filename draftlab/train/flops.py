@@ -20,8 +20,13 @@ TRIES = 7
 
 @dataclass(frozen=True)
 class StepWork:
-    """What training computes operations for: positions without padding, rows of each step (N_k),
-    positions of the target's logits, and keys that a position sees on average.
+    """The sizes that a training step's operations are counted from.
+
+    Attributes:
+        positions: positions that are not padding.
+        rows: rows of each step or depth (N_k).
+        teachers: positions at which the target's logits are computed.
+        context: keys that a position sees on average.
     """
 
     positions: float

@@ -17,6 +17,8 @@ from triton.runtime.jit import JITFunction
 
 from draftlab.kernels import compile_ahead
 from draftlab.kernels.compile_ahead import CompileAhead, is_fake, real_tensors
+from draftlab.kernels.linear.launch import _workspace
+from draftlab.target_model.paged_cache import PagedCache, RecurrentStates
 
 GPU = torch.device("cuda")
 
@@ -97,6 +99,23 @@ def test_only_what_is_marked_is_real(compiled: list[bool]) -> None:
     assert x.eq(1).all()
 
 
+def test_what_decoding_keeps_is_real(compiled: list[bool]) -> None:
+    cache, states = PagedCache(1, 3, 4), RecurrentStates(2)
+    _workspace.cache_clear()
+
+    def run() -> None:
+        empty = torch.empty(1, 2, 0, 8)
+        cache.layers[0].lazy_initialization(empty, empty)
+        states.at(torch.tensor([0]), [1]).write("layer", torch.ones(1, 5))
+        _workspace(torch.device("cpu"))
+
+    CompileAhead(GPU)(run)
+    kept = [cache.layers[0].keys, cache.layers[0].values, *states.pools]
+    kept += _workspace(torch.device("cpu"))
+    assert [type(tensor) for tensor in kept] == [Tensor] * 5
+    assert all(tensor.eq(0).all() for tensor in kept[:3])
+
+
 def test_other_threads_launch_unless_their_tensors_are_fake(
     compiled: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,12 +151,12 @@ def test_passes_end_when_they_find_nothing(
     compiled: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = []
-    monkeypatch.setattr(compile_ahead, "MOST_VAIN_SECONDS", 0.0)
+    monkeypatch.setattr(compile_ahead, "MAX_WASTED_SECONDS", 0.0)
     ahead = CompileAhead(GPU)
     for _ in range(3):
         ahead(lambda: calls.append(0))
     assert calls == []
-    monkeypatch.setattr(compile_ahead, "MOST_VAIN_SECONDS", 1e-9)
+    monkeypatch.setattr(compile_ahead, "MAX_WASTED_SECONDS", 1e-9)
     for _ in range(3):
         ahead(lambda: calls.append(0))
     assert calls == [0]

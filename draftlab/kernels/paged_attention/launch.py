@@ -126,17 +126,13 @@ def attend_paged(
     if prefetch_weight is not None and few and launching.supported(query.device):
         num_bytes = prefetch_weight.numel() * prefetch_weight.element_size()
         chunks = min(num_bytes, MAX_PREFETCH) // 512
+    both = positions, last_seen, sinks, output, partial, statistics
     attend_kernel[num_kv_heads, num_tiles * plan.splits, num_rows](
         query,
         key_pool,
         value_pool,
         block_table,
-        positions,
-        last_seen,
-        sinks,
-        output,
-        partial,
-        statistics,
+        *both,
         scale,
         softcap,
         prefetch_weight if chunks else None,
@@ -154,14 +150,5 @@ def attend_paged(
         **shared,
     )
     if plan.splits > 1:
-        combine_kernel[num_heads, num_tokens, num_rows](
-            positions,
-            last_seen,
-            sinks,
-            output,
-            partial,
-            statistics,
-            num_tokens,
-            **shared,
-        )
+        combine_kernel[num_heads, num_tokens, num_rows](*both, num_tokens, **shared)
     return output
