@@ -227,6 +227,7 @@ REMOVED_SETTINGS = {
     "train.dpace": "train.acceptance_weighting weighs drafts by how often they are reached",
     "train.replay": "a head trains on recorded answers alone",
     "prompts.per_source": "data_prep/chats.py takes SOURCE:N, so many conversations of a data set",
+    "record.not_finite": "a state with NaN or infinity ends the recording, which names its sample",
     "record.overlong": "samples longer than record.max_length are cut at their end",
     "record.online": "record.window=4GB stores no more than that, and records while training reads",
     "target.compile": "layers without a fast path of draftlab run as transformers writes them",

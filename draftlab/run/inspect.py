@@ -225,7 +225,6 @@ def _store(store: Store, console: Console, verify: bool) -> None:
             **_template_arguments(manifest.template_arguments),
             "dropped": _fields(manifest.dropped.model_dump()),
             "truncated": manifest.truncated,
-            "not finite": len(manifest.written.not_finite_records),
         },
         console,
     )

@@ -209,20 +209,24 @@ def summarise_logits(target: Target | TargetMetadata, last: Tensor) -> tuple[Ten
     return torch.cat(sums), torch.cat(tokens)
 
 
-def find_not_finite(
+def check_finite(
     states: ExtractedStates, samples: Sequence[Sample], identity: StoreIdentity
-) -> dict[int, str]:
-    """Return the first location with NaN or infinity in each sample of a batch, by number."""
+) -> None:
+    """Raise a `UserError` about the first sample of a batch with NaN or infinity."""
     if bool(states.finite.all()):
-        return {}
-    locations = {}
+        return
     names = [f"boundary {boundary}" for boundary in identity.boundaries]
     names += [f"boundary {identity.num_layers} (last)", "the logits"]
     lengths = [len(sample.token_ids) for sample in samples]
-    for number, finite in enumerate(states.finite.split(lengths)):
+    for sample, finite in zip(samples, states.finite.split(lengths), strict=True):
         bad = (~finite).T.nonzero()
         if len(bad):
             # The next layer spreads a NaN to all positions, so the lowest boundary says most.
             column, position = bad[0].tolist()
-            locations[number] = f"{names[column]}, position {position}"
-    return locations
+            raise UserError(
+                f"expected finite states, found NaN or infinity at {names[column]}, "
+                f"position {position}",
+                where=f"sample {sample.id!r}",
+                do="load the target in float32 or bfloat16 (target.dtype; float16 overflows "
+                "easily), or leave this conversation out of the prompts",
+            )

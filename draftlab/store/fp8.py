@@ -16,8 +16,6 @@ from draftlab.kernels.fp8_linear import E4M3, LARGEST_E4M3, SMALLEST_SCALE
 def quantise(features: Tensor, boundaries: int) -> dict[str, Tensor]:
     """Quantise features [n, F] of b boundaries on their device, without a host synchronisation.
 
-    A token's boundary with a value that is not finite is stored and counted as zeros.
-
     Returns:
         features: codes, e4m3 [n, F].
         scales: float32 [n, b]; a feature is its code times the scale of its token and boundary.
@@ -30,8 +28,7 @@ def quantise(features: Tensor, boundaries: int) -> dict[str, Tensor]:
     error, square = (features.new_empty(features.shape[-1], dtype=torch.float64) for _ in range(2))
     for boundary in range(boundaries):  # one at a time: float32 copies are large
         channels = slice(boundary * width, (boundary + 1) * width)
-        exact = features[:, channels]
-        exact = exact.float().where(exact.isfinite().all(-1, keepdim=True), 0.0)
+        exact = features[:, channels].float()
         largest = exact.abs().amax(-1)
         # Divide by a tensor: a GPU would multiply by the rounded inverse of a number.
         scale = (largest / largest.new_full((), LARGEST_E4M3)).clamp(min=SMALLEST_SCALE)

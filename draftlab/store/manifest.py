@@ -186,7 +186,7 @@ class StoreWindow:
 
 
 class Counts(BaseModel, extra="forbid"):
-    """Counts of the plan; loss_tokens are positions in answers, of `not_finite` records too."""
+    """Counts of the plan; loss_tokens are positions in answers."""
 
     records: int
     tokens: int

@@ -28,7 +28,7 @@ from draftlab.store.manifest import MANIFEST, Manifest, StoreIdentity
 from draftlab.store.recording_plan import HeldOut, check_same_recording, plan_recording
 from draftlab.store.resume import Receipts, lock_folder, resume_plan
 from draftlab.store.sample_table import Sample
-from draftlab.store.settings import NotFinitePolicy, RecordSettings
+from draftlab.store.settings import RecordSettings
 from draftlab.store.shard_files import (
     METADATA,
     RemoteShardFiles,
@@ -110,7 +110,7 @@ def record(
             with ExitStack() as stack:
                 if record_shards is None:
                     source = stack.enter_context(open_source(receipts.plan))
-                    arguments = (source, recorded, receipts, settings.not_finite, monitor)
+                    arguments = (source, recorded, receipts, monitor)
                     record_shards = partial(_record_here, *arguments)
                 while missing:
                     _record_missing(record_shards, receipts.plan, missing, monitor)
@@ -125,7 +125,7 @@ def record(
         store = Store(folder, Manifest.read(folder / MANIFEST), samples=recorded)
     else:
         store = Store.open(folder, identity, url=settings.url)
-    _report_state_quality(store.manifest, monitor)
+    _report_fp8_errors(store.manifest, monitor)
     return store
 
 
@@ -148,13 +148,12 @@ def _record_here(
     source: StateSource,
     samples: Sequence[Sample],
     receipts: Receipts,
-    policy: NotFinitePolicy,
     monitor: Monitor,
     missing: Sequence[int],
 ) -> Iterator[int]:
     """Record shards in this process; yield the number of tokens of each batch."""
     started = time.monotonic()
-    with ShardRecorder(source, samples, receipts, policy) as recorder:
+    with ShardRecorder(source, samples, receipts) as recorder:
         for number in missing:
             yield from recorder.record(number)
     waited = recorder.seconds_waited / (time.monotonic() - started)
@@ -181,7 +180,7 @@ def open_recorder(
     receipts = Receipts.from_published(folder, open_shard_files(folder, settings.url))
     check_same_recording(receipts.plan, plan, folder)
     source = stack.enter_context((open_source or _extractor_of(target))(receipts.plan))
-    return stack.enter_context(ShardRecorder(source, recorded, receipts, settings.not_finite))
+    return stack.enter_context(ShardRecorder(source, recorded, receipts))
 
 
 def _adopt_manifest(folder: Path, files: ShardFiles, check: Callable[[Manifest], None]) -> bool:
@@ -268,19 +267,12 @@ def _check_disk(
     )
 
 
-def _report_state_quality(manifest: Manifest, monitor: Monitor) -> None:
-    """Report skipped samples, whose states are not finite, and the errors of fp8."""
-    table = manifest.written
-    skipped = table.not_finite_records
-    for record_number, location in zip(skipped[:5].tolist(), table.not_finite, strict=False):
-        id_ = manifest.index.ids[record_number]
-        monitor.say(f"skipped sample {id_!r}: NaN or infinity at {location}")
-    if len(skipped):
-        monitor.say(f"{len(skipped):,} of {manifest.counts.records:,} samples skipped: not finite")
-    known = ~np.isnan(table.fp8_errors).any((1, 2))
+def _report_fp8_errors(manifest: Manifest, monitor: Monitor) -> None:
+    errors = manifest.written.fp8_errors
+    known = ~np.isnan(errors).any((1, 2))
     if not manifest.identity.fp8_boundaries or not known.any():
         return
-    tokens, errors = manifest.index.shard_tokens[known], table.fp8_errors[known]
+    tokens, errors = manifest.index.shard_tokens[known], errors[known]
     for number, boundary in enumerate(manifest.identity.boundaries):
         error = float(((tokens * errors[:, number, 0] ** 2).sum() / tokens.sum()) ** 0.5)
         worst = float(errors[:, number, 1].max())

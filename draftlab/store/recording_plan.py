@@ -122,7 +122,6 @@ def plan_recording(
             "shard_tokens": settings.shard_tokens,
             "batch_tokens": settings.batch_tokens,
             "target_dtype": str(target.dtype).removeprefix("torch."),
-            "not_finite": settings.not_finite,
             **({} if settings.backend == "transformers" else {"backend": settings.backend}),
             **({} if padded else {SIDE_BY_SIDE: True}),
             **template_arguments_setting(table.modes),

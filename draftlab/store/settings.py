@@ -11,7 +11,6 @@ from draftlab.store.urls import check_url
 from draftlab.target_model.settings import VllmSettings
 
 StoreDtype = Literal["bfloat16", "float32", "fp8"]
-NotFinitePolicy = Literal["refuse", "skip"]
 RecordBackend = Literal["transformers", "vllm", "server"]
 
 
@@ -54,9 +53,6 @@ class RecordSettings(Settings):
     keep: Literal["window", "all"] = "window"
     """With a window: which shards stay. all: every shard is recorded before the training, which
     reads them in the window's order, so that the head has the same bits."""
-    not_finite: NotFinitePolicy = "refuse"
-    """What happens to samples whose states have NaN or infinity. refuse: the recording stops and
-    names the sample and the layer. skip: the sample is counted and not used for training."""
     url: str | None = None
     """Folder of the shards at a URL that fsspec knows: s3://bucket/folder, gs://, hf://.
     Copies of the manifest make it a store by itself. Training reads through a cache on each machine

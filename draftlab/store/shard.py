@@ -7,7 +7,6 @@ import re
 import stat
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -16,7 +15,7 @@ import numpy as np
 from pydantic import BaseModel, Field
 
 from draftlab.errors import UserError
-from draftlab.store.columns import ColumnFile, Texts
+from draftlab.store.columns import ColumnFile
 from draftlab.store.record_index import RecordIndex
 
 SHARDS = "shards.safetensors"
@@ -43,8 +42,6 @@ class WrittenShard(BaseModel, extra="forbid"):
 
     bytes: Annotated[int, Field(ge=0, lt=2**63)]
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-    not_finite: dict[str, str] = {}
-    """Ids of records with NaN or infinity, and where: stored as zeros, with no answer span."""
     fp8_errors: list[tuple[float, float]] = []
     """For each boundary, the relative error of its features as read, and of its worst channel."""
 
@@ -59,24 +56,16 @@ class ShardTable(ColumnFile):
         fp8_errors: float64 [shards, boundaries, 2], for each boundary the relative error of its
             features as read, and of its worst channel; NaN: unknown. Other dtypes have no
             boundaries here.
-        not_finite_records: int64 [m], numbers in the store of records with NaN or infinity.
-        not_finite_bytes, not_finite_ends: where these records have them, as in `Texts`.
     """
 
     DTYPES: ClassVar = {
         "bytes": np.int64,
         "sha256": np.uint8,
         "fp8_errors": np.float64,
-        "not_finite_records": np.int64,
-        "not_finite_bytes": np.uint8,
-        "not_finite_ends": np.int64,
     }
     bytes: np.ndarray
     sha256: np.ndarray
     fp8_errors: np.ndarray
-    not_finite_records: np.ndarray
-    not_finite_bytes: np.ndarray
-    not_finite_ends: np.ndarray
 
     @classmethod
     def of(cls, index: RecordIndex, boundaries: int, shards: Iterable[WrittenShard]) -> ShardTable:
@@ -86,42 +75,23 @@ class ShardTable(ColumnFile):
         count = len(index.shard_records)
         sizes, hashes = np.zeros(count, np.int64), np.zeros((count, 32), np.uint8)
         errors = np.full((count, boundaries, 2), np.nan)
-        records, locations = [], []
         for number, shard in zip(range(count), shards, strict=True):
             sizes[number] = shard.bytes
             hashes[number] = np.frombuffer(bytes.fromhex(shard.sha256), np.uint8)
             if shard.fp8_errors:
                 errors[number] = shard.fp8_errors
-            if shard.not_finite:
-                stop = int(index.shard_ends[number])
-                start = stop - int(index.shard_records[number])
-                ids = index.ids.read(slice(start, stop))
-                records += [start + ids.index(id_) for id_ in shard.not_finite]
-                locations += shard.not_finite.values()
-        texts = Texts.of(locations)
-        return cls(sizes, hashes, errors, np.array(records, np.int64), texts.utf8, texts.ends)
+        return cls(sizes, hashes, errors)
 
     def check(self, index: RecordIndex, boundaries: int) -> None:
         """Raise a `ValueError` if this is not the table of an index; boundaries: as in `of`."""
-        count, places = len(index.shard_records), len(self.not_finite_records)
+        count = len(index.shard_records)
         for column, shape in (
             (self.bytes, (count,)),
             (self.sha256, (count, 32)),
             (self.fp8_errors, (count, boundaries, 2)),
-            (self.not_finite_records, (places,)),
-            (self.not_finite_ends, (places,)),
         ):
             if column.shape != shape:
                 raise ValueError(f"expected columns of {count} shards, found shape {column.shape}")
-        self.not_finite.check()
-        numbers = self.not_finite_records
-        if np.any((numbers < 0) | (numbers >= len(index.lengths))):
-            raise ValueError(f"expected numbers of {len(index.lengths)} records, found others")
-
-    @cached_property
-    def not_finite(self) -> Texts:
-        """The places of NaN or infinity in the records `not_finite_records`."""
-        return Texts(self.not_finite_bytes, self.not_finite_ends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,15 +148,6 @@ class Shard:
     def sha256(self) -> str | None:
         """The hex SHA-256 of its file; None until the store is complete."""
         return None if self.table is None else self.table.sha256[self.number].tobytes().hex()
-
-    @property
-    def not_finite(self) -> dict[str, str]:
-        """Ids of records with NaN or infinity, and where."""
-        if self.table is None:
-            return {}
-        records, rows = self.table.not_finite_records, self.rows
-        own = np.flatnonzero((records >= rows.start) & (records < rows.stop)).tolist()
-        return {self.index.ids[int(records[i])]: self.table.not_finite[i] for i in own}
 
     @property
     def fp8_errors(self) -> list[tuple[float, float]]:

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import numpy as np
@@ -21,13 +20,12 @@ from safetensors.torch import save
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.store.extraction import StatesFuture, StateSource, find_not_finite
+from draftlab.store.extraction import StatesFuture, StateSource, check_finite
 from draftlab.store.fp8 import relative_errors
 from draftlab.store.manifest import Shard, StoreIdentity
 from draftlab.store.recording_plan import batches_of
 from draftlab.store.resume import Receipts
-from draftlab.store.sample_table import NO_TEACHER, Sample
-from draftlab.store.settings import NotFinitePolicy
+from draftlab.store.sample_table import Sample
 
 SHARDS_AT_ONCE = 3  # filled or written at the same time; each is held in memory
 QUEUED_BATCHES = 2  # computed and not yet copied into their shard
@@ -46,20 +44,13 @@ class ShardRecorder:
         source: computes the states.
         samples: of the whole plan, in stored order.
         receipts: of the published plan.
-        policy: what to do about states that are not finite.
 
     Attributes:
         seconds_waited: time for which the target waited for the writers.
     """
 
-    def __init__(
-        self,
-        source: StateSource,
-        samples: Sequence[Sample],
-        receipts: Receipts,
-        policy: NotFinitePolicy,
-    ) -> None:
-        self.source, self.samples, self.receipts, self.policy = source, samples, receipts, policy
+    def __init__(self, source: StateSource, samples: Sequence[Sample], receipts: Receipts) -> None:
+        self.source, self.samples, self.receipts = source, samples, receipts
         # Another writer of the same shard, on any machine, has another temporary file.
         self._writer, self.seconds_waited = uuid4().hex, 0.0
         self._committed = deque[int]()
@@ -134,7 +125,7 @@ class ShardRecorder:
         self, shard: Shard, samples: Sequence[Sample], batches: queue.Queue[StatesFuture]
     ) -> None:
         """Fill, write and commit one shard."""
-        buffer = ShardBuffer(shard, samples, self.receipts.plan.identity, self.policy)
+        buffer = ShardBuffer(shard, samples, self.receipts.plan.identity)
         for batch in batches_of(self.receipts.plan, shard):
             buffer.add(batch, self._next(batches))
         self._commit(buffer)
@@ -166,7 +157,7 @@ class ShardRecorder:
                 where=files.where(shard.file),
                 do="free disk space; the same command goes on after the last whole shard",
             ) from None
-        fields = {"bytes": size, "sha256": digest, **buffer.receipt_fields()}
+        fields = {"bytes": size, "sha256": digest, "fp8_errors": buffer.fp8_errors}
         self.receipts.commit(shard, fields, self._writer)
         self._committed.append(shard.number)
 
@@ -174,14 +165,8 @@ class ShardRecorder:
 class ShardBuffer:
     """The tensors of a shard in memory, filled batch by batch (docs/formats.md lists them)."""
 
-    def __init__(
-        self,
-        shard: Shard,
-        samples: Sequence[Sample],
-        identity: StoreIdentity,
-        policy: NotFinitePolicy,
-    ) -> None:
-        self.shard, self.samples, self.identity, self.policy = shard, samples, identity, policy
+    def __init__(self, shard: Shard, samples: Sequence[Sample], identity: StoreIdentity) -> None:
+        self.shard, self.samples, self.identity = shard, samples, identity
         self.lengths = shard.lengths
         self.offsets = torch.tensor([0, *self.lengths]).cumsum(0)
         self.states = {
@@ -189,63 +174,41 @@ class ShardBuffer:
             for name, (dtype, shape) in identity.tensors(shard.records, shard.tokens).items()
             if name not in ("offsets", "tokens", "spans")  # known from the samples
         }
-        spans = np.concatenate([sample.spans for sample in samples])
-        self.spans = torch.from_numpy(spans.astype(np.int32))
         self.error = self.square = torch.zeros(
             self.states["features"].shape[1], dtype=torch.float64
         )
-        self.not_finite: dict[str, str] = {}
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """All tensors of the shard's file."""
         ids = np.concatenate([sample.token_ids for sample in self.samples])
+        spans = np.concatenate([sample.spans for sample in self.samples])
         return {
             "offsets": self.offsets,
             "tokens": torch.from_numpy(ids.astype(np.int32)),
-            "spans": self.spans,
+            "spans": torch.from_numpy(spans.astype(np.int32)),
             **self.states,
         }
 
     def add(self, batch: Sequence[int], future: StatesFuture) -> None:
         """Copy the states of a batch to the positions of its records; raise a `UserError` if one
-        is NaN or infinite, and the recipe does not skip such samples.
+        is NaN or infinite.
         """
         extracted = future()
-        locations = find_not_finite(extracted, [self.samples[i] for i in batch], self.identity)
-        for number, location in locations.items():
-            self._skip(self.samples[batch[number]], location)
+        check_finite(extracted, [self.samples[i] for i in batch], self.identity)
         lengths = [self.lengths[i] for i in batch]
-        fill_values = {"logsumexp": NO_TEACHER[0], "argmax": NO_TEACHER[1]}
         for name, values in self.states.items():
             rows = extracted.tensors[name].split(lengths)
-            for number, (i, row) in enumerate(zip(batch, rows, strict=True)):
-                window = slice(int(self.offsets[i]), int(self.offsets[i + 1]))
-                values[window] = row
-                if number in locations:
-                    values[window] = torch.tensor(fill_values.get(name, 0)).to(values.dtype)
-                    self.spans[window] = 0
+            for i, row in zip(batch, rows, strict=True):
+                values[int(self.offsets[i]) : int(self.offsets[i + 1])] = row
         if "error" in extracted.tensors:
             self.error = self.error + extracted.tensors["error"]
             self.square = self.square + extracted.tensors["square"]
 
-    def _skip(self, sample: Sample, location: str) -> None:
-        if self.policy == "refuse":
-            raise UserError(
-                f"expected finite states, found NaN or infinity at {location}",
-                where=f"sample {sample.id!r}",
-                do="load the target in float32 or bfloat16 (target.dtype; float16 overflows "
-                "easily), or leave such samples out (record.not_finite: skip)",
-            )
-        self.not_finite[sample.id] = location
-
-    def receipt_fields(self) -> dict[str, Any]:
-        """Return the receipt's fields about the content."""
-        fields: dict[str, Any] = {"not_finite": self.not_finite}
-        if "scales" in self.states:
-            boundaries = len(self.identity.boundaries)
-            fields["fp8_errors"] = relative_errors(self.error, self.square, boundaries)
-        return fields
+    @property
+    def fp8_errors(self) -> list[tuple[float, float]]:
+        """The errors of the receipt; none for other dtypes."""
+        return relative_errors(self.error, self.square, self.identity.fp8_boundaries)
 
 
 def write_shard(tensors: dict[str, Tensor], path: Path) -> tuple[int, str]:

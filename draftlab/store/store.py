@@ -167,12 +167,6 @@ class Store:
             )
         return store
 
-    @cached_property
-    def _not_finite(self) -> set[int]:
-        """Records whose answers are left out, since their states are not finite."""
-        table = self.manifest.table
-        return set() if table is None else set(table.not_finite_records.tolist())
-
     @property
     def address(self) -> Path | str:
         """The folder or URL of the shards."""
@@ -234,11 +228,8 @@ class Store:
         """Return int64 [T] tokens and spans of a record, without reading its states."""
         if self.samples is not None:
             sample = self.samples[index]
-            tokens, spans = (
-                torch.from_numpy(np.array(values, np.int64))
-                for values in (sample.token_ids, sample.spans)
-            )
-            return tokens, spans * (index not in self._not_finite)
+            tokens, spans = np.array(sample.token_ids, np.int64), np.array(sample.spans, np.int64)
+            return torch.from_numpy(tokens), torch.from_numpy(spans)
         _, tensors, window = self._locate(index, {})
         return tensors["tokens"][window].long(), tensors["spans"][window].long()
 

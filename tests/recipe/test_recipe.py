@@ -309,6 +309,7 @@ def test_the_resolved_recipe_reads_back(path: Path, tmp_path: Path) -> None:
         ("run: {url: 's3://bucket/run'}", r"run\.url: removed: sync the run folder"),
         ("train: {replay: {share: 0.5}}", r"train\.replay: removed: a head trains on recorded"),
         ("head: {llama4: {use_qk_norm: true}}", r"llama4\.use_qk_norm: removed: the head has the"),
+        ("record: {not_finite: skip}", r"record\.not_finite: removed: a state with NaN"),
         ("target: {compile: false}", r"target\.compile: removed: layers without a fast path"),
     ],
 )

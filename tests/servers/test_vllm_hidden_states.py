@@ -84,7 +84,7 @@ def assert_same(store: Store, expected: Store) -> None:
     ]
     assert manifests[0] == manifests[1]
     for one, two in zip(store.manifest.shards, expected.manifest.shards, strict=True):
-        assert (one.file, one.bytes, one.not_finite) == (two.file, two.bytes, two.not_finite)
+        assert (one.file, one.bytes) == (two.file, two.bytes)
         assert one.fp8_errors == [pytest.approx(e, rel=1e-2) for e in two.fp8_errors]
     assert store.manifest.settings == {**expected.manifest.settings, "backend": "vllm"}
     for one, two in zip(store, expected, strict=True):
@@ -144,15 +144,12 @@ def test_a_recording_is_resumed_with_vllm_and_not_with_transformers(
         record_store(target, tmp_path)
 
 
-def test_states_that_are_not_finite_are_refused_or_skipped(
-    tmp_path: Path, record_with_stand_in: Any
-) -> None:
+def test_states_that_are_not_finite_are_refused(tmp_path: Path, record_with_stand_in: Any) -> None:
     faults = {"nan": 3}  # prompt 0 is the check's own
     with pytest.raises(UserError, match="NaN or infinity at boundary 2, position 0") as error:
-        record_with_stand_in(tmp_path / "refused", faults=faults)
-    assert "sample 'c2'" in str(error.value)
-    store, _ = record_with_stand_in(tmp_path / "skipped", faults=faults, not_finite="skip")
-    assert store.manifest.shards[0].not_finite == {"c2": "boundary 2, position 0"}
+        record_with_stand_in(tmp_path, faults=faults)
+    assert error.value.where == "sample 'c2'"
+    assert "leave this conversation out of the prompts" in error.value.do
 
 
 def test_folders_of_killed_recordings_are_removed_and_those_in_use_are_kept(

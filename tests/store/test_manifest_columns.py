@@ -143,11 +143,6 @@ FORGED_TABLES = {
     "a column is missing": lambda columns: columns.pop("sha256"),
     "fewer shards": lambda columns: columns.update(bytes=columns["bytes"][:-1].copy()),
     "shorter hashes": lambda columns: columns.update(sha256=columns["sha256"][:, :-1].copy()),
-    "a record that is not there": lambda columns: columns.update(
-        not_finite_records=np.array([99]),
-        not_finite_ends=np.array([0]),
-    ),
-    "more places than records": lambda columns: columns.update(not_finite_ends=np.array([0])),
 }
 FILES = {
     RECORDS: ("records_sha256", "index of the store's records", FORGED),

@@ -31,7 +31,8 @@ def same_record(store: Store, index: int, other: Store, other_index: int) -> boo
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 def test_merged_records_equal_those_of_the_parts(tmp_path: Path, dtype: str) -> None:
     one = record_table(tmp_path / "a", samples_of_lengths([20, 9, 30], "a"), dtype=dtype)
-    two = record_table(tmp_path / "b", samples_of_lengths([5, 25], "b"), dtype=dtype)
+    cut = {"dtype": dtype, "max_length": 25}
+    two = record_table(tmp_path / "b", samples_of_lengths([5, 40], "b"), **cut)
     merged = merge([one, two], tmp_path / "c", Monitor())
     merged.verify()
     assert merged.ids == [*one.ids, *two.ids]
@@ -40,7 +41,7 @@ def test_merged_records_equal_those_of_the_parts(tmp_path: Path, dtype: str) -> 
         source, source_index = (one, index) if index < 3 else (two, index - 3)
         assert same_record(source, source_index, merged, index)
     counts = merged.manifest.counts
-    assert (counts.records, counts.tokens) == (5, 89)
+    assert (counts.records, counts.tokens, merged.manifest.truncated) == (5, 89, 1)
     files = [tmp_path / "a" / one.manifest.shards[0].file, tmp_path / "c/shard-00000.safetensors"]
     assert len({os.stat(file).st_ino for file in files}) == 1
     # The merged store does not need the parts.

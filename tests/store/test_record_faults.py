@@ -20,14 +20,12 @@ from draftlab.progress import Monitor
 from draftlab.store import resume as resume_module
 from draftlab.store import shard_writer
 from draftlab.store.manifest import MANIFEST, Manifest
-from draftlab.store.merge import merge
 from draftlab.store.record import RecordSettings, open_recorder
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.resume import Receipts
 from draftlab.store.sample_table import Sample
 from draftlab.store.store import Store
 from draftlab.target_model.model import Target
-from draftlab.train.batch.loss_rows import loss_reach
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.recordings import (
     exit_codes,
@@ -98,7 +96,8 @@ def test_states_that_are_not_finite_are_refused_by_sample_and_layer(
         record_store(target, tmp_path, samples_with_token(77, 4), dtype=dtype)
     assert f"boundary {layer}, position 5" in caught.value.what
     assert caught.value.where == "sample 'c4'"
-    assert "not_finite: skip" in caught.value.do
+    assert "target.dtype" in caught.value.do
+    assert "leave this conversation out of the prompts" in caught.value.do
     with pytest.raises(UserError, match="same command again"):
         Store.open(tmp_path)
 
@@ -115,54 +114,6 @@ def test_logits_that_are_not_finite_are_refused(
     monkeypatch.setattr(Target, "logits", overflowing)
     with pytest.raises(UserError, match="NaN or infinity at the logits, position"):
         record_store(target, tmp_path)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
-def test_states_that_are_not_finite_are_skipped_and_counted(
-    target: Target, tmp_path: Path, dtype: str
-) -> None:
-    samples = samples_with_token(77, 4, 9)
-    monitor = RecordingMonitor()
-    clean = record_store(target, tmp_path / "clean", samples, dtype=dtype)
-    with replaced_states(target, 3, float("nan"), 77):
-        store = record_store(
-            target, tmp_path / "store", samples, monitor, dtype=dtype, not_finite="skip"
-        )
-    assert "skipped sample 'c4': NaN or infinity at boundary 3" in monitor.text
-    assert "2 of 12 samples skipped" in monitor.text
-    assert store.ids == clean.ids
-    for expected, record in zip(clean, store, strict=True):
-        assert torch.equal(expected.tokens, record.tokens)
-        if record.id in ("c4", "c9"):
-            assert int(loss_reach(record.spans).sum()) == 0
-            assert not record.features.any()
-            assert not record.last.any()
-            store.samples = samples  # as while one process records and trains
-            tokens, spans = store.tokens_and_spans(store.ids.index(record.id))
-            assert torch.equal(tokens, record.tokens)
-            assert not spans.any()
-        else:
-            assert torch.equal(expected.spans, record.spans)
-            assert torch.equal(expected.features, record.features)
-    with pytest.raises(UserError, match="not_finite: expected refuse, found skip"):
-        record_store(target, tmp_path / "store", samples, dtype=dtype)
-
-
-def test_a_merged_store_names_the_skipped_records_of_its_parts(
-    target: Target, tmp_path: Path
-) -> None:
-    parts = []
-    for name, skipped, most in (("a", 4, 4096), ("b", 2, 12)):
-        samples = [replace(s, id=f"{name}-{s.id}") for s in samples_with_token(77, skipped)]
-        with replaced_states(target, 3, float("nan"), 77):
-            settings = {"not_finite": "skip", "max_length": most}
-            parts.append(record_store(target, tmp_path / name, samples, **settings))
-    merged = merge(parts, tmp_path / "c", Monitor())
-    names = {id_ for shard in merged.manifest.shards for id_ in shard.not_finite}
-    assert names == {"a-c4", "b-c2"}
-    truncated = [store.manifest.truncated for store in parts]
-    assert truncated[1] > truncated[0] == 0
-    assert merged.manifest.truncated == truncated[1]
 
 
 def test_the_disk_fills_up_within_a_shard(

@@ -118,8 +118,6 @@ class WindowShards:
             self._first_sha256[shard.file] = sha256
             with open(self.folder / JOURNAL, "a", encoding="utf-8") as file:
                 file.write(json.dumps({"file": shard.file, "sha256": sha256}) + "\n")
-            for id_, where in receipt.not_finite.items():
-                self.monitor.say(f"skipped sample {id_!r}: NaN or infinity at {where}")
         elif first != sha256 and not self._said_differs:
             self._said_differs = True
             self.monitor.say(
