@@ -37,7 +37,7 @@ class Export:
         target_name: its Hub id, or its folder.
         k: tokens that a server drafts by default.
         dtype: of floating tensors.
-        serving: calibration and step times for servers; None: none were given.
+        serving: the calibration for servers; None: none was given.
         checkpoint: the target's weights, for an export of changed ones.
     """
 

@@ -19,7 +19,7 @@ CALIBRATION = "calibration.json"
 """File of an export with the calibration that its launch command and other files are made of."""
 STS = "sts.json"
 """SGLang's file with the temperatures of the confidence (servers §13)."""
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True)
@@ -64,19 +64,11 @@ class ServingTables:
 
     def as_json(self) -> dict[str, Any]:
         """Return calibration.json, which says what the export's other files were made of."""
-        one = self.calibration
-        fields = one.model_dump(
-            mode="json", exclude={"positions", "survival_saving", "cutoff_saving"}
-        )
-        positions = [p.model_dump(mode="json") for p in one.positions]
-        names = {f"{name}s": name for name in ("slope", "intercept", "beta", "temperature")}
-        errors = ("before", "after", "temperature", "common_temperature")
-        names |= {f"error_{name}": f"error_{name}" for name in errors}
+        measured = {"positions", "survival_saving", "cutoff_saving"}
         return {
             "schema": SCHEMA,
             "report_sha256": self.report_sha256,
-            **fields,
-            **{key: [p[name] for p in positions] for key, name in names.items()},
+            **self.calibration.model_dump(mode="json", exclude=measured),
             "baked_temperature": self.baked_temperature,
         }
 

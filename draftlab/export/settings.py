@@ -38,8 +38,8 @@ class ExportSettings(Settings):
     """Speculative tokens a server drafts by default; None: as many as it was calibrated for, else
     the fastest K that the run's report measured, else as many as it was trained for."""
     calibration: str | None = None
-    """A report of `draftlab eval --calibrate` of this head, or its folder: its temperatures,
-    thresholds and drafts by batch size go into launch commands and files. None: no report."""
+    """A report of `draftlab eval --calibrate` of this head, or its folder: its temperatures and
+    cutoff go into launch commands and files. None: no report."""
     calibration_temperature: float | None = Field(default=None, ge=0)
     """Sampling temperature whose calibration is written; None: the first of the report."""
     bake_temperature: bool = False

@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 from draftlab.cli import app
 from draftlab.errors import UserError
 from draftlab.evaluate.calibration.result import Calibration
-from draftlab.evaluate.results import Row
 from draftlab.export.settings import ExportSettings
 from draftlab.run.head_workspace import export_files
 from tests.helpers import sample_report as sample
@@ -26,20 +25,6 @@ from tests.helpers.server_files import read_sts
 
 K = 7
 WEIGHT, BIAS = "confidence_head.proj.weight", "confidence_head.proj.bias"
-STEPS = {
-    1: {0: 5.0, 3: 6.0, K: 6.1},
-    8: {0: 5.5, 3: 7.0, K: 9.5},
-    64: {0: 9.0, 3: 25.0, K: 60.0},
-}
-"""Milliseconds of a step by batch and K: drafting stops paying at 64."""
-
-
-def timed_rows(temperature: float = 0.0, **changes: Any) -> list[Row]:
-    rows = [sample.baseline(temperature, **changes)]
-    rows += [sample.row(temperature=temperature, keep=0.6, k=k, **changes) for k in (3, K)]
-    for batch, steps in STEPS.items():
-        rows = [sample.with_timing(row, steps[row.k], batch, steps[0]) for row in rows]
-    return rows
 
 
 def calibration(head: Path, own: bool = True, **changes: Any) -> Calibration:
@@ -49,11 +34,8 @@ def calibration(head: Path, own: bool = True, **changes: Any) -> Calibration:
     return calibrated(blocks, source, head_sha256=digest, **changes)
 
 
-def write_report(
-    folder: Path, calibrations: Sequence[Calibration], rows: list[Row] | None = None
-) -> Path:
-    report = sample.report(timed_rows() if rows is None else rows)
-    report = report.model_copy(update={"calibrations": list(calibrations)})
+def write_report(folder: Path, calibrations: Sequence[Calibration]) -> Path:
+    report = sample.report().model_copy(update={"calibrations": list(calibrations)})
     folder.mkdir(exist_ok=True)
     report.write(folder / "report.json")
     return folder
@@ -86,7 +68,7 @@ def test_sglang_reads_a_temperature_for_each_slot(head: Path, target: Path, tmp_
     assert words[words.index("--speculative-num-draft-tokens") + 1] == str(K + 1)
     assert "dspark_sps_profiler" in (out / "launch.md").read_text()
     facts = json.loads((out / "calibration.json").read_text())
-    assert facts["slopes"] == [p.slope for p in one.positions]
+    assert facts["cutoff"] == one.cutoff
     assert (
         facts["report_sha256"] == hashlib.sha256((report / "report.json").read_bytes()).hexdigest()
     )

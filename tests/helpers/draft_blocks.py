@@ -10,7 +10,7 @@ from scipy.special import expit
 
 from draftlab.evaluate.calibration.blocks import DraftBlocks
 from draftlab.evaluate.calibration.calibrate import calibrate
-from draftlab.evaluate.calibration.result import Calibration
+from draftlab.evaluate.calibration.result import CalibratedPosition, Calibration
 
 
 def simulate(
@@ -57,3 +57,12 @@ def calibrated(
         "confidence_temperature": None if source == "confidence head" else 1.0,
     }
     return calibrate(blocks, source, k=blocks.k, **fields | conditions)
+
+
+def explained(position: CalibratedPosition) -> float:
+    """Return the share of the outcomes' variance that lies between the bins of predictions."""
+    counts, observed = (
+        np.array([getattr(b, n) for b in position.after]) for n in ("count", "observed")
+    )
+    mean = counts @ observed / counts.sum()
+    return float(counts @ (observed - mean) ** 2 / (counts.sum() * mean * (1 - mean)))

@@ -15,7 +15,7 @@ from draftlab.evaluate.calibration.result import CalibratedPosition, Calibration
 from draftlab.evaluate.workload import EngineResults, Workload
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS
-from draftlab.intervals import MIN_INTERVAL_PROMPTS, ratio_interval, sums_by_prompt
+from draftlab.intervals import MIN_INTERVAL_PROMPTS
 
 SURVIVAL_THRESHOLD = 0.2
 """Least calibrated survival of the drafts that are verified, for the stated saving."""
@@ -66,20 +66,11 @@ def calibrate(blocks: DraftBlocks, source: Source, **conditions: Any) -> Calibra
     survived = verified_by_survival(held_out, after, SURVIVAL_THRESHOLD)
     return Calibration(
         source=source,
-        fitted_prompts=fitted.num_prompts,
         fitted_blocks=len(fitted),
         prompts=held_out.num_prompts,
         blocks=len(held_out),
         positions=[
-            _position(
-                held_out,
-                k,
-                predictions,
-                slope=slopes[k],
-                intercept=intercepts[k],
-                beta=betas[k],
-                temperature=temperatures and temperatures[k],
-            )
+            _position(held_out, k, predictions, temperature=temperatures and temperatures[k])
             for k in range(blocks.k)
         ],
         common_temperature=common,
@@ -97,14 +88,9 @@ def _position(
     rows, survived = held_out.survivors(k)
     at = {name: survival[rows, k] for name, survival in predictions.items()}
     errors = {f"error_{name}": error.calibration_error(p, survived) for name, p in at.items()}
-    mean, high = error.perfect_error(at["after"])
     return CalibratedPosition(
         blocks=len(rows),
-        survived=int(survived.sum()),
-        error_after_ci=error.error_interval(at["after"], survived, held_out.prompt[rows]),
-        error_perfect=mean,
-        error_perfect_high=high,
-        skill=error.brier_skill(at["after"], survived),
+        error_perfect=error.perfect_error(at["after"]),
         before=error.reliability_bins(at["before"], survived),
         after=error.reliability_bins(at["after"], survived),
         **errors | fitted,
@@ -124,19 +110,10 @@ def verified_by_cutoff(blocks: DraftBlocks, threshold: float) -> np.ndarray:
 
 def threshold_saving(blocks: DraftBlocks, verified: np.ndarray, threshold: float) -> Saving:
     """Return what verifying the first `verified` drafts [N] of each block saves and loses."""
-    drafts, accepted, skipped, lost = sums_by_prompt(
-        blocks.prompt,
-        blocks.num_drafts,
-        blocks.accepted,
-        blocks.num_drafts - verified,
-        lost_drafts(blocks, verified),
-    )
     return Saving(
         threshold=threshold,
-        not_verified=skipped.sum() / drafts.sum(),
-        not_verified_ci=ratio_interval(skipped, drafts),
-        lost=lost.sum() / max(accepted.sum(), 1.0),
-        lost_ci=ratio_interval(lost, accepted),
+        not_verified=1 - verified.sum() / blocks.num_drafts.sum(),
+        lost=lost_drafts(blocks, verified).sum() / max(blocks.accepted.sum(), 1),
     )
 
 

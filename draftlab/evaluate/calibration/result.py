@@ -30,37 +30,25 @@ class CalibratedPosition(_Part):
     """Position k of a calibration, on the prompts that no fit has seen.
 
     The event is "the first k + 1 drafts are accepted". Errors are expected calibration errors of 15
-    bins. `error_perfect` is the mean error of a perfectly calibrated predictor on as many blocks,
-    and `error_perfect_high` its 97.5 % quantile. `skill` is the share of the outcomes' variance
-    that the calibrated predictions explain.
+    bins.
 
     Attributes:
-        blocks, survived: blocks that had this draft, and those of them with the event.
-        slope, intercept: the calibrated chance of the draft is σ(slope · s + intercept).
-        beta: (a, b, c) of σ(a · ln p − b · ln(1 − p) + c), the calibrated survival, with p the
-            product of these chances up to this draft.
+        blocks: those that had this draft.
         temperature: of sequential temperature scaling, σ(s / temperature); None: the head has no
             confidence of its own.
         error_before, error_after: of the raw confidence, and of the calibrated survival.
-        error_after_ci: 95 % interval over prompts.
         error_temperature: with the temperatures; error_common_temperature: with the common one.
+        error_perfect: the mean error of a perfectly calibrated predictor on as many blocks.
         before, after: the reliability of both.
     """
 
     blocks: int
-    survived: int
-    slope: float
-    intercept: float
-    beta: tuple[float, float, float]
     temperature: float | None = None
     error_before: float
     error_after: float
-    error_after_ci: tuple[float, float] | None
     error_temperature: float | None = None
     error_common_temperature: float | None = None
     error_perfect: float
-    error_perfect_high: float
-    skill: float | None
     before: list[ReliabilityBin]
     after: list[ReliabilityBin]
 
@@ -68,14 +56,12 @@ class CalibratedPosition(_Part):
 class Saving(_Part):
     """The effect of a threshold: drafts that are not verified, and accepted drafts that are lost.
 
-    Shares are of all drafts and of all accepted drafts, with 95 % intervals over prompts.
+    Shares are of all drafts and of all accepted drafts.
     """
 
     threshold: float
     not_verified: float
-    not_verified_ci: tuple[float, float] | None
     lost: float
-    lost_ci: tuple[float, float] | None
 
 
 class Calibration(_Part):
@@ -89,7 +75,7 @@ class Calibration(_Part):
             the raw confidence is: 1 of argmax drafts, the draft temperature of sampled ones. None:
             the head's own confidence, which has no temperature.
         suite, suite_sha256: the prompts.
-        fitted_prompts, fitted_blocks: of the half of the prompts that everything is fitted on.
+        fitted_blocks: of the half of the prompts that everything is fitted on.
         prompts, blocks: of the other half, on which errors and savings are measured.
         positions: of drafts 0 … k − 1.
         common_temperature: one temperature for all positions; None: see `temperature`.
@@ -110,7 +96,6 @@ class Calibration(_Part):
     confidence_temperature: float | None = Field(gt=0)
     suite: str
     suite_sha256: str
-    fitted_prompts: int
     fitted_blocks: int
     prompts: int
     blocks: int

@@ -21,18 +21,16 @@ from draftlab.evaluate.calibration.calibrate import (
     verified_by_survival,
 )
 from draftlab.evaluate.calibration.result import Calibration
-from tests.helpers.draft_blocks import calibrated, simulate
+from tests.helpers.draft_blocks import calibrated, explained, simulate
 
 
 def test_a_calibrated_confidence_errs_like_a_perfect_one() -> None:
     one = calibrated(simulate([0.4, 0.6, 0.8, 1.2], [0.6, 0.3, -0.2, -0.5], blocks=80_000))
-    assert one.prompts == one.fitted_prompts == 100
+    assert one.prompts == 100
     assert one.blocks + one.fitted_blocks == 80_000
     for position in one.positions:
-        assert position.error_before > 2 * position.error_perfect_high
-        assert position.error_after < 1.3 * position.error_perfect_high
-        low, high = position.error_after_ci
-        assert low < position.error_after < high
+        assert position.error_before > 3.2 * position.error_perfect
+        assert position.error_after < 1.8 * position.error_perfect
         assert position.temperature is position.error_temperature is None
     assert one.common_temperature is None
 
@@ -54,10 +52,10 @@ def test_positions_that_are_shifted_by_one_are_noticed() -> None:
     )
     right, wrong = calibrated(blocks), calibrated(shifted)
     for position in right.positions:
-        assert position.error_before < 1.5 * position.error_perfect_high
-    assert wrong.positions[0].error_before > 5 * wrong.positions[0].error_perfect_high
-    assert wrong.positions[0].skill < 0.02
-    assert right.positions[0].skill > 0.2
+        assert position.error_before < 2.1 * position.error_perfect
+    assert wrong.positions[0].error_before > 13 * wrong.positions[0].error_perfect
+    assert explained(wrong.positions[0]) < 0.02
+    assert explained(right.positions[0]) > 0.2
     late = DraftBlocks(
         blocks.confidence, blocks.num_drafts, (blocks.accepted - 1).clip(0), blocks.prompt
     )
@@ -71,11 +69,11 @@ def test_denominators_are_the_steps_that_had_the_draft() -> None:
     for k, position in enumerate(one.positions):
         steps = list(zip(held_out.num_drafts.tolist(), held_out.accepted.tolist(), strict=True))
         assert position.blocks == sum(n > k for n, _ in steps)
-        assert position.survived == sum(n > k and a > k for n, a in steps)
+        survived = sum(n > k and a > k for n, a in steps)
         for bins in (position.before, position.after):
             assert sum(b.count for b in bins) == position.blocks
             total = sum(b.count * b.observed for b in bins)
-            assert total == pytest.approx(position.survived)
+            assert total == pytest.approx(survived)
     assert one.positions[0].blocks > one.positions[2].blocks
 
 
@@ -130,26 +128,8 @@ def test_savings_by_hand() -> None:
     assert verified.tolist() == [2, 1, 0]
     saving = threshold_saving(blocks, verified, 0.5)
     assert (saving.not_verified, saving.lost) == (5 / 8, 1 / 4)
-    assert saving.lost_ci is None  # too few prompts
     assert largest_cutoff(blocks) == 0.88  # σ(2) = 0.8808
     assert verified_by_cutoff(blocks, 0.0).tolist() == [3, 3, 2]
-
-
-def test_intervals_of_savings_and_errors_are_over_prompts() -> None:
-    """Ten prompts accept all drafts and ten none: a block says nothing beyond its prompt."""
-    prompt = np.repeat(np.arange(20), 50)
-    accepted = 2 * (prompt % 2)
-    confidence = np.where(prompt[:, None] % 4 < 2, 2.0, -2.0) * np.ones((1, 2))
-    blocks = DraftBlocks(confidence, np.full(1000, 2), accepted, prompt)
-    saving = threshold_saving(blocks, verified_by_cutoff(blocks, 0.5), 0.5)
-    assert (saving.not_verified, saving.lost) == (0.5, 0.5)
-    assert saving.lost_ci is not None
-    assert saving.lost_ci[0] < 0.5 < saving.lost_ci[1]
-    (first, _) = calibrated(blocks).positions
-    low, high = first.error_after_ci
-    survived = accepted > 0
-    half = 1.96 * survived.std() / 10**0.5  # of ten held-out prompts
-    assert high - low > half, "ten prompts, not five hundred blocks"
 
 
 def test_the_cutoff_loses_at_most_two_percent() -> None:

@@ -13,6 +13,7 @@ from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.heads.head import DraftHead
 from draftlab.heads.peagle import PeagleHead
 from draftlab.target_model.model import Target
+from tests.helpers.draft_blocks import explained
 from tests.helpers.evaluation import suite
 from tests.helpers.greedy_answers import STOPS
 from tests.helpers.monitors import RecordingMonitor
@@ -49,14 +50,14 @@ def test_every_drafting_row_is_calibrated(
     ]
     for row, one in zip(drafted, report.calibrations, strict=True):
         assert one.blocks + one.fitted_blocks == row.drafts
-        assert one.prompts == one.fitted_prompts == 20
+        assert one.prompts == 20
         own = row.head in ("dspark", "causal")
         assert one.source == ("confidence head" if own else "draft probability")
         expected = row.temperature if row.draft_probs and row.temperature else 1.0
         assert one.confidence_temperature == (None if own else expected)
         assert one.head_sha256 is None  # it is in no folder
         for k, position in enumerate(one.positions):
-            assert position.survived <= row.accepted_at[k]
+            assert sum(b.count * b.observed for b in position.after) <= row.accepted_at[k] + 1e-6
             assert 0 <= position.error_after <= 1
     plain, _ = evaluate(target, {"chain": head}, 40)
     assert plain.calibrations == []
@@ -70,9 +71,8 @@ def test_confidence_at_temperature_0_tells_what_is_accepted(
     report, _ = evaluate(target, {"chain": head}, 120, calibrate=True, temperatures=0)
     (one,) = report.calibrations
     first = one.positions[0]
-    assert first.skill is not None
-    assert first.skill > 0.05
-    assert first.error_after < 2 * first.error_perfect_high
+    assert explained(first) > 0.05
+    assert first.error_after < 2.8 * first.error_perfect
 
 
 def test_too_few_steps_are_reported_and_left_out(target: Target, head: Eagle3Head) -> None:
