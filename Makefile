@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PRODUCT := $(VENV)/.product
 # A busy two-core machine loses up to 3.5x to spinning OpenMP threads.
 export OMP_WAIT_POLICY := passive
 export GOMP_SPINCOUNT := 0
@@ -11,22 +12,26 @@ export TOKENIZERS_PARALLELISM := false
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 22
 
-setup: $(STAMP)  ## the environment in .venv (torch for CPU first, then draftlab and its tools)
+setup: $(STAMP)  ## the environment in .venv, with the developers' tools
 
-$(STAMP): pyproject.toml constraints.txt
+$(PRODUCT): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "draftlab needs Python 3.11 or newer; set PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --no-compile --upgrade pip
 	$(BIN)/pip install -q --no-compile -c constraints.txt torch
-	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[gguf]'
 	@# pip would compile all modules (40 CPU seconds); this import compiles those that are used.
 	env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import draftlab.pipeline.pipeline'
 	touch $@
 
-quickstart: setup  ## train, measure and export an EAGLE3 head for the embedded target (minutes)
+$(STAMP): $(PRODUCT)
+	$(BIN)/pip install -q --no-compile -c constraints.txt -e '.[dev]'
+	touch $@
+
+quickstart: $(PRODUCT)  ## train, measure and export an EAGLE3 head for the embedded target (minutes)
 	$(BIN)/draftlab run recipes/quickstart.yaml
 
-real: setup  ## SmolLM2-135M-Instruct (98 MB): measures the head that ships; with a GPU trains one
+real: $(PRODUCT)  ## SmolLM2-135M-Instruct (98 MB): measures the head that ships; with a GPU trains one
 	target=$$($(BIN)/python data_prep/smollm2.py) && \
 	if $(BIN)/python -c 'import sys, torch; sys.exit(torch.cuda.is_available())'; \
 	then $(BIN)/draftlab eval --head heads/smollm2 --target "$$target" \

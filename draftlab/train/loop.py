@@ -120,25 +120,25 @@ class Trainer:
                 "preparing the training step: kernels are compiled now and in the first step, for "
                 "a minute or two on a new machine"
             )
-        module = DistillationModule(head, self.target, self.settings, self.dtype)
-        self.backend = wrap(module, self.settings, self.ranks)
+        self.module = DistillationModule(head, self.target, self.settings, self.dtype)
+        self.backend = wrap(self.module, self.settings, self.ranks)
         self.key = key
         self.step, self.tokens_seen, self.resumed_verified = 0, 0, True
         self.trained_alpha: float | None = None  # of the first step, since the last log line
         self.log = MetricsLog(folder, muted=not self.ranks.is_main)
         self.best = BestHead(folder / "best", self.key)
         self.ending, self.timer = EndingSignal(self.ranks), PhaseTimer(self.device)
-        self._report_setup(module)
-        self.graph = self._step_graph(module)
+        self._report_setup()
+        self.graph = self._step_graph()
         self._resume()
         self.verification = ShardVerification(self.store, folder, self.ranks)
         self.writer = CheckpointWriter(folder / "checkpoints")
 
-    def _report_setup(self, module: DistillationModule) -> None:
+    def _report_setup(self) -> None:
         """Print how training runs; on a GPU measure the rate of products, which MFU refers to."""
         say, packed_by = self.monitor.say, self.loader.describe()
         say(f"training on {self.backend.describe()}, products in {str(self.dtype)[6:]}")
-        say(f"how steps are run: {module.description}; batches are packed by {packed_by}")
+        say(f"how steps are run: {self.module.description}; batches are packed by {packed_by}")
         self.working = min(self.ranks.size, self.settings.batch_rows)
         if note := idle_note(self.settings.batch_rows, self.ranks.size):
             say(note)
@@ -154,14 +154,14 @@ class Trainer:
                 f"the GPUs that have work ({self.working}); skipped rows are not counted"
             )
 
-    def _step_graph(self, module: DistillationModule) -> StepGraph | None:
+    def _step_graph(self) -> StepGraph | None:
         """Return the graph of the steps, and pad batches for it; None: steps run without one.
 
         The choice follows from the GPU's speed and free memory. A training that resumes with the
         other one differs in rounding, and in the sample that gives lk's mean α.
         """
         one = self.ranks.size == 1 and self.loader.window.order is None
-        if not (one and supports_graph(module, self.settings, self.device)):
+        if not (one and supports_graph(self.module, self.settings, self.device)):
             return None
         row_bytes = self.head.config.draft_vocab_size * self.dtype.itemsize
         sizes = self.loader.choose_sizes(self.training, MIN_GPU_BUFFER // row_bytes)
@@ -174,7 +174,7 @@ class Trainer:
             "loss: the host would queue its kernels more slowly than they run; steps with more "
             "rows run without it"
         )
-        return StepGraph(module, self.device)
+        return StepGraph(self.module, self.device)
 
     def _resume(self) -> None:
         """Continue after the last checkpoint, if there is one."""
@@ -235,6 +235,8 @@ class Trainer:
                 self.timer.mark(window.phase(self.step))
                 if micro.first:
                     self._start_step(micro)
+                    if compiles and self.ranks.size == 1:
+                        self.module.compile_ahead(next(micro.batch.split()), self.weights)
                 self._accumulate(micro)
                 if not micro.last:
                     continue

@@ -276,8 +276,8 @@ def pad_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(loop, name, value)
     report = Trainer._report_setup
 
-    def report_as_on_a_gpu(trainer: Trainer, module: DistillationModule) -> None:
-        report(trainer, module)
+    def report_as_on_a_gpu(trainer: Trainer) -> None:
+        report(trainer)
         trainer.rate = 1e12
 
     monkeypatch.setattr(Trainer, "_report_setup", report_as_on_a_gpu)

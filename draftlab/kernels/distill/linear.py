@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from draftlab.kernels.compile_ahead import real_tensors
 from draftlab.kernels.distill import (
     Distilled,
     Labels,
@@ -211,10 +212,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 @cache
 def _can_add_float32(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether one call adds 16-bit products to float32: from torch 2.10 on."""
-    total = torch.zeros(16, 16, device=device)
-    factor = torch.zeros(16, 16, device=device, dtype=dtype)
-    try:
-        torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
-    except RuntimeError:
-        return False
+    with real_tensors():
+        total = torch.zeros(16, 16, device=device)
+        factor = torch.zeros(16, 16, device=device, dtype=dtype)
+        try:
+            torch.addmm(total, factor, factor, out_dtype=total.dtype, out=total)
+        except RuntimeError:
+            return False
     return True

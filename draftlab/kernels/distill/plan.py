@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from draftlab.kernels.compile_ahead import real_tensors
 from draftlab.kernels.devices import copy_to_device
 
 
@@ -81,7 +82,8 @@ class RowPlan:
                 for at in range(0, num_rows, rows)
             ]
         # Rows [i, j) and their teachers are key[j − 1] − key[i] + 2.
-        host = self.host.numpy()
+        with real_tensors():  # shapes depend on these values
+            host = self.host.numpy()
         key = host + np.arange(num_rows)
         # Each chunk but the last covers at least height − 1 of key. Use as few chunks as possible,
         # then the smallest height for that number, so that no chunk is much smaller than others.
@@ -105,13 +107,15 @@ class RowPlan:
         every = len(self.positions) // max(1, teachers)
         if every < 2:
             return slice(None), self
-        kept = (self.host % every == 0).nonzero()[:, 0]
+        with real_tensors():  # as in `chunks`
+            kept = (self.host % every == 0).nonzero()[:, 0]
+            host = self.host[kept] // every
         index = copy_to_device(kept, self.order.device)
         plan = RowPlan(
             torch.arange(len(kept), device=self.order.device),
             self.teacher_index[index] // every,
             self.positions[::every],
-            self.host[kept] // every,
+            host,
         )
         return self.order[index], plan
 
@@ -132,7 +136,8 @@ class RowPlan:
         places = wanted.clamp(max=len(self.order) - 1)  # twice the last row, which counts once
         counts = (places == wanted) & (self.teacher_index[places] == kept[:, None])
         number = torch.arange(wanted.numel(), device=device)
-        host = torch.arange(wanted.numel()) // most_rows
+        with real_tensors():
+            host = torch.arange(wanted.numel()) // most_rows
         plan = RowPlan(number, number // most_rows, self.positions[::every], host)
         return self.order[places.flatten()], plan, counts.flatten()
 

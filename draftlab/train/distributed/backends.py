@@ -21,10 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from draftlab.heads.folder import empty_head
 from draftlab.heads.head import DraftHead
+from draftlab.kernels.compile_ahead import CompileAhead
 from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.fast.choose_forward import choose_forward
+from draftlab.train.fast.layers import FastForward
 from draftlab.train.objectives.loss import DraftTeacher, Sums, weighted_loss
 from draftlab.train.optimizer import new_optimizer
 from draftlab.train.settings import TrainSettings
@@ -52,6 +54,18 @@ class DistillationModule(nn.Module):
         self.objective = head.family.objective()
         self.terms = self.objective.loss_terms(settings)
         self.head_forward, self.description = choose_forward(head, self.objective, settings, dtype)
+
+    def compile_ahead(self, batch: Batch, weights: Sequence[float]) -> None:
+        """Compile the Triton kernels of a pass side by side; a pass compiles them one by one."""
+        compiled, trained = self.head_forward, [p for p in self.parameters() if p.requires_grad]
+        if isinstance(compiled, FastForward):
+            self.head_forward = compiled.eager()
+        try:
+            CompileAhead(batch.tokens.device)(
+                lambda: torch.autograd.grad(self(batch, weights)[0], trained, allow_unused=True)
+            )
+        finally:
+            self.head_forward = compiled
 
     def forward(self, batch: Batch, weights: Sequence[float]) -> tuple[Tensor, Sums]:
         """Return `weighted_loss` of a batch, with a gradient for every trained parameter."""

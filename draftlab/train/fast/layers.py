@@ -23,7 +23,7 @@ from draftlab.kernels.fp8_linear import flatten_weights, unflatten_weights
 from draftlab.kernels.swiglu import swiglu, swiglu_backward_
 from draftlab.train.batch.loss_rows import StepRows
 from draftlab.train.batch.packing import Batch
-from draftlab.train.fast.fused_ops import FUSED_OPS, FusedOps
+from draftlab.train.fast.fused_ops import FP8_OPS, FUSED_OPS, FusedOps
 from draftlab.train.fast.shared_gradients import Shared, branch_gradient
 from draftlab.train.objectives.loss import StepOutput
 
@@ -54,6 +54,10 @@ class FastForward(ABC):
     @abstractmethod
     def outputs(self, head: Any, batch: Batch, steps: list[StepRows]) -> Iterable[Tensor]:
         """Return the output [n, H] of each step that has rows."""
+
+    def eager(self) -> FastForward:
+        """Return the same forward pass without torch.compile."""
+        return type(self)(self.dtype, ops=FP8_OPS if self.ops.quantise_weight else FUSED_OPS)
 
     def __call__(self, head: Any, batch: Batch) -> list[StepOutput]:
         """Return each step's output; gradients flow through all earlier steps."""
