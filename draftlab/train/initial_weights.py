@@ -68,12 +68,13 @@ def untrained_head(
 
 def check_start(new: HeadConfig, trained: HeadConfig, where: Path | str) -> None:
     """Raise a `UserError` with all differences in shape, options and tokenizer that keep a new head
-    from starting from a trained one, at the path `where`.
+    from starting from a trained one, at the path `where`. Its window may be another.
 
     The trained one may have another target, such as the model that this target was tuned from. The
     target of a head that is only planned may have no hashes.
     """
-    options = sorted((new.options().keys() | trained.options().keys()) - {"mask_token_id"})
+    free = {"mask_token_id", "sliding_window"}
+    options = sorted((new.options().keys() | trained.options().keys()) - free)
     faults = [
         f"{name}: the new head has {getattr(new, name, None)}, this one "
         f"{getattr(trained, name, None)}"
@@ -155,6 +156,8 @@ def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
     source_target, other = trained.target, ""
     if new.target.fingerprint != source_target.fingerprint:
         other = f" of another target, {source_target.name} ({source_target.fingerprint[:12]})"
+    windows = [getattr(config, "sliding_window", None) for config in (new, trained)]
+    reads = [f"the last {w:,} positions" if w else "all positions" for w in windows]
     begin = "begins" if len(added) == 1 else "begin"
     masks = [getattr(config, "mask_token_id", None) for config in (new, trained)]
     new_mask = None not in masks and masks[0] != masks[1] and not head.family.trains_mask
@@ -166,6 +169,7 @@ def start_from(head: DraftHead, source: DraftHead, where: Path | str) -> str:
         + (f"; {len(added)} more {begin} as the identity" if added else "")
         + (f"; not copied: {', '.join(sorted(left))}" if left else "")
         + (f"; with initial values: {', '.join(initial)}" if initial else "")
+        + (f"; it read {reads[1]} and reads {reads[0]} now" if reads[0] != reads[1] else "")
         + (
             f"; its masked slots had token {masks[1]} and have {masks[0]} now, another input "
             "(head.mask_token)"

@@ -13,9 +13,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +67,7 @@ class Task:
         head: our head of the family, whose draft vocabulary and mask token the peer takes.
         tokens, step_tokens: positions to train on, about, and the most of a step.
         rate: learning rate; None: the trainer's default.
+        options: of speculators' command, beside its defaults, as num_layers.
     """
 
     store: Store
@@ -77,6 +78,7 @@ class Task:
     step_tokens: int
     seed: int
     rate: float | None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
@@ -132,13 +134,13 @@ class _Records(Dataset[dict[str, Tensor]]):
     """A store's records as speculators' data sets return them."""
 
     def __init__(self, task: Task) -> None:
-        self.task = task
+        self.store, self.indices = task.store, task.indices  # a worker gets no target
 
     def __len__(self) -> int:
-        return len(self.task.indices)
+        return len(self.indices)
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        record = self.task.store[self.task.indices[number]]
+        record = self.store[self.indices[number]]
         length = len(record.tokens)
         return {
             "hidden_states": record.features,
@@ -173,7 +175,7 @@ def train_speculators(family: str, task: Task, out: Path) -> Trained:
     on_gpu = device.type == "cuda"
     # On a CPU flex attention has no backward pass, and eager attention makes padding NaN.
     attention = "simple_flex_attention" if on_gpu else "sdpa"
-    arguments = schema.TrainConfig(speculator_type=family, seed=task.seed).flatten()
+    arguments = schema.TrainConfig(speculator_type=family, seed=task.seed).flatten() | task.options
     arguments |= {
         "verifier_name_or_path": str(task.target.folder),
         "target_layer_ids": list(config.boundaries),
@@ -209,7 +211,11 @@ def train_speculators(family: str, task: Task, out: Path) -> Trained:
     sampler = samplers.MultipackDistributedBatchSamplerV2(
         task.step_tokens, lengths, 1, 0, seed=task.seed
     )
-    loader = DataLoader(records, batch_sampler=sampler, collate_fn=collate, pin_memory=on_gpu)
+    workers: dict[str, Any] = {}
+    if on_gpu:
+        names = ("num_workers", "prefetch_factor")
+        workers = {name: arguments[name] for name in names} | {"pin_memory": True}
+    loader = DataLoader(records, batch_sampler=sampler, collate_fn=collate, **workers)
     batches = _Batches(loader)
     steps = max(1, round(task.tokens * len(loader) / sum(lengths)))
 

@@ -228,6 +228,14 @@ def test_a_head_that_differs_is_refused(fields: dict, source: dict, message: str
         start_from(new(0, **fields), make_head(**source), "head")
 
 
+def test_another_window_is_said() -> None:
+    donor, head = new(0), new(1, sliding_window=8)
+    text = start_from(head, donor, "head.init")
+    assert text.endswith("; it read all positions and reads the last 8 positions now")
+    assert torch.equal(head.fc.weight, donor.fc.weight)
+    assert " it read " not in start_from(new(1, sliding_window=8), head, "head.init")
+
+
 def test_a_head_of_another_target_with_the_same_tokenizer_is_said() -> None:
     line = start_from(new(0, **PEAGLE), make_head(**PEAGLE | {"target": OTHER_TARGET}), "head")
     assert "2 layers) of another target, toy (other): " in line
