@@ -107,13 +107,17 @@ def quantile_intervals(
 
 
 def ratio_interval(
-    numerators: Sequence[float], denominators: Sequence[float], *, level: float = LEVEL
+    numerators: Sequence[float],
+    denominators: Sequence[float],
+    *,
+    level: float = LEVEL,
+    samples: int = 2000,
 ) -> tuple[float, float] | None:
     """Return the bootstrap interval of Σ numerators / Σ denominators over prompts.
 
     Prompts with the denominator 0 do not count; None: too few are left.
     """
-    above, below = resample_sums(np.array(numerators), np.array(denominators))
+    above, below = resample_sums(np.array(numerators), np.array(denominators), samples=samples)
     with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, which the interval ignores
         return prompt_interval(above / below, np.count_nonzero(denominators), level)
 

@@ -16,7 +16,7 @@ from draftlab.engine.sampling import Generation
 from draftlab.evaluate.results import Lossless, Row, Timing
 from draftlab.evaluate.self_check import self_check
 from draftlab.evaluate.timing import TimedRun
-from draftlab.intervals import prompt_interval, resample_sums
+from draftlab.intervals import prompt_interval, ratio_interval, resample_sums
 from draftlab.version import package_version
 
 FASTEST_STEP = 0.99
@@ -271,15 +271,7 @@ def repetition_rate(answers: Iterable[Sequence[int]], n: int = 4) -> float:
 def acceptance_interval(
     per_prompt: Sequence[Counters], *, samples: int = 2000
 ) -> tuple[float, float] | None:
-    """Return the 95 % bootstrap interval of AL over prompts; None: too few have drafts.
-
-    scipy.stats.bootstrap is no replacement: it returns NaN if one resample holds no draft.
-    """
-    drafts = np.array([c.drafts for c in per_prompt], dtype=float)
-    drafted = np.count_nonzero(drafts)
-    if not drafted:
-        return None
-    accepted = np.array([c.accepted for c in per_prompt], dtype=float)
-    accepted, drafts = resample_sums(accepted, drafts, samples=samples)
-    with np.errstate(invalid="ignore"):  # 0 / 0 is NaN, which the interval ignores
-        return prompt_interval(1 + accepted / drafts, drafted)
+    """Return the 95 % bootstrap interval of AL over prompts; None: too few have drafts."""
+    accepted, drafts = ([getattr(c, name) for c in per_prompt] for name in ("accepted", "drafts"))
+    interval = ratio_interval(accepted, drafts, samples=samples)
+    return interval and (1 + interval[0], 1 + interval[1])

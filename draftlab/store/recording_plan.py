@@ -90,16 +90,13 @@ def plan_recording(
         rows, num_held_out = rows[np.concatenate([validation, training])], len(validation)
     recorded = Selection(table, rows, max_length)
     truncated = rows[too_long[rows]]
-    num_unanswered, num_unanswered_by_cut = (
-        int(unanswered.sum()),
-        int((unanswered & too_long).sum()),
-    )
+    num_unanswered, by_cut = int(unanswered.sum()), int((unanswered & too_long).sum())
     loss_tokens = int(table.loss_tokens[rows[~too_long[rows]]].sum())
     loss_tokens += sum(np.count_nonzero(table[row].spans[:max_length]) for row in truncated)
     lengths = np.minimum(table.lengths[rows], max_length)
     no_answer = "dropped: they have no answer of two tokens or more, so there is nothing to predict"
-    if num_unanswered_by_cut:
-        no_answer += f"; {num_unanswered_by_cut:,} of them after truncation"
+    if by_cut:
+        no_answer += f"; {by_cut:,} of them after truncation"
     for count, text in (
         (len(truncated), f"truncated to {max_length:,} tokens"),
         (num_unanswered, no_answer),
@@ -109,8 +106,8 @@ def plan_recording(
     if not recorded:
         raise UserError(
             f"expected conversations with an answer to predict, found none among {len(samples)}: "
-            f"{num_unanswered_by_cut} longer than {max_length} tokens, "
-            f"{num_unanswered - num_unanswered_by_cut} without an answer of two tokens",
+            f"{by_cut} longer than {max_length} tokens, "
+            f"{num_unanswered - by_cut} without an answer of two tokens",
             do="check the chat template's assistant spans (draftlab inspect) and max_length",
         )
     manifest = Manifest.plan(

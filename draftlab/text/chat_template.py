@@ -31,8 +31,9 @@ Tools = Sequence[dict[str, Any]]
 Arguments = Mapping[str, Any]
 """Values of the template's variables by name."""
 
+QUESTION = "What is 2 + 2?"
+"""A user's message whose rendering shows the template."""
 # Text that tokenizers split differently: digits, indentation, line ends, contractions, accents.
-QUESTION = "What is 2 + 2?"  # whose rendering is compared with a server's
 PROBE = "It's  1234567 OK:\n\n\tdef f(x):\r\n        return x  # naïve “日本語” 👩‍💻\n"
 
 
@@ -228,15 +229,15 @@ def _with_images(tokenizer: Any, text: str, images: Images, ids: tuple, ranges: 
         found = tuple(process(getattr(tokenizer, FOLDER), images, text)["input_ids"][0].tolist())
     except UserError as error:
         raise RenderError(error.what, where=error.where, do=error.do) from None
-    before = _equal(ids, found)
-    after = _equal(ids[before:][::-1], found[before:][::-1])
+    before = count_equal(ids, found)
+    after = count_equal(ids[before:][::-1], found[before:][::-1])
     if not ranges:
         return found, ()
     inner = ranges[before : before + 1] * (len(found) - before - after)
     return found, (*ranges[:before], *inner, *ranges[len(ids) - after :])
 
 
-def _equal(one: Sequence[int], other: Sequence[int]) -> int:
+def count_equal(one: Sequence[Any], other: Sequence[Any]) -> int:
     """Return how many first items are equal."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))

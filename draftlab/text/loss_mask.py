@@ -28,6 +28,7 @@ from draftlab.text.chat_template import (
     RenderError,
     answer_stops,
     chat_template,
+    count_equal,
     encode,
     render,
     render_text,
@@ -37,6 +38,7 @@ from draftlab.text.chat_template import (
 from draftlab.text.conversations import Answer
 
 REGENERATE = "let the target answer the prompts itself (regenerate.enabled: true)"
+_MARK = "☃"
 _THINK_TAGS = re.compile(r"</?think>")
 
 
@@ -90,8 +92,7 @@ def _last_turn(tokenizer: PreTrainedTokenizerBase, chat: Chat, before: str, whol
     prompt, full = (encode(tokenizer, text, images=chat.images) for text in (before, whole))
     start = len(prompt.ids)
     if not full.text.startswith(prompt.text):
-        pairs = enumerate(zip(full.text, prompt.text, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), len(full.text))
+        same = count_equal(full.text, prompt.text)
         raise RenderError(
             f"the chat template rewrites history: the prompt of message {index} has "
             f"{prompt.text[same : same + 40]!r} where the whole conversation has "
@@ -123,12 +124,12 @@ def _stop_of_next_turn(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
 
     A template then writes no token that ends an answer; the target writes this one.
     """
-    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "☃"}
+    user, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}
     try:
         text = render_text(tokenizer, Chat([user, answer, user]))
     except RenderError:
         return ()
-    first = encode(tokenizer, text.rpartition("☃")[2]).ids[:1]
+    first = encode(tokenizer, text.rpartition(_MARK)[2]).ids[:1]
     return first if answer_stops(tokenizer).issuperset(first) else ()
 
 
@@ -193,9 +194,9 @@ def _first_token_from(full: Encoded, char: int, first: int) -> int:
 
 def _header(tokenizer: PreTrainedTokenizerBase, chat: Chat, prompt: Encoded) -> str:
     """Return what the template writes before the text of an answer, if that text is empty."""
-    messages = [*chat.messages[:-1], {**chat.messages[-1], "content": "☃"}]
+    messages = [*chat.messages[:-1], {**chat.messages[-1], "content": _MARK}]
     text = render_text(tokenizer, replace(chat, messages=messages))
-    return text[len(prompt.text) :].partition("☃")[0]
+    return text[len(prompt.text) :].partition(_MARK)[0]
 
 
 def _texts_length(
@@ -241,9 +242,6 @@ def _texts(message: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "answer", answer
     for call in message.get("tool_calls") or ():
         yield "function", call["function"]["name"]
-
-
-_MARK = "☃"
 
 
 _TAGS = (

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from draftlab.errors import UserError
 from draftlab.text.chat_template import (
     PROBE,
+    QUESTION,
     Arguments,
     Chat,
     RenderError,
@@ -66,7 +67,7 @@ def check_tokenizer(
     ]
 
 
-_PROMPT, _ANSWER = "What is 2 + 2?", "It is 4."
+_ANSWER = "It is 4."
 
 
 def _check_class(tokenizer: PreTrainedTokenizerBase, folder: Path) -> Iterator[str]:
@@ -98,7 +99,7 @@ def _check_template(
     Raises:
         UserError: it does not, or it refuses every conversation.
     """
-    user = {"role": "user", "content": _PROMPT}
+    user = {"role": "user", "content": QUESTION}
     try:
         asked = Chat([user], arguments=arguments)
         answered = replace(asked, messages=[user, {"role": "assistant", "content": _ANSWER}])

@@ -89,7 +89,6 @@ def _position(
     at = {name: survival[rows, k] for name, survival in predictions.items()}
     errors = {f"error_{name}": error.calibration_error(p, survived) for name, p in at.items()}
     return CalibratedPosition(
-        blocks=len(rows),
         error_perfect=error.perfect_error(at["after"]),
         before=error.reliability_bins(at["before"], survived),
         after=error.reliability_bins(at["after"], survived),

@@ -33,7 +33,6 @@ class CalibratedPosition(_Part):
     bins.
 
     Attributes:
-        blocks: those that had this draft.
         temperature: of sequential temperature scaling, σ(s / temperature); None: the head has no
             confidence of its own.
         error_before, error_after: of the raw confidence, and of the calibrated survival.
@@ -42,7 +41,6 @@ class CalibratedPosition(_Part):
         before, after: the reliability of both.
     """
 
-    blocks: int
     temperature: float | None = None
     error_before: float
     error_after: float
