@@ -67,6 +67,8 @@ def kernels_compiled_ahead() -> Iterator[list[bool]]:
 
     for kernel in [each for each in gc.get_objects() if type(each) is JITFunction]:
         kernel.device_caches.clear()
+    # torch.compile keeps some.
+    known = {id(each) for each in gc.get_objects() if type(each) is FakeTensor}
     ahead: list[bool] = []
 
     def listener(**_: Any) -> None:
@@ -75,7 +77,8 @@ def kernels_compiled_ahead() -> Iterator[list[bool]]:
     with patch.object(knobs.compilation, "listener", listener):
         yield ahead
     gc.collect()
-    assert not [each for each in gc.get_objects() if type(each) is FakeTensor]
+    left = [each for each in gc.get_objects() if type(each) is FakeTensor]
+    assert not [each for each in left if id(each) not in known]
 
 
 @contextmanager
