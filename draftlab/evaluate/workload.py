@@ -22,12 +22,7 @@ from draftlab.evaluate.decoding_config import (
 from draftlab.evaluate.metrics import Decoded, timing, without_disturbed
 from draftlab.evaluate.results import Timing
 from draftlab.evaluate.settings import EvalSettings
-from draftlab.evaluate.timing import (
-    Decoder,
-    TimedRun,
-    time_in_turn,
-    timing_batches,
-)
+from draftlab.evaluate.timing import Decoder, TimedRun, time_in_turn, timing_batches
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache

@@ -251,9 +251,7 @@ def _read_speculators(config: dict[str, Any], where: Path, ignore: frozenset[str
         ) from None
     if not isinstance(layers, dict):
         raise UserError(
-            "expected a transformer_layer_config, found none",
-            where=where,
-            do=EXPORT_AGAIN,
+            "expected a transformer_layer_config, found none", where=where, do=EXPORT_AGAIN
         )
     # Only the dtype, tying and versions may be in both.
     if duplicates := sorted((config.keys() & layers.keys()) - _IGNORED_KEYS):

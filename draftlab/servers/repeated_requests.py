@@ -14,13 +14,7 @@ from typing import Any, TypeVar
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
-from draftlab.servers.connection import (
-    FREE_BYTES,
-    Connection,
-    error_text,
-    read_json,
-    served_card,
-)
+from draftlab.servers.connection import FREE_BYTES, Connection, error_text, read_json, served_card
 from draftlab.servers.settings import ServerSettings
 
 REPEATED = {408, 409, 429}

@@ -29,12 +29,7 @@ from draftlab.servers.connection import (
     in_threads,
     served_card,
 )
-from draftlab.servers.repeated_requests import (
-    FIRST_WAIT_S,
-    REPEATED,
-    TOO_LONG,
-    completion_body,
-)
+from draftlab.servers.repeated_requests import FIRST_WAIT_S, REPEATED, TOO_LONG, completion_body
 from draftlab.servers.server_counters import PROGRAMS, ServerCounters, parse_counters
 from draftlab.servers.settings import BenchSettings
 
@@ -200,12 +195,9 @@ class LoadedServer:
         for n, (number, ids) in enumerate(prompts):
             copies[number] += 1
             own = f"{salt}-{copies[number]}"
-            most, temperature = (
-                max_tokens or self.settings.max_new_tokens,
-                self.settings.temperature,
-            )
+            most = max_tokens or self.settings.max_new_tokens
             # No seed: with one vLLM samples the requests one after the other.
-            body = completion_body(self.model, ids, most, temperature) | {
+            body = completion_body(self.model, ids, most, self.settings.temperature) | {
                 "stream": True,
                 "stream_options": {"include_usage": True},
                 # No prompt is read from the cache of an earlier measurement, or of its own earlier

@@ -51,9 +51,7 @@ class BenchSettings(Settings):
     max_new_tokens: Annotated[int, Field(ge=1)] = 128
     """Largest number of tokens in an answer."""
     concurrency: Annotated[
-        tuple[Annotated[int, Field(ge=1, le=MAX_AT_ONCE)], ...],
-        SingleOrList,
-        Field(min_length=1),
+        tuple[Annotated[int, Field(ge=1, le=MAX_AT_ONCE)], ...], SingleOrList, Field(min_length=1)
     ] = (1,)
     """Requests that run at once, one or several numbers: each finished one is replaced by the next
     (closed loop)."""

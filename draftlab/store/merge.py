@@ -6,6 +6,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,13 +15,7 @@ import numpy as np
 from draftlab.errors import UserError
 from draftlab.files import atomic_folder, canonical_json, check_new_folder, sha256_text
 from draftlab.progress import Monitor
-from draftlab.store.manifest import (
-    MANIFEST,
-    Counts,
-    Dropped,
-    Manifest,
-    template_arguments_setting,
-)
+from draftlab.store.manifest import MANIFEST, Counts, Dropped, Manifest, template_arguments_setting
 from draftlab.store.record_index import RecordIndex
 from draftlab.store.shard import Shard, Shards, ShardTable, WrittenShard, shard_file
 from draftlab.store.store import Store
@@ -121,17 +116,10 @@ def _check_new(folder: Path) -> None:
 
 def _copy_shard(store: Store, shard: Shard, to: Path) -> None:
     """Copy a shard whose hash is right; link it if it is in a folder."""
-    if not store.files.is_local:
-        with store.files.local_file(shard) as path:
-            shutil.copyfile(path, to)
-        return
-    store.verify([shard.number])
-    with store.files.local_file(shard) as path:
-        _link(path, to)
-
-
-def _link(source: Path, to: Path) -> None:
-    try:
-        os.link(source.resolve(), to)  # of a symbolic link, the file that it leads to
-    except OSError:  # another disk, or a file system without links
-        shutil.copyfile(source, to)
+    with store.files.local_file(shard) as path:  # which a download has checked
+        if store.files.is_local:
+            store.verify([shard.number])
+            with suppress(OSError):  # another disk, or a file system without links
+                os.link(path.resolve(), to)  # of a symbolic link, what it leads to
+                return
+        shutil.copyfile(path, to)

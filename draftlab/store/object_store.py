@@ -133,8 +133,8 @@ class UrlFolder:
 
         return self._retry(content, "reading", name, None)
 
-    def download(self, name: str, path: Path, size: int | None, sha256: str | None) -> None:
-        """Download a file to `path`; its size and SHA-256 must be these, if they are given.
+    def download(self, name: str, path: Path, size: int | None, sha256: str) -> None:
+        """Download a file to `path`; its SHA-256 must be this one, and its size if that is given.
 
         Raises a `UserError` if there is no such file, it is another one, or as `sizes`.
         """
@@ -154,7 +154,7 @@ class UrlFolder:
                     f"the object is damaged: expected {size} bytes, found {actual}",
                     self.where(name),
                 )
-            if sha256 is None or (digest := sha256_file(path)) == sha256:
+            if (digest := sha256_file(path)) == sha256:
                 return
             damaged += 1
             if damaged == DAMAGED_DOWNLOADS:

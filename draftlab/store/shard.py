@@ -58,11 +58,7 @@ class ShardTable(ColumnFile):
             boundaries here.
     """
 
-    DTYPES: ClassVar = {
-        "bytes": np.int64,
-        "sha256": np.uint8,
-        "fp8_errors": np.float64,
-    }
+    DTYPES: ClassVar = {"bytes": np.int64, "sha256": np.uint8, "fp8_errors": np.float64}
     bytes: np.ndarray
     sha256: np.ndarray
     fp8_errors: np.ndarray

@@ -99,11 +99,7 @@ class Store:
 
     @classmethod
     def open(
-        cls,
-        address: Path | str,
-        expected: StoreIdentity | None = None,
-        *,
-        url: str | None = None,
+        cls, address: Path | str, expected: StoreIdentity | None = None, *, url: str | None = None
     ) -> Store:
         """Open a store. This checks the manifest and the shards' sizes and reads no shard.
 

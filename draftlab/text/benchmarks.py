@@ -50,9 +50,7 @@ class Benchmark:
         if self.path is None:
             if self.hub is None:
                 raise UserError(
-                    f"expected a path for {self.name}, found none",
-                    where=self.name,
-                    do=self.get,
+                    f"expected a path for {self.name}, found none", where=self.name, do=self.get
                 )
             return None
         if self.path.is_file():

@@ -215,11 +215,7 @@ def _first_of_its_kind(messages: list[dict[str, Any]], seen: set[bytes]) -> None
 
 
 def write_sources(
-    sources: Sequence[Source],
-    out: Path,
-    *,
-    say: Callable[[str], None],
-    deduplicate: bool = True,
+    sources: Sequence[Source], out: Path, *, say: Callable[[str], None], deduplicate: bool = True
 ) -> dict[str, dict[str, int]]:
     """Write the sources' conversations one after the other; return the counts of each.
 

@@ -106,11 +106,7 @@ def predicted_counts(
 
 
 def _choose(
-    counts: np.ndarray,
-    others: np.ndarray,
-    allowed: np.ndarray,
-    required: Iterable[int],
-    size: int,
+    counts: np.ndarray, others: np.ndarray, allowed: np.ndarray, required: Iterable[int], size: int
 ) -> np.ndarray:
     """Return bool [V] with `size` chosen ids."""
     first = np.zeros_like(allowed)

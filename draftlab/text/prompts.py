@@ -19,12 +19,7 @@ from draftlab.files import canonical_json, other_kind, read_fields
 from draftlab.formatting import count_text
 from draftlab.progress import Monitor
 from draftlab.target_model.settings import TemplateArguments
-from draftlab.text.conversations import (
-    LINE_HELP,
-    Conversation,
-    iterate_conversations,
-    split_rounds,
-)
+from draftlab.text.conversations import LINE_HELP, Conversation, iterate_conversations, split_rounds
 from draftlab.text.data_sets import data_set_file, fetch_data_set, hub_source
 from draftlab.text.settings import SELF, PromptSettings
 

@@ -25,13 +25,7 @@ from draftlab.target_model.images import image_ids, no_images
 from draftlab.target_model.model import Target
 from draftlab.target_model.settings import TemplateArguments
 from draftlab.text.benchmarks import BENCHMARKS, parse_benchmark, read_rows
-from draftlab.text.chat_template import (
-    Chat,
-    Messages,
-    RenderError,
-    encode_prompts,
-    template_sha256,
-)
+from draftlab.text.chat_template import Chat, Messages, RenderError, encode_prompts, template_sha256
 from draftlab.text.conversations import Conversation
 from draftlab.text.prompts import (
     EMBEDDED_PROMPTS,

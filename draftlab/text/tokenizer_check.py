@@ -30,10 +30,7 @@ Vocabularies are padded, by 0.5 % in gpt-oss; Gemma 3 has a token for images bey
 
 
 def check_tokenizer(
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    vocab_size: int,
-    modes: Sequence[Arguments],
+    tokenizer: PreTrainedTokenizerBase, folder: Path, vocab_size: int, modes: Sequence[Arguments]
 ) -> list[str]:
     """Return warnings about what a target's tokenizer and chat template do not fit.
 

@@ -76,10 +76,7 @@ def fit_betas(blocks: DraftBlocks, products: np.ndarray) -> list[Beta]:
             distance = beta - np.array(IDENTITY)
             value = np.logaddexp(0.0, np.where(survived, -logits, logits)).sum()
             gradient = features.T @ (expit(logits) - survived)
-            return (
-                value + RIDGE * float(distance @ distance),
-                gradient + 2 * RIDGE * distance,
-            )
+            return (value + RIDGE * float(distance @ distance), gradient + 2 * RIDGE * distance)
 
         bounds = ((0.0, None), (0.0, None), (None, None))
         fitted = minimize(loss, IDENTITY, jac=True, method="L-BFGS-B", bounds=bounds)

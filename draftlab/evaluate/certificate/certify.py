@@ -182,11 +182,7 @@ class Certification:
         return texts, float(np.mean(equal))
 
     def _decode(
-        self,
-        drafter: HeadDrafter | None,
-        requests: Sequence[Request],
-        max_length: int,
-        stage: str,
+        self, drafter: HeadDrafter | None, requests: Sequence[Request], max_length: int, stage: str
     ) -> dict[str, Generation]:
         """Return the generations by id."""
         batch = min(self.settings.batch, len(requests))
@@ -201,10 +197,7 @@ class Certification:
     def _test_row(self, row: Sampled, texts: Sequence[tuple[int, ...]]) -> SamplingTest:
         """Test the sampler, and the engine where its tokens have an exact distribution."""
         drafter = new_drafter(
-            self.head,
-            row.k,
-            draft_probs=row.draft_probs,
-            verification=row.verification,
+            self.head, row.k, draft_probs=row.draft_probs, verification=row.verification
         )
         tests = [self._test_sampler(row, drafter)]
         tree = self._choose_context(row, texts) if self.exact else None
