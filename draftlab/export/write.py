@@ -95,7 +95,8 @@ class PlannedExport:
             for name, content in self._json_files(tensors).items():
                 write_json(folder / name, content)
             launch = layout.launch(export, destination)
-            launch += cached_target_text(export.target_name, export.head.target.name)
+            if (used := str(self.target_folder.resolve())) in launch:
+                launch += cached_target_text(used, export.head.target.name)
             launch += template_text(export.head)
             write_text(folder / LAUNCH, launch)
             write_text(folder / README, readme_text(export.head, export.target_name, layout.title))
@@ -226,13 +227,7 @@ def plan_export(
     target_config = _target_config(head, target_folder)
     checkpoint = StoredWeights(target_folder) if layout.is_delta else None
     export = Export(head, target_config, target_name, k, dtype, serving, checkpoint)
-    if k >= export.positions:
-        raise UserError(
-            f"expected fewer speculative tokens than the target's {export.positions} positions, "
-            f"found {k}: a server drafts only if all of them fit",
-            where="export.k",
-            do="lower export.k",
-        )
+    export.check_k()
     try:
         layout.check(export)
     except UserError as error:

@@ -176,8 +176,13 @@ def _export(
     if base_model is None:
         path = str(target.resolve())
         here = cached_target_text(path, load_config(workspace.head).target.name)
-        launch = launch.replace(here, "").replace(path, "TARGET")
-        launch += "\nTARGET stands for the folder of the target, which is not on the Hub.\n"
+        launch = launch.replace(here, "")
+        file = str(Path(workspace.target.path).expanduser().resolve())
+        if file.endswith(".gguf"):  # llama.cpp's command names it beside the folder
+            launch = launch.replace(quote(file), "TARGET.gguf")
+        launch = launch.replace(quote(path), "TARGET")
+        also = ", and TARGET.gguf for its file" * ("TARGET.gguf" in launch)
+        launch += f"\nTARGET stands for the folder of the target{also}, which is not on the Hub.\n"
     write_text(folder / LAUNCH, launch)
     return launch
 

@@ -90,9 +90,11 @@ class StoreIdentity:
         dtype: StoreDtype,
     ) -> StoreIdentity:
         """Return the identity of a target's store; only the last component of a path is kept."""
-        is_local = target.name.startswith(("/", ".", "~"))
+        name = target.name
+        if name.startswith(("/", ".", "~")):  # of a GGUF file the folder is one of the cache
+            name = (Path(name) if name.endswith(".gguf") else target.folder.resolve()).name
         return cls(
-            target.folder.resolve().name if is_local else target.name,
+            name,
             target.fingerprint,
             tokenizer_sha256,
             template_sha256,

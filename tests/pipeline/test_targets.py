@@ -48,13 +48,20 @@ def test_a_multimodal_checkpoint(folder: Path) -> None:
 
 def test_a_gguf_file(folder: Path) -> None:
     write_gguf(folder / "toy", folder / "toy.gguf")
-    output = run(folder, "target=toy.gguf", "export.formats=[llamacpp,vllm]")
-    assert "the weights of toy.gguf are dequantised, in 16 bits, in" in output
+    output = run(folder, f"target={folder / 'toy.gguf'}", "export.formats=[llamacpp,vllm]")
+    assert "toy.gguf are dequantised, in 16 bits, in" in output
     launch = (folder / "runs/small/export/llamacpp/launch.md").read_text()
     assert f"llama-server -m {folder / 'toy.gguf'} -md head.gguf" in launch
     assert "--outfile target.gguf" not in launch
-    launch = (folder / "runs/small/export/vllm/launch.md").read_text()
-    assert "in draftlab's cache: the checkpoint that it made of toy.gguf" in launch
+    for program in ("llamacpp", "vllm"):
+        launch = (folder / "runs/small/export" / program / "launch.md").read_text()
+        assert "in draftlab's cache: the checkpoint that it made of toy.gguf" in launch
+    ran(folder, "push", "small", "a/b", "--to", "llamacpp", "--dry-run", "--out", "out")
+    for name in ("README.md", "launch.md"):
+        text = (folder / "out" / name).read_text()
+        assert str(folder) not in text
+        assert "--target-model-dir TARGET " in text
+        assert "llama-server -m TARGET.gguf -md head.gguf" in text
 
 
 def test_a_tokenizer_with_a_token_beyond_the_vocabulary(folder: Path) -> None:
