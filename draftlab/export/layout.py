@@ -88,6 +88,16 @@ class Export:
         """The dtype's name in config.json."""
         return str(self.dtype).removeprefix("torch.")
 
+    def check_k(self) -> None:
+        """Raise a `UserError` unless the target has positions for K drafts."""
+        if self.k >= self.positions:
+            raise UserError(
+                f"expected fewer speculative tokens than the target's {self.positions} positions, "
+                f"found {self.k}: a server drafts only if all of them fit",
+                where="export.k",
+                do="lower export.k",
+            )
+
 
 @dataclass(frozen=True)
 class Refusal:

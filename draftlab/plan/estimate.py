@@ -21,7 +21,7 @@ import torch
 from draftlab.errors import UserError
 from draftlab.evaluate.decoding_config import more_ks
 from draftlab.evaluate.settings import MAX_K
-from draftlab.formatting import rounded_text, size_text
+from draftlab.formatting import count_text, rounded_text, size_text
 from draftlab.plan.model_sizes import PROMPT_TOKENS, Conversations, HeadSize, TargetSize
 from draftlab.plan.preflight import check_head
 from draftlab.recipe.hardware import GPUS
@@ -144,7 +144,7 @@ class RecipeSizes:
             assumed = f", and {as_count(written * prompt_tokens)} of prompts"
         elif conversations.assumed:
             assumed = f" (assuming {PROMPT_TOKENS} tokens per prompt: there is no {source})"
-        note = f"{conversations.count:,} conversations"
+        note = count_text(conversations.count, "conversation")
         if not recipe.regenerate.enabled:
             return Estimate("answers", f"{note} with answers{assumed}")
         if not conversations.answer:
@@ -252,8 +252,8 @@ class RecipeSizes:
             share = self.recipe.train.validation_share
             held_out = math.ceil(self.conversations.prompts * share)
             prompts, about = min(prompts or held_out, held_out), "about "
-        number = "all" if prompts is None else f"{prompts:,}"
-        note = f"{rows} rows of {about}{number} prompts"
+        number = "all prompts" if prompts is None else count_text(prompts, "prompt")
+        note = f"{rows} rows of {about}{number}"
         if self.gpu is None or prompts is None:
             return Estimate("eval", note)
         step = {

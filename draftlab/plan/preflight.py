@@ -19,6 +19,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 
 from draftlab.errors import UserError
 from draftlab.evaluate.vllm_compare import check_heads, check_settings
+from draftlab.export.gguf import find_converter
 from draftlab.export.layout import Export, layout_for
 from draftlab.export.refusals import serving_warnings
 from draftlab.heads.family import get_family
@@ -195,6 +196,8 @@ def _check_machine(planned: Planned) -> None:
     if planned.runs("answers", "store", "eval"):
         with _at("target.device"):
             resolve_device(recipe.target.device)
+    if planned.runs("export") and recipe.export.gguf:
+        find_converter()
     if planned.runs("eval"):
         check_suite(recipe)
         if recipe.eval.engine == "vllm":
@@ -380,6 +383,8 @@ def check_head(recipe: Recipe, config: Any, tokenizer_hash: str = "") -> tuple[D
     for layout in layouts:
         with _at("export.formats"):
             layout.check(export)
+    if layouts:
+        export.check_k()
     return head, export
 
 

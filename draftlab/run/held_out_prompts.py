@@ -7,12 +7,16 @@ from pathlib import Path
 import numpy as np
 
 from draftlab.errors import UserError
+from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe
 from draftlab.run.stages import STAGES
 from draftlab.store.manifest import MANIFEST, Manifest
 from draftlab.store.prompt_split import group_by_prompt
 from draftlab.target_model.settings import TargetSettings
+from draftlab.text.benchmarks import parse_benchmark
 from draftlab.text.conversations import Conversation, iterate_conversations
+from draftlab.text.prompts import select_prompts
+from draftlab.text.settings import PromptSettings
 from draftlab.text.suites import prompt_digest
 from draftlab.train.validation import hold_out_records
 
@@ -31,7 +35,13 @@ def default_suite(target: TargetSettings) -> tuple[str, ...]:
 
 
 def check_suite(recipe: Recipe) -> None:
-    """Raise a `UserError` if the recipe names no suite, and its training holds no prompts out."""
+    """Raise a `UserError` if the recipe names no suite, and its training holds no prompts out, or
+    if a suite's file cannot be read.
+    """
+    for source in recipe.eval.suite or ():
+        if parse_benchmark(source) is None:
+            settings = PromptSettings(source=source, deduplicate=False)
+            select_prompts(settings, Monitor(), no_images=lambda: "")
     if recipe.eval.suite or default_suite(recipe.target) or recipe.train.validation_share:
         return
     raise UserError(

@@ -81,6 +81,10 @@ def test_conversations_are_truncated_in_the_store_and_not_when_answered(
         tokens = 1000 * (min(384, positions) - 256)
         assert f"at most {tokens:,} tokens to generate" in by_name["answers"].note
         assert by_name["store"].disk == 1000 * stored * (4 * 2 * 4096 + 16)
+    one = recipe(tmp_path, prompts={"source": "self", "max_prompts": 1}, eval={"max_prompts": 1})
+    by_name = {row.name: row for row in RecipeSizes(one).stages()}
+    assert by_name["answers"].note.startswith("1 conversation,")
+    assert by_name["eval"].note.endswith(" 1 prompt")
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("draft_vocab.size=99999999", "where: draft_vocab.size"),
         ("record.boundaries=[3,1]", "expected sorted unique boundaries"),
         ("export.gguf=true", "llamacpp"),
+        ("export.gguf=true export.formats=[llamacpp]", "expected llama.cpp's convert_hf_to_gguf"),
+        ("export.k=999999", "where: export.k"),
         (
             "train.precision=fp8 head.intermediate_size=100",
             "sizes that are multiples of 16, found [100, ",
@@ -47,6 +49,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("prompts.source=no.jsonl", "where: no.jsonl"),
         ("target.adapter=toy", "expected a LoRA adapter, a folder with adapter_config.json"),
         ("eval.suite=no.jsonl", "where: no.jsonl"),
+        ("eval.suite=small.yaml", "expected a JSON object in UTF-8 on each line"),
         *((f"name={name}", "draftlab uses") for name in ("latest", "rehearsals", "eval-x")),
         (f"name={'x' * 300}", "expected a name of at most 250 letters, found one of 300"),
     ],
@@ -56,6 +59,7 @@ def test_what_cannot_succeed_is_refused(
     verb: str, settings: str, message: str, shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draftlab.train.metrics.find_spec", lambda name: None)
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
     name, *options = verb.split()
     result = ran(shared, name, "small.yaml", *settings.split(), *options, code=2)
     assert message in result.output
