@@ -50,9 +50,17 @@ def long_prompts(
     sizes = [len(ids) + 2 for ids in tokenizer(turns, add_special_tokens=False)["input_ids"]]
     generator, lines = np.random.default_rng(seed), []
     for length in lengths:
+        too_few = UserError(
+            f"expected turns for prompts of {length:,} tokens, found too few that fit",
+            where=source,
+            do="name a larger file, or other --lengths",
+        )
+        short = [n for n in questions if sizes[n] <= length // 2]
+        if not short:
+            raise too_few
         for number in range(2 * count):
             kind = ("conversation", "retrieval")[number % 2]
-            last = int(generator.choice(questions))
+            last = int(generator.choice(short))
             code = generator.integers(10_000, 100_000)
             fact, question = "", turns[last]
             if kind == "retrieval":
@@ -66,11 +74,7 @@ def long_prompts(
                 if room < length // 16:
                     break
             if room > length // 4 or not chosen:
-                raise UserError(
-                    f"expected turns for prompts of {length:,} tokens, found too few that fit",
-                    where=source,
-                    do="name a larger file, or other --lengths",
-                )
+                raise too_few
             if fact:
                 chosen.insert(int(generator.integers(len(chosen) + 1)), fact)
             content = "\n\n".join([*chosen, question])
@@ -95,9 +99,10 @@ def main() -> None:
         lines = long_prompts(
             options.source, tokenizer, options.lengths, options.count, options.seed
         )
-    except UserError as error:
-        sys.exit(str(error))
-    options.out.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        options.out.write_text(text, encoding="utf-8")
+    except (UserError, OSError) as error:
+        sys.exit(f"error: {error}")
     print(f"{options.out}: {len(lines)} prompts")
 
 

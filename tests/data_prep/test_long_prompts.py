@@ -33,6 +33,10 @@ def test_prompts_fill_their_lengths_and_have_their_facts_once(tmp_path: Path) ->
         *turns, question = line["messages"][0]["content"].split("\n\nUser: ")
         assert "\n\n".join(turns).count("The code of the archive is") == (kind == "retrieval")
         assert question not in turns
+    # A question that is too long for a length is not asked there.
+    long = json.dumps({"messages": [{"role": "user", "content": "a question " * 200}]})
+    file.write_text(f"{long}\n" * 20 + SOURCE.read_text())
+    assert len(long_prompts(file, tokenizer, [512], 20, 0)) == 40
     file.write_text(json.dumps({"id": "a", "messages": [{"role": "user", "content": ""}]}))
     with pytest.raises(UserError, match="expected turns of users, found none"):
         long_prompts(file, tokenizer, [512], 1, 0)
