@@ -47,6 +47,11 @@ def count_text(number: int, noun: str) -> str:
     return f"{number:,} {noun}" + ("es" if noun.endswith("s") else "s") * (number != 1)
 
 
+def value_text(value: Any) -> str:
+    """Return a setting's value as Python writes it; of a hash the first digits."""
+    return re.sub(r"([0-9a-f]{12})[0-9a-f-]{20,}", r"\1…", repr(value))
+
+
 def distinct_name(names: Sequence[str], taken: set[str]) -> str:
     """Return the first name that is not taken, or else the last with a number; it is then taken."""
     numbered = (f"{names[-1]} ({number})" for number in count(2))

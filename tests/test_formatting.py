@@ -18,6 +18,7 @@ from draftlab.formatting import (
     pip_install,
     rounded_text,
     size_text,
+    value_text,
 )
 
 
@@ -54,6 +55,8 @@ def test_texts_that_are_no_sizes(text: str) -> None:
         (exit_text(-37), "killed by signal 37"),
         (count_text(1, "process"), "1 process"),
         (count_text(2, "process"), "2 processes"),
+        (value_text("2-82b2018d88930671715d95469ac9308f-c5fada2474d1"), "'2-82b2018d8893…'"),
+        (value_text([0.5, "facade"]), "[0.5, 'facade']"),
     ],
 )
 def test_texts_of_numbers(text: str, expected: str) -> None:

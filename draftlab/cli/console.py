@@ -20,6 +20,7 @@ from rich.table import Column
 from rich.text import Text
 
 from draftlab.cli.plain_text import PlainConsole, echo_json
+from draftlab.formatting import value_text
 from draftlab.progress import Monitor
 from draftlab.url_secrets import without_secrets
 
@@ -140,7 +141,7 @@ def plan_lines(statuses: Sequence[Status], *, force: bool) -> Iterator[str]:
     for status in statuses:
         # The settings of a stage are inputs of all later stages; each change is printed once.
         new = [
-            f"{key} {in_run!r} → {in_recipe!r}"
+            f"{key} {value_text(in_run)} → {value_text(in_recipe)}"
             for key, (in_run, in_recipe) in status.changes.items()
             if key not in printed
         ]
@@ -159,10 +160,8 @@ def plan_lines(statuses: Sequence[Status], *, force: bool) -> Iterator[str]:
         note = f"; it needs {path}, which is not there yet" if path else ""
         yield f"  {status.stage.name:8} {texts[status.state]}{note}"
     if refused:
-        yield (
-            f"  the run would be refused: --force runs {refused.name} and all later stages again; "
-            "name=other starts a new run beside this one"
-        )
+        yield f"  the run would be refused: --force runs {refused.name} and all later stages again;"
+        yield "    name=other starts a new run beside this one"
 
 
 errors = PlainConsole(stderr=True)

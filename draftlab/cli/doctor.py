@@ -20,7 +20,11 @@ NOTHING_WRITTEN = "a diagnosis writes nothing, and the same command starts over"
 @OPTIONS.add_to
 def doctor(
     head: Annotated[
-        str, typer.Argument(help='A run, a head folder, or "reference".', metavar="HEAD")
+        str,
+        typer.Argument(
+            help='A run, a head folder, an export, another program\'s head, or "reference".',
+            metavar="HEAD",
+        ),
     ],
     target: Annotated[
         str | None,

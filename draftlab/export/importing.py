@@ -220,7 +220,10 @@ def foreign_head_config(
         )
     requested_k = k
     if foreign.k is not None:
-        log(f"import: evaluated with {foreign.k} drafts a step by default, as its files name")
+        taken = ", and taken as trained for as many (--k)" * (k is None)
+        log(
+            f"import: evaluated with {foreign.k} drafts a step by default, as its files name{taken}"
+        )
     if k is None and (k := foreign.k) is None:
         k = DEFAULT_K
         log(f"import: trained for {k} drafts, the usual number: the files name none (--k)")

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from draftlab.errors import UserError
 from draftlab.files import known_sha256, remove
+from draftlab.formatting import value_text
 from draftlab.run.stages import (
     STAGES,
     Stage,
@@ -59,8 +60,10 @@ class Status:
         if self.runs and self.damage:
             return [f"{name}: damaged, made again ({self.damage})"]
         if self.runs:
-            changes = self.changes.items()
-            return [f"{name}: {key} was {former!r}, is {now!r}" for key, (former, now) in changes]
+            return [
+                f"{name}: {key} was {value_text(former)}, is {value_text(now)}"
+                for key, (former, now) in self.changes.items()
+            ]
         state = "damaged" if self.damage else "not there"
         state = "elsewhere" if self.elsewhere else state
         state = "there" if self.state == "done" else f"{state}, and not needed"
@@ -166,7 +169,7 @@ class Run:
             stage = status.stage
             if status.state == "changed" and not stage.cheap:
                 lines = [
-                    f"{key}: {in_run!r} in the run, {in_recipe!r} now"
+                    f"{key}: {value_text(in_run)} in the run, {value_text(in_recipe)} now"
                     for key, (in_run, in_recipe) in status.changes.items()
                 ]
                 kept = ""

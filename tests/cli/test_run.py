@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import yaml
@@ -113,6 +114,11 @@ def test_a_changed_prompt_file_is_refused(folder: Path) -> None:
     prompts = folder / "prompts.jsonl"
     text = prompts.read_text()
     prompts.write_text(text.replace("def f3", "def g3"))
-    assert "prompts.sha256" in refused(folder, "train", "small.yaml")
+    assert re.search(
+        r"prompts.sha256: '\w{12}…' in the run, ", refused(folder, "train", "small.yaml")
+    )
+    plan = draftlab(folder, "train", "small.yaml", "--plan").stdout
+    assert re.search(r"prompts.sha256 '\w{12}…' → '\w{12}…'", plan)
+    assert max(map(len, plan.splitlines())) <= 80
     prompts.write_text(text)
     assert draftlab(folder, "train", "small.yaml").exit_code == 0
