@@ -98,13 +98,9 @@ class EvalSettings(Settings):
     """Settings of the engine vllm."""
 
     @model_validator(mode="after")
-    def _one_suite(self) -> EvalSettings:
-        if self.calibrate and len(self.suite or ()) > 1:
-            raise ValueError(f"calibrate: expected one suite, found {len(self.suite or ())}")
-        return self
-
-    @model_validator(mode="after")
-    def _has_effect(self) -> EvalSettings:
+    def _settings_fit(self) -> EvalSettings:
+        if self.calibrate and self.suite and len(self.suite) > 1:
+            raise ValueError(f"calibrate: expected one suite, found {len(self.suite)}")
         if self.raw and self.template_arguments is not None:
             raise ValueError("template_arguments has no effect: raw prompts have no template")
         sampled = self.draft_probs != "off" and any(self.temperatures)

@@ -206,19 +206,20 @@ class Connection:
         return text.replace(self._key, HIDDEN) if self._key else text
 
 
-def served_card(models: Any, name: str | None, *, where: str, do: str) -> dict[str, Any] | None:
+def served_card(answer: Any, name: str | None, *, where: str, do: str) -> dict[str, Any] | None:
     """Return what a server says of the named model, or of the only one that it serves.
 
     Args:
-        models: the field `data` of its answer to /v1/models.
+        answer: its JSON to /v1/models.
         do: how the user names one of them.
 
     Returns:
-        The card, whose `id` is a text; None: `models` is no list of cards.
+        The card, whose `id` is a text; None: the answer has no list of cards.
 
     Raises:
         UserError: it does not serve the named model, or it serves several and none is named.
     """
+    models = answer.get("data") if isinstance(answer, dict) else None
     if not isinstance(models, list) or not all(
         isinstance(card, dict) and isinstance(card.get("id"), str) for card in models
     ):

@@ -108,7 +108,7 @@ class RepeatedRequests:
         if connection.key_note:
             self.monitor.say(f"{self.stage}: {connection.key_note}")
         path = "/v1/models"
-        models = self.post([connection], path, None, with_field("data"), Event())["data"]
+        models = self.post([connection], path, None, with_field("data"), Event())
         do = f"name one of them: {self.section}.model"
         card = served_card(models, self.settings.model, where=connection.url, do=do)
         if card is None:

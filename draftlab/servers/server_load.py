@@ -115,9 +115,8 @@ class LoadedServer:
 
     def _served_model(self) -> dict[str, Any]:
         models, fault = self.connection.ask("/v1/models")
-        cards = models.get("data") if isinstance(models, dict) else None
         do = "name one of them with --model"
-        card = served_card(cards, self.settings.model or None, where=self.url, do=do)
+        card = served_card(models, self.settings.model or None, where=self.url, do=do)
         if card is None:
             found = fault or f"found {json.dumps(models)[:MAX_TEXT]}"
             do = "name a running server with OpenAI's interface"

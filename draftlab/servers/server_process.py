@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import shutil
 import signal
@@ -29,7 +28,7 @@ _POLL_S, _SAY_S = 0.5, 30.0
 _GRACE_S = 20.0
 """Seconds that a server has to end its processes."""
 _CALL_S = 5.0
-"""Seconds that it has for an answer that decodes nothing."""
+"""Seconds that it has to say whether it is ready."""
 
 _LIBC = ctypes.CDLL(None)  # loaded here, since a forked process should not load a library
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
@@ -102,15 +101,14 @@ class ServerProcess:
         """
         connection = Connection(self.url)
         began = said = time.monotonic()
-        while _answer(connection, "/health") is None:
+        while not _is_healthy(connection):
             self._check_alive("before it answered")
             if time.monotonic() - said > _SAY_S:
                 said = time.monotonic()
                 say(f"serve: {self.name} has been loading for {said - began:.0f} s")
             time.sleep(_POLL_S)
         say(f"serve: {self.name} answers after {time.monotonic() - began:.0f} s")
-        models = json.loads(_answer(connection, "/v1/models") or "{}")
-        card = served_card(models.get("data"), None, where=self.url, do="")
+        card = served_card(connection.ask("/v1/models")[0], None, where=self.url, do="")
         return card["id"] if card else "MODEL"
 
     def wait(self) -> None:
@@ -176,8 +174,8 @@ def _check_free(port: int) -> None:
             ) from None
 
 
-def _answer(connection: Connection, path: str) -> bytes | None:
-    """Return a server's answer to a path; None: it gives none."""
-    with suppress(OSError, HTTPException), connection.open(path, timeout_s=_CALL_S) as answer:
-        return answer.read(1 << 20)
-    return None
+def _is_healthy(connection: Connection) -> bool:
+    """Return whether a server has loaded its model."""
+    with suppress(OSError, HTTPException), connection.open("/health", timeout_s=_CALL_S):
+        return True
+    return False

@@ -16,12 +16,10 @@ def bin_numbers(predicted: np.ndarray) -> np.ndarray:
 
 
 def calibration_error(predicted: np.ndarray, observed: np.ndarray) -> float:
-    """Return the expected calibration error of predictions [N] of outcomes [N]; NaN if N = 0.
+    """Return the expected calibration error of predictions [N] of outcomes [N].
 
     It is Σ_b n_b / N · |mean prediction − share of outcomes| over bins b.
     """
-    if not len(predicted):
-        return float("nan")
     differences = np.bincount(bin_numbers(predicted), predicted - observed)
     return float(np.abs(differences).sum() / len(predicted))
 
