@@ -12,6 +12,7 @@ import typer
 from draftlab.cli.console import Debug, monitor
 from draftlab.cli.errors import guard
 from draftlab.errors import UserError
+from draftlab.files import check_folder
 
 CPU = "cpu"
 
@@ -39,6 +40,7 @@ def new(
         if path.exists() or path.is_symlink():
             what, do = "expected a new file, found one that exists", "name another file"
             raise UserError(what, where=path, do=do)
+        check_folder(path.parent)
         from draftlab.plan.new_recipe import GPUS, new_recipe, recipe_lines
         from draftlab.plan.preflight import check_before_run
         from draftlab.run.folder import RUNS
@@ -57,6 +59,7 @@ def new(
         for warning in check_before_run(recipe, STAGES, plan=True):
             monitor.say(warning)
         text = "".join(f"{line}\n" for line in recipe_lines(recipe, RUNS))
+        path.parent.mkdir(parents=True, exist_ok=True)
         with open(path, "x", encoding="utf-8") as file:
             file.write(text)
         monitor.say(f"{path}: written for {gpu}; next: draftlab run {path} --rehearse")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,12 @@ from draftlab.heads.folder import load_config, load_head
 from draftlab.heads.head import DraftHead
 from draftlab.progress import Monitor
 from draftlab.report.html import write_html
-from draftlab.run.held_out_prompts import NAMED_BY_USER, default_suite, trained_prompts
+from draftlab.run.held_out_prompts import (
+    NAMED_BY_USER,
+    default_suite,
+    held_out_prompts,
+    trained_prompts,
+)
 from draftlab.run.resolve import find_head, name_in_reports, recipe_of, run_of
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.loading import load_target, load_tokenizer
@@ -141,7 +147,7 @@ def evaluate_head(
         target: the loaded target; None: it is loaded.
         head_name: the name in the report; None: the folder's name.
         held_out: returns the prompts that the head's training held out, for settings without a
-            suite; None: they are not known.
+            suite; None: those of the head's run, if it has one.
         trained_for: the head's own target; None: `target_settings`. With another adapter it is
             evaluated all the same.
         writing: is entered once all is measured, and left once the report is written.
@@ -152,6 +158,9 @@ def evaluate_head(
     check_folder(out)
     local_target(target_settings)  # a wrong path is the first error
     sources = settings.suite or default_suite(target_settings)
+    run = None if sources or head_folder is None else run_of(head_folder)
+    if held_out is None and run is not None:
+        held_out = partial(held_out_prompts, recipe_of(run), run)
     if not sources and held_out is None:
         raise UserError(
             "expected a suite of prompts, found none: only a run has prompts that training held "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from draftlab.progress import Monitor
 from draftlab.recipe.recipe import RECIPE, flatten
 from draftlab.run.api import evaluate_head, export_layouts
 from draftlab.run.folder import RUNS, find_run, lock
-from draftlab.run.held_out_prompts import held_out_prompts
 from draftlab.run.resolve import (
     find_head,
     find_target,
@@ -79,9 +77,6 @@ class HeadWorkspace:
         folder = out or self.folder / "eval"
         inputs = flatten(settings, "eval.") | flatten(target, "target.") | input_files(settings)
         monitor.say(f"eval: {self.head}")
-        held_out = None
-        if self.is_run:
-            held_out = partial(held_out_prompts, recipe_of(self.folder), self.folder)
         with self._lock(out):
             report = evaluate_head(
                 target,
@@ -91,7 +86,6 @@ class HeadWorkspace:
                 monitor=monitor,
                 head_name=self.name,
                 trained_for=self.target,
-                held_out=held_out,
                 # Recorded only then, so that an interruption keeps the former report.
                 writing=self._recorded("eval", inputs, out),
             )

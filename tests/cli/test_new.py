@@ -19,7 +19,8 @@ GIVEN = ("--target", "toy", "--prompts", "prompts.jsonl")
 
 @pytest.mark.parametrize(("gpu", "family"), [("H100", "eagle3"), ("cpu", "eagle")])
 def test_the_written_recipe_passes_its_plan(gpu: str, family: str, workshop: Path) -> None:
-    ran(workshop, "new", "my.yaml", *GIVEN, "--gpu", gpu, "--family", family)
+    ran(workshop, "new", "a/b/my.yaml", *GIVEN, "--gpu", gpu, "--family", family)
+    (workshop / "a/b/my.yaml").rename(workshop / "my.yaml")
     ran(workshop, "train", "my.yaml", "--plan")
     recipe, text = load_recipe(workshop / "my.yaml"), (workshop / "my.yaml").read_text()
     assert (recipe.target.path, recipe.prompts.source) == ("toy", "prompts.jsonl")
@@ -38,6 +39,7 @@ def test_what_is_not_given_is_asked_on_a_terminal_alone(
     assert "--prompts" in refused(workshop, "new", "my.yaml", *GIVEN[:2])
     assert "GTX" in refused(workshop, "new", "my.yaml", *GIVEN, "--gpu", "GTX")
     assert "no.jsonl" in refused(workshop, "new", "my.yaml", *GIVEN[:3], "no.jsonl")
+    assert "found a file" in refused(workshop, "new", "prompts.jsonl/my.yaml", *GIVEN)
     assert not (workshop / "my.yaml").exists()
     terminal = SimpleNamespace(stdin=SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr(modules["draftlab.cli.new"], "sys", terminal)

@@ -49,16 +49,17 @@ def test_a_run_without_a_suite_says_which_prompts_it_takes(folder: Path) -> None
     assert "prompts that training held out, since eval.suite names none" in result.output
     rows = Report.read(folder / "runs" / "small" / "eval" / "report.json").rows
     assert {row.suite for row in rows} == {HELD_OUT}
-    ran(folder, "eval", "--run", "small", "--out", "elsewhere")
-    assert {row.suite for row in Report.read(folder / "elsewhere" / "report.json").rows} == {
-        HELD_OUT
-    }
+    for head in (("--run", "small"), ("--head", "runs/small/head", "--timing-prompts", "0")):
+        ran(folder, "eval", *head, "--max-new-tokens", "8", "--out", "elsewhere")
+        report = Report.read(folder / "elsewhere" / "report.json")
+        assert {row.suite for row in report.rows} == {HELD_OUT}
 
 
 def test_only_the_built_in_target_has_built_in_prompts(folder: Path, tmp_path: Path) -> None:
     assert default_suite(TargetSettings(path="embedded")) == ("embedded:heldout",)
     assert default_suite(TargetSettings(path="toy")) == ()
-    head = folder / "runs" / "small" / "head"
+    head = folder / "head"  # outside its run
+    (folder / "runs" / "small" / "head").rename(head)
     with pytest.raises(UserError, match="expected a suite of prompts, found none") as error:
         evaluate_head(TargetSettings(path="toy"), head, EvalSettings(), tmp_path, monitor=Monitor())
     assert "--suite" in error.value.do
