@@ -5,8 +5,8 @@
 
 Records, draft vocabulary and boundaries are the run's, and so is the family. speculators' own
 settings (`num_layers=2`) change its defaults; what else differs from its command is said in
-`acceptance_peers.py`. A first training of some steps shows how many tokens the seconds are enough
-for; the seconds are those of all steps, compilation included.
+`acceptance_peers.py`. A first training of some steps compiles, which takes minutes, and shows the
+speed; the seconds are of steps at this speed.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     train = PEERS[options.peer][0]
     probe = train(family, task, out / "probe")
     print(f"probe: {probe}", flush=True)
-    compiling = probe.seconds - probe.steady_seconds
-    tokens = round(probe.tokens_seen * (options.seconds - compiling) / probe.steady_seconds)
+    tokens = round(probe.tokens_seen * options.seconds / probe.steady_seconds)
     trained = train(family, replace(task, tokens=tokens), out / "export")
     print(f"{options.peer}: {trained}", flush=True)
     import_head(
