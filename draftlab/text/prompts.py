@@ -177,13 +177,13 @@ def select_prompts(
             if reason:
                 media = tuple(sorted({*media, "image"}))
             if media:
-                dropped[f"have {' and '.join(media)} parts: {reason or MEDIA}"] += 1
+                dropped[f"with {' and '.join(media)} parts: {reason or MEDIA}"] += 1
             elif "user" not in roles:
-                dropped["have no user turn"] += 1
+                dropped["without a user turn"] += 1
             elif roles[0] != "user":
-                dropped["begin with an answer"] += 1
+                dropped["with an answer before any prompt"] += 1
             elif digest in digests:
-                dropped["repeat an earlier one (prompts.deduplicate)"] += 1
+                dropped["equal to an earlier one (prompts.deduplicate)"] += 1
             else:
                 if settings.deduplicate:
                     digests.add(digest)
@@ -193,7 +193,7 @@ def select_prompts(
 
     prompts = list(islice(usable(), settings.max_prompts))
     for reason, count in sorted(dropped.items()):
-        monitor.say(f"prompts: dropped {count_text(count, 'conversation')} that {reason}")
+        monitor.say(f"prompts: dropped {count_text(count, 'conversation')} {reason}")
     if not prompts:
         found = "found none" if dropped else "found an empty data set"
         what = f"expected text conversations with a user turn, {found}"

@@ -221,7 +221,7 @@ def test_what_is_not_read_is_dropped_and_counted(tmp_path: Path) -> None:
     texts = [one.messages[0]["content"] for one in prompts]
     assert texts == ["\ufdd0What?", "See \ufdd0\nWhat?", "\ufdd0What is it?"]
     for number, kind in ((2, "image"), (1, "later image"), (1, "U+FDD0")):
-        assert f"dropped {count_text(number, 'conversation')} that have {kind} p" in monitor.text
+        assert f"dropped {count_text(number, 'conversation')} with {kind} p" in monitor.text
     path = tmp_path / "again.jsonl"
     path.write_text("".join(one.to_json() + "\n" for one in prompts))
     assert [one.to_json() for one in iterate_conversations(path)] == [
@@ -255,7 +255,7 @@ def test_a_text_target_is_given_no_image(folder: Path) -> None:
     write_prompts(folder)
     result = draftlab(folder, "prepare", "small.yaml")
     assert result.exit_code == 0, result.output
-    assert "dropped 5 conversations that have image parts" in " ".join(result.stderr.split())
+    assert "dropped 5 conversations with image parts" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize(
@@ -298,7 +298,7 @@ def test_a_run_goes_on_without_the_images_of_a_target_that_has_others(
     result = draftlab(folder, "run", "small.yaml", "target=vl", "export.formats=[]")
     assert result.exit_code == 0, result.output
     said = " ".join(result.stderr.split())
-    assert said.count("dropped 5 conversations that have image parts: the decoder of a Llava") == 2
+    assert said.count("dropped 5 conversations with image parts: the decoder of a Llava") == 2
     monkeypatch.undo()
     monkeypatch.setattr(images, "_is_plain", lambda name, *_: name == "inputs_embeds")
     words = ("target=vl", "name=late", "prompts.max_prompts=7")

@@ -182,8 +182,8 @@ def test_conversations_with_images_are_dropped_and_counted(tmp_path: Path):
     assert [c.id for c in prompts] == ["text", "plain"]
     assert prompts[0].messages == [user("part 0. part 1. ")]
     for words in (
-        "dropped 1 conversation that have image and input_audio parts",
-        "dropped 2 conversations that have image parts",
+        "dropped 1 conversation with image and input_audio parts",
+        "dropped 2 conversations with image parts",
         "prompts: 2 conversations from",
     ):
         assert words in monitor.text
@@ -217,7 +217,7 @@ def test_conversations_that_repeat_an_earlier_one_are_dropped(
     assert [c.id for c in load(path, monitor, **changes)] == [f"p:{n}" for n in selected]
     assert monitor.text.count("dropped") == bool(repeated)
     if repeated:
-        told = f"dropped {count_text(repeated, 'conversation')} that repeat an earlier one"
+        told = f"dropped {count_text(repeated, 'conversation')} equal to an earlier one"
         assert told in monitor.text
 
 
@@ -249,8 +249,8 @@ def test_rows_with_a_column_of_images_are_dropped_and_counted(tmp_path: Path) ->
     monitor = RecordingMonitor()
     (prompt,) = load(write(tmp_path / "p.jsonl", *rows), monitor)
     assert prompt.messages == [user("hi")]
-    assert "dropped 2 conversations that have image parts" in monitor.text
-    assert "dropped 1 conversation that have audio and video parts" in monitor.text
+    assert "dropped 2 conversations with image parts" in monitor.text
+    assert "dropped 1 conversation with audio and video parts" in monitor.text
 
 
 def test_a_row_that_is_no_conversation_is_refused_with_the_reason(tmp_path: Path) -> None:
