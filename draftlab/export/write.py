@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ from draftlab.files import (
 )
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, load_config, meta_head
-from draftlab.heads.validate import refuse_faults, tensor_faults
+from draftlab.heads.validate import ends, refuse_faults, tensor_faults
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import is_hub_id
@@ -285,7 +286,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor.contiguous()
     cast = tensor.to(dtype)
-    if not bool(cast.isfinite().all()):
+    if not all(map(isfinite, ends(cast))):
         raise UserError(
             f"{name} does not fit {dtype}: its largest value is {float(tensor.abs().max()):.3g}",
             where="export.dtype",

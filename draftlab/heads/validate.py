@@ -83,9 +83,17 @@ def tensor_faults(
     return sorted(faults, key=lambda fault: fault.message)
 
 
-def _value_faults(name: str, tensor: Tensor, may_be_zero: Iterable[str]) -> list[TensorFault]:
-    # Both ends of a tensor with a NaN are NaN. `isfinite` takes a CPU 30 times as long.
+def ends(tensor: Tensor) -> tuple[float, float]:
+    """Return the smallest and the largest value of a tensor; both are NaN if it has a NaN.
+
+    They tell whether all values are finite, which `Tensor.isfinite` takes a CPU 30 times as long.
+    """
     least, most = (float(end) for end in tensor.aminmax())
+    return least, most
+
+
+def _value_faults(name: str, tensor: Tensor, may_be_zero: Iterable[str]) -> list[TensorFault]:
+    least, most = ends(tensor)
     if not (isfinite(least) and isfinite(most)):
         bad = int((~tensor.isfinite()).sum())
         message = f"{name}: not finite: {bad:,} of {tensor.numel():,} values"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import meta_head
 from draftlab.heads.head import DraftHead
+from draftlab.heads.validate import ends
 from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.kernels.devices import out_of_memory_error
 from draftlab.kernels.distill.linear import MIN_GPU_BUFFER
@@ -314,7 +315,7 @@ class Trainer:
         self.trained_alpha = metrics["alpha"][0]
         largest = float(self.window.largest_norm)
         self.window = Window.empty(self.settings.ttt_steps, self.device)
-        if not all(map(math.isfinite, (largest, *metrics["loss"]))):
+        if not all(map(isfinite, (largest, *metrics["loss"]))):
             self._raise_not_finite(f"losses {metrics['loss']} and a gradient of norm {largest}")
         progress = {"step": self.step, "tokens_seen": self.tokens_seen}
         rate = learning_rate(self.step - 1, self.settings)
@@ -348,7 +349,7 @@ class Trainer:
         self.writer.finish()
         self.verification.update()
         weights, moments = self.backend.weights(), self.backend.moments()
-        broken = [name for name, weight in weights.items() if not bool(weight.isfinite().all())]
+        broken = [name for name, weight in weights.items() if not all(map(isfinite, ends(weight)))]
         if broken := self.ranks.broadcast(broken):
             self._raise_not_finite(f"weights that are not finite: {', '.join(broken)}")
         if self.ranks.is_main:
