@@ -7,6 +7,7 @@ import random
 import re
 import time
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -101,11 +102,13 @@ def test_of_two_recordings_at_one_url_one_ends(
     assert objects(URL).keys() == {CLAIM}
     other.release()
     # A run with the same plan begins while this one records: it is the one that goes on.
+    one_at_a_time = Lock()  # several threads write
 
     def write_after_another_began(files: RemoteShardFiles, *arguments: Any) -> None:
-        plan = json.loads(folder.read(CLAIM))["of"]
-        assert plan
-        other.take(plan)
+        with one_at_a_time:
+            plan = json.loads(folder.read(CLAIM))["of"]
+            assert plan
+            other.take(plan)
         write(files, *arguments)
 
     monkeypatch.setattr(RemoteShardFiles, "write", write_after_another_began)

@@ -7,11 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from draftlab.evaluate.calibration.error import (
-    calibration_error,
-    perfect_error,
-    reliability_bins,
-)
+from draftlab.evaluate.calibration.error import calibration_error, perfect_error, reliability_bins
 
 
 def plain_error(predicted: list[float], observed: list[bool]) -> float:
