@@ -163,7 +163,7 @@ class Evaluator:
         from draftlab.evaluate.certificate.certify import Certification, CertifySettings
 
         settings, sampled = workload.settings, workload.sampled_configs
-        size = CertifySettings(seed=settings.seed, num_rows=max(len(sampled), 1))
+        size = CertifySettings(seed=settings.seed, num_rows=len(sampled))
         engine = partial(Engine, cpu_prepacked=settings.packed)
         same = workload.stop_ids, size, workload.monitor, engine
         for head in workload.heads:

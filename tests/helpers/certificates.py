@@ -53,6 +53,6 @@ def certify(
     **changes: Any,
 ) -> Certificate:
     """Certify an engine with a head at K = 2, with changed settings."""
-    settings = replace(SETTINGS, **{"num_rows": max(len(rows), 1)} | changes)
+    settings = replace(SETTINGS, **{"num_rows": len(rows)} | changes)
     certification = Certification(target, head, frozenset(), settings, Monitor(), engine)
     return certification.run(PROMPTS, 2, rows)

@@ -153,11 +153,12 @@ class Certification:
         level = min((arm.level for arm in arms), key=LEVELS.index, default=greedy)
         level = level if passed else "L3"
         lines += [f"FAULT: {fault}" for fault in self.faults]
-        lines.append(
-            f"{'passed' if passed else 'FAILED'}, level {level} (the report has "
-            f"{count_text(self.num_tests, 'test')} at T > 0, so every p must be at least "
-            f"{self.level:.2g}; a correct engine fails with probability {ALPHA:g})"
-        )
+        lines.append(f"{'passed' if passed else 'FAILED'}, level {level}")
+        if rows:
+            lines[-1] += (
+                f" (the report has {count_text(self.num_tests, 'test')} at T > 0, so every p must "
+                f"be at least {self.level:.2g}; a correct engine fails with probability {ALPHA:g})"
+            )
         return Certificate(
             level=level,
             prompts_equal=equal,

@@ -72,6 +72,7 @@ def test_an_engine_that_cannot_be_tested_is_not_certified(
 def test_without_rows_tokens_are_equal(run_certify: RunCertify) -> None:
     certificate = run_certify(rows=[])
     assert (certificate.passed, certificate.level, certificate.arms) == (True, "L2", [])
+    assert (certificate.num_tests, certificate.lines[-1]) == (0, "passed, level L2")
 
 
 def test_the_reference_engine_is_certified(small: Target, poor_head: Eagle3Head) -> None:
