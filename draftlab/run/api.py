@@ -288,9 +288,9 @@ def export_layouts(
             target_name=str(target_folder) if target_settings.adapter else target_settings.path,
             settings=settings,
             report=report,
-            monitor=monitor,
+            monitor=None if number and settings.k is None else monitor,  # all have one K
         )
-        for layout, out in places.items()
+        for number, (layout, out) in enumerate(places.items())
     ]
     paths = []
     with writing or nullcontext():
