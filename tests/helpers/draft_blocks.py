@@ -60,9 +60,13 @@ def calibrated(
 
 
 def explained(position: CalibratedPosition) -> float:
-    """Return the share of the outcomes' variance that lies between the bins of predictions."""
-    counts, observed = (
-        np.array([getattr(b, n) for b in position.after]) for n in ("count", "observed")
+    """Return the share of the outcomes' variance that the calibrated predictions explain (their
+    Brier skill), with each bin's mean prediction in place of its predictions.
+    """
+    counts, predicted, observed = (
+        np.array([getattr(b, name) for b in position.after])
+        for name in ("count", "predicted", "observed")
     )
     mean = counts @ observed / counts.sum()
-    return float(counts @ (observed - mean) ** 2 / (counts.sum() * mean * (1 - mean)))
+    told = counts @ ((observed - mean) ** 2 - (predicted - observed) ** 2)
+    return float(told / (counts.sum() * mean * (1 - mean)))

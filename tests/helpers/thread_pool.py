@@ -45,6 +45,9 @@ class ThreadWorker(Worker):
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
+        # The threads that write its shards end, too, as those of a process do.
+        end = LostError("closed")
+        self._handler._worker._open.__exit__(LostError, end, None)
 
 
 class ThreadPool(LocalPool):

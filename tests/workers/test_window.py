@@ -6,7 +6,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -16,11 +16,14 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from draftlab.errors import UserError
 from draftlab.progress import Monitor
 from draftlab.store.manifest import MANIFEST, Manifest
+from draftlab.store.resume import Receipts
+from draftlab.store.shard_writer import ShardRecorder
 from draftlab.store.store import Store
 from draftlab.train.batch.window_order import WindowOrder
 from draftlab.workers.pool import MAX_ATTEMPTS
@@ -29,6 +32,7 @@ from draftlab.workers.window import recorder as window_recorder
 from draftlab.workers.window.recorder import (
     STATE,
     WindowFollower,
+    WindowRecorder,
     WindowSession,
     wait_until_heard,
 )
@@ -117,11 +121,26 @@ def watched(store: Path) -> Iterator[list[int]]:
         thread.join()
 
 
+def clear_before_a_writer(
+    recorder: WindowRecorder, clear: Callable[[WindowRecorder], None] = WindowRecorder.clear
+) -> None:
+    """Clear a window while a worker on another machine still writes a shard."""
+    receipts, nothing = Receipts.from_published(recorder.store.folder), cast(Any, None)
+    late = ShardRecorder(nothing, nothing, receipts)
+    buffer: Any = SimpleNamespace(
+        shard=receipts.plan.shards[-1], tensors={"tokens": torch.zeros(1)}, fp8_errors=[]
+    )
+    clear(recorder)
+    with pytest.raises(UserError, match="another process has completed or replaced it"):
+        late._commit(buffer)
+
+
 def test_a_window_gives_the_bits_of_a_full_store(
     full: Path, workshop: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_threads(monkeypatch)
     store = workshop / "runs/small/store"
+    monkeypatch.setattr(WindowRecorder, "clear", clear_before_a_writer)
     with watched(store) as seen:
         result = draftlab(workshop, "train", "small.yaml", *SETTINGS)
     assert result.exit_code == 0, result.output
