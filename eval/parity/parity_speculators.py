@@ -10,8 +10,9 @@ row that both compute; of block heads the input of lm_head, the logits and the c
 compute in float64. The largest difference of each must stay below 1e-12 of the largest value, and
 each mistake of `block_mistakes.py` must make a difference. There are two masks: with `all` every
 token has loss, so every row is compared; with `answers` spans are real, which shows that skipped
-rows do not matter. `--random` compares random heads of all shapes that the layout can hold, for the
-target and for a random Qwen3 with tied embeddings, with the first mask.
+rows do not matter. Of DFlash2 heads the loss and its gradients must be equal to 1e-5, too: the
+library rounds its losses to float32. `--random` compares random heads of all shapes that the layout
+can hold, for the target and for a random Qwen3 with tied embeddings, with the first mask.
 
 The exit status is that of parity_vllm.py.
 """
@@ -164,7 +165,7 @@ def by_slot(library: dict[str, Tensor], config: BlockConfig) -> dict[str, Tensor
     """
     found = {}
     for name, values in library.items():
-        if name.startswith("gradient."):
+        if name == "loss" or name.startswith("gradient."):
             found[name] = values
             continue
         drafts = values[:, config.first_slot :].transpose(0, 1)
@@ -340,9 +341,10 @@ def new_case(
 
 
 def loss_fault(case: Case, head: Dflash2Head, library: dict[str, Tensor]) -> str | None:
-    """Return where gradients of the loss differ from the library's by 1e-5; None: nowhere.
+    """Return where the loss or its gradients differ from the library's by 1e-5; None: nowhere.
 
-    Blocks that end in their conversation have loss.
+    Blocks that end in their conversation have loss. The library's is a divergence: without the
+    teacher's entropy, which is in a soft cross-entropy.
     """
     k, length = head.config.k_trained, case.batch.tokens.shape[1]
     batch = pack(
@@ -352,16 +354,24 @@ def loss_fault(case: Case, head: Dflash2Head, library: dict[str, Tensor]) -> str
     batch = replace(batch, **{n: getattr(batch, n).double() for n in ("features", "last")})
     parts, gamma = case.subject.target.parts, math.exp(-1 / 4)
     teacher = DraftTeacher.of(parts, head, torch.float64)
-    exact = (teacher.norm(batch.last) @ teacher.weight.t()).logsumexp(-1)
-    batch = replace(batch, logsumexp=exact)
+    logits = teacher.norm(batch.last) @ teacher.weight.t()
+    batch = replace(batch, logsumexp=logits.logsumexp(-1))
+    entropy = torch.distributions.Categorical(logits=logits.flatten(0, 1)).entropy()
     terms = head.family.objective().loss_terms(TrainSettings())
     weights = [gamma**step for step in range(k)]
     head.requires_grad_(True)
     for frozen in (head.embed_tokens, head.lm_head):
         frozen.requires_grad_(False)
-    total, _ = weighted_loss(block_outputs(head, batch), head, teacher, batch, weights, terms)
+    steps = list(block_outputs(head, batch))
+    total, _ = weighted_loss(steps, head, teacher, batch, weights, terms)
+    total = total - sum(
+        w * entropy[s.teacher_index].sum() for w, s in zip(weights, steps, strict=True)
+    )
     (total / sum(batch.counts)).backward()
-    worst = 0.0
+    loss, theirs = total.detach() / sum(batch.counts), library["loss"]
+    worst = deviation(loss[None], theirs[None]).relative
+    if not worst <= LOSS_TOLERANCE:
+        return f"loss: {float(loss):.8g}, the library's {float(theirs):.8g}"
     names = {n for n, p in head.named_parameters() if p.grad is not None}
     for name in sorted(names):
         theirs = library[f"gradient.{name.replace('codebook.weight', 'codebook')}"]
@@ -370,7 +380,10 @@ def loss_fault(case: Case, head: Dflash2Head, library: dict[str, Tensor]) -> str
         if not found.relative <= LOSS_TOLERANCE:
             return f"gradient of {name}: off by {found.difference:.3g} of {found.scale:.3g}"
     head.requires_grad_(False)
-    print(f"  gradients of {len(names)} tensors: largest difference / largest value {worst:.1e}")
+    print(
+        f"  loss {float(loss):.6f} and its gradients of {len(names)} tensors: largest difference / "
+        f"largest value {worst:.1e}"
+    )
     return None
 
 

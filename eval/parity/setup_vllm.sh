@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Makes the virtual environment that draftlab/vllm/vllm_client runs in:
+# Makes the virtual environment that draftlab/servers/vllm_client runs in:
 # ${DRAFTLAB_ENVS:-.envs}/vllm, with the CPU build of vLLM. About 3.4 GB and 2 to 5 minutes.
 # Does nothing when the stamp says that the wanted versions are already there.
 #

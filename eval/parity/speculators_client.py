@@ -29,8 +29,8 @@ ones, and p + block_size must be at most T: the library reads whole blocks. The 
 Markov bias by the token before each draft, and DSpark's `confidence` [A, γ], logits of acceptance,
 or DFlash2's `scores` [A, γ, top_k − 1] of the candidates but the last, which training may replace.
 If the file also has `last` [T, H], the target's last states, the answer of a dflash2 head has
-`gradient.NAME` of each tensor by the library's loss (KL and the selector's, eager, γ = 4) on the
-blocks that end in their document.
+the library's `loss` (KL and the selector's, eager, γ = 4) of the blocks that end in their document,
+and its `gradient.NAME` of each tensor.
 
 For other heads the features file holds T rows, documents one after another::
 
@@ -313,7 +313,9 @@ def run_blocks(model: Any, features: Tensors) -> Tensors:
             documents = features["document_ids"]
             ends = documents[anchors + model.block_size - 1] == documents[anchors - 1]
             anchors, inputs["max_anchors"] = anchors[ends], int(ends.sum())
-            model(**inputs, **options, gamma=4.0)[1].backward()
+            loss = model(**inputs, **options, gamma=4.0)[1]
+            loss.backward()
+            gradients["loss"] = loss.detach()
             for name, parameter in model.named_parameters():
                 if parameter.grad is not None:
                     gradients[f"gradient.{name}"] = parameter.grad.contiguous()
