@@ -173,10 +173,11 @@ def test_large_exports_are_split_and_read_back(export_head: ExportHead, program:
     exported.verify()
 
 
-def test_float16_that_overflows_is_refused_by_name(export_head: ExportHead) -> None:
+@pytest.mark.parametrize("value", [1e6, -1e6])
+def test_float16_that_overflows_is_refused_by_name(export_head: ExportHead, value: float) -> None:
     exported = export_head("llamacpp", export_dtype="float16")
     assert exported.tensors["fc.weight"].dtype == torch.float16
-    change_tensors(exported.head, lambda tensors: tensors["fc.weight"][0, 0].fill_(1e6))
+    change_tensors(exported.head, lambda tensors: tensors["fc.weight"][0, 0].fill_(value))
     with pytest.raises(UserError, match=r"fc\.weight does not fit torch\.float16.*9.99e\+05"):
         export(exported.head, exported.target, exported.folder, exported.program, dtype="float16")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -48,6 +49,17 @@ def test_merged_records_equal_those_of_the_parts(tmp_path: Path, dtype: str) -> 
     for path in (tmp_path / "a").iterdir():
         path.unlink()
     Store.open(tmp_path / "c").verify()
+
+
+def test_shards_are_copied_where_they_cannot_be_linked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    one = record_table(tmp_path / "a", samples_of_lengths([20, 9], "a"))
+    monkeypatch.setattr(os, "link", refuse)
+    merge([one], tmp_path / "c", Monitor()).verify()
 
 
 def test_a_shard_that_is_a_link_in_its_folder_is_merged_as_a_file(tmp_path: Path) -> None:

@@ -36,6 +36,23 @@ def test_weights_that_are_not_finite_reach_no_checkpoint(
     assert not list((tmp_path / "checkpoints").glob("step-*"))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_value_that_is_not_finite_reaches_no_checkpoint(
+    value: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = TrainBackend.weights
+
+    def weights(self: TrainBackend) -> dict[str, Tensor]:
+        found = usual(self)
+        found["fc.weight"][-1, 3] = value
+        return found
+
+    monkeypatch.setattr(TrainBackend, "weights", weights)
+    with pytest.raises(UserError, match=r"weights that are not finite: fc\.weight\n"):
+        train(tmp_path, steps=1)
+    assert not list((tmp_path / "checkpoints").glob("step-*"))
+
+
 @pytest.mark.parametrize(("factor", "norm"), [(1e25, "inf"), (math.nan, "nan")])
 def test_one_gradient_that_is_not_finite_is_noticed(
     factor: float, norm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
