@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from draftlab.errors import UserError
 from draftlab.export.gguf import FILE, OUT_TYPES
 from draftlab.export.serving_tables import STS
-from draftlab.export.weight_files import DELTA
+from draftlab.export.weight_files import DELTA, ONLY_SHARD, WEIGHTS
 from draftlab.files import cache_folder
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
@@ -125,10 +125,14 @@ def vllm_delta_text(export: Export, path: Path) -> str:
     fetch = [f"hf download {shlex.quote(export.target_name)} --local-dir target"] if hub else []
     config = {"method": export.family.vllm_method, "num_speculative_tokens": export.k}
     trust = " --trust-remote-code" * ("auto_map" in export.target)
+    assert export.checkpoint is not None  # such exports have one
+    in_one_file = WEIGHTS in export.checkpoint.files.values()
+    rename = [f"mv {whole}/{WEIGHTS} {whole}/{ONLY_SHARD}"] if in_one_file else []
     commands = code_block(
         *fetch,
         f"mkdir -p {whole}",
         f"ln -sf {target}/* {whole}",
+        *rename,
         f"cp --remove-destination {shlex.quote(str(path))}/*.json "
         f"{shlex.quote(str(path))}/*.safetensors {whole}",
         f"{_COMMANDS['vllm']}{whole} {SPECULATIVE} {shlex.quote(json.dumps(config))}{trust}",

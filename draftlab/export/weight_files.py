@@ -20,6 +20,9 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DELTA = "trained.safetensors"
 """The file of an export that has only the changed tensors of its target's checkpoint. It sorts
 behind a checkpoint's files, which servers read in this order, so that its tensors are read last."""
+ONLY_SHARD = "model-00001-of-00001.safetensors"
+"""What a checkpoint's `WEIGHTS` is called beside a `DELTA`: transformers reads a file of the name
+`WEIGHTS` in place of an index."""
 MAX_SHARD = "5GB"
 """Largest safetensors file, as transformers writes them."""
 SAFETENSORS_METADATA = {"format": "pt"}
@@ -87,7 +90,8 @@ def write_delta(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 def delta_index(folder: Path, changed: Iterable[str]) -> dict[str, Any]:
-    """Return the index of a whole checkpoint in which the `changed` tensors are in `DELTA`.
+    """Return the index of a whole checkpoint in which the `changed` tensors are in `DELTA`, and
+    `WEIGHTS` is called `ONLY_SHARD`.
 
     Args:
         folder: the checkpoint, whose other tensors stay in its files.
@@ -103,7 +107,8 @@ def delta_index(folder: Path, changed: Iterable[str]) -> dict[str, Any]:
             where=folder,
             do=f"rename {late[0]}, in the checkpoint's index too",
         )
-    files = files | dict.fromkeys(changed, DELTA)
+    files = {name: ONLY_SHARD if file == WEIGHTS else file for name, file in files.items()}
+    files |= dict.fromkeys(changed, DELTA)
     return {"metadata": {}, "weight_map": dict(sorted(files.items()))}
 
 

@@ -15,13 +15,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM, modeling_layers
 
 from draftlab.engine.drafter import new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.errors import UserError
 from draftlab.export.launch import launch_arguments
 from draftlab.export.settings import ExportSettings
-from draftlab.export.weight_files import DELTA, INDEX, delta_index
+from draftlab.export.weight_files import DELTA, INDEX, ONLY_SHARD, WEIGHTS, delta_index
 from draftlab.export.write import write_export
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import empty_head, save_head
@@ -170,7 +171,7 @@ def test_an_untrained_export_is_the_checkpoint_bit_for_bit(target: Target, tmp_p
         launch_arguments(out, "vllm")
     files = json.loads((out / INDEX).read_text())["weight_map"]
     everything = load_file(target.folder / "model.safetensors")
-    assert files == {n: DELTA if n in own else "model.safetensors" for n in everything}
+    assert files == {n: DELTA if n in own else ONLY_SHARD for n in everything}
     whole = whole_folder(out)
     assert {p.name: p.read_bytes() for p in target.folder.iterdir()} == before
     assert whole_folder(out) == whole  # the commands can be repeated
@@ -179,15 +180,30 @@ def test_an_untrained_export_is_the_checkpoint_bit_for_bit(target: Target, tmp_p
     assert json.loads(arguments[2]) == {"method": "mtp", "num_speculative_tokens": 2}
     with pytest.raises(UserError, match="expected a folder that joins this layer"):
         launch_arguments(out, "vllm", target=str(target.folder))
-    changed = {"config.json", INDEX, DELTA}
-    assert {p.name for p in whole.iterdir()} == before.keys() | changed
-    assert all((whole / name).is_symlink() for name in before.keys() - changed)
+    changed, kept = {"config.json", INDEX, DELTA}, before.keys() - {WEIGHTS} | {ONLY_SHARD}
+    assert {p.name for p in whole.iterdir()} == kept | changed
+    assert all((whole / name).is_symlink() for name in kept - changed)
     # Transformers loads the joined folder as before; training goes on from it.
     joined = load_on_cpu(whole, **TRUST)
     tokens = torch.arange(3, 15)[None]
     assert torch.equal(joined.states(tokens).last, target.states(tokens).last)
     again, first = native_head(joined), native_head(target)
     assert all(torch.equal(t, first.tensors()[n]) for n, t in again.tensors().items())
+
+
+@pytest.mark.skipif(not hasattr(modeling_layers, "MtpModel"), reason="transformers has no MTP")
+@pytest.mark.parametrize("kind", ["glm4_moe", "deepseek_v3"])
+def test_transformers_reads_the_written_layer(kind: str, tmp_path: Path) -> None:
+    target = load_on_cpu(mtp_folder(tmp_path / "target", kind))
+    head = native_head(target)
+    head.fc.weight.data.mul_(2)
+    whole = whole_folder(exported(target, head, tmp_path, torch.float32))
+    model = AutoModelForCausalLM.from_pretrained(whole)
+    # It knows the layer by its number in published checkpoints.
+    model._keys_to_ignore_on_load_unexpected = [r"model\.layers\.4\..*"]
+    read = modeling_layers.MtpModel.from_pretrained(model).layers[0]
+    assert torch.equal(read.eh_proj.weight, head.fc.weight)
+    assert torch.equal(read.enorm.weight, head.embedding_norm.weight)
 
 
 def test_training_starts_from_equal_values_again(target: Target) -> None:
