@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from acceptance_peers import PEERS, WARMUP_STEPS, Task
 
 from draftlab.export.importing import import_head
+from draftlab.files import check_new_folder
 from draftlab.heads.folder import load_head
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import load_recipe
@@ -48,6 +49,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("settings", nargs="*", help="of speculators: num_layers=2 …")
     options = parser.parse_intermixed_args(arguments)
+    if options.settings and options.peer != "speculators":
+        parser.error(f"{options.peer} takes no settings, found {options.settings}")
+    if wrong := [one for one in options.settings if "=" not in one]:
+        parser.error(f"expected settings such as num_layers=2, found {wrong}")
     recipe = load_recipe(options.run / "recipe.yaml")
     target = load_target(recipe.target)
     head = load_head(
@@ -72,6 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     family = head.config.family
     out = options.run / f"{options.peer}-{family}-seed{options.seed}"
+    check_new_folder(out, "rename the head of an earlier training")
     train = PEERS[options.peer][0]
     probe = train(family, task, out / "probe")
     print(f"probe: {probe}", flush=True)
