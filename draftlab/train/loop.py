@@ -236,6 +236,7 @@ class Trainer:
                 self.timer.mark(window.phase(self.step))
                 if micro.first:
                     self._start_step(micro)
+                    waited = time.perf_counter() - began
                     if compiles and self.ranks.size == 1:
                         self.module.compile_ahead(next(micro.batch.split()), self.weights)
                 self._accumulate(micro)
@@ -248,7 +249,8 @@ class Trainer:
                     torch.cuda.synchronize(self.device)
                     took = time.perf_counter() - began
                     self.monitor.say(
-                        f"the first step took {took:.0f} s, data and compiling included"
+                        f"the first step took {took:.0f} s: {waited:.0f} s until data came, the rest "
+                        "mostly compiling"
                     )
                     compiles = False
                 last = self.step == settings.steps
