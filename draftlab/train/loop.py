@@ -249,8 +249,8 @@ class Trainer:
                     torch.cuda.synchronize(self.device)
                     took = time.perf_counter() - began
                     self.monitor.say(
-                        f"the first step took {took:.0f} s: {waited:.0f} s until data came, the rest "
-                        "mostly compiling"
+                        f"the first step took {took:.0f} s: {waited:.0f} s until data came, the "
+                        "rest mostly for compiling"
                     )
                     compiles = False
                 last = self.step == settings.steps
