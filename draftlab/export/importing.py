@@ -220,9 +220,10 @@ def foreign_head_config(
         )
     requested_k = k
     if foreign.k is not None:
-        taken = ", and taken as trained for as many (--k)" * (k is None)
+        trained = "; it counts as trained for as many (--k)" * (k is None)
         log(
-            f"import: evaluated with {foreign.k} drafts a step by default, as its files name{taken}"
+            f"import: evaluated with {foreign.k} drafts a step by default, as its files "
+            f"name{trained}"
         )
     if k is None and (k := foreign.k) is None:
         k = DEFAULT_K

@@ -21,8 +21,8 @@ DELTA = "trained.safetensors"
 """The file of an export that has only the changed tensors of its target's checkpoint. It sorts
 behind a checkpoint's files, which servers read in this order, so that its tensors are read last."""
 ONLY_SHARD = "model-00001-of-00001.safetensors"
-"""What a checkpoint's `WEIGHTS` is called beside a `DELTA`: transformers reads a file of the name
-`WEIGHTS` in place of an index."""
+"""The name of a checkpoint's `WEIGHTS` beside a `DELTA`: transformers would read a file that is
+called `WEIGHTS`, and not the index."""
 MAX_SHARD = "5GB"
 """Largest safetensors file, as transformers writes them."""
 SAFETENSORS_METADATA = {"format": "pt"}

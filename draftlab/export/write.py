@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from draftlab.files import (
 )
 from draftlab.heads.config import HeadConfig
 from draftlab.heads.folder import EMBEDDINGS, WEIGHTS, load_config, meta_head
-from draftlab.heads.validate import ends, refuse_faults, tensor_faults
+from draftlab.heads.validate import is_finite, refuse_faults, tensor_faults
 from draftlab.progress import Monitor
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import is_hub_id
@@ -182,7 +181,7 @@ def plan_export(
     target_name: str,
     settings: ExportSettings,
     report: Path | None = None,
-    monitor: Monitor | None = None,
+    say: Callable[[str], None],
 ) -> PlannedExport:
     """Check that a head can be exported in a program's layout.
 
@@ -194,13 +193,12 @@ def plan_export(
         target_name: the target's Hub id, or for llama.cpp its GGUF file; anything else is written
             as the resolved `target_folder`.
         report: report.json of the head's evaluation, whose fastest K is the default.
-        monitor: prints which defaults were chosen.
+        say: prints which defaults were chosen, and warnings.
 
     Raises:
         UserError: a missing or broken head, another target, a head that this layout cannot hold, or
             a folder that cannot be written.
     """
-    log = (monitor or Monitor()).say
     destination = Path(out).expanduser().resolve()
     check_destination(destination)
     head = load_config(head_folder)
@@ -208,9 +206,9 @@ def plan_export(
     k, serving = settings.k, read_serving_tables(settings, head_folder)
     if k is None:
         k, reason = served_k(head, head_folder, serving, report)
-        log(f"export: K = {k} speculative tokens, {reason}")
+        say(f"export: K = {k} speculative tokens, {reason}")
     elif k > head.k_trained:
-        log(
+        say(
             f"warning: export: {k} speculative tokens, but the head was trained for "
             f"{head.k_trained}"
             + f"; vLLM's runner V1 verifies at most {V1_K}"
@@ -234,7 +232,7 @@ def plan_export(
     except UserError as error:
         raise UserError(error.what, where=error.where or f"--to {program}", do=error.do) from None
     for warning in serving_warnings(program, export):
-        log(warning)
+        say(warning)
     return PlannedExport(Path(out), layout, export, head_folder, target_folder)
 
 
@@ -271,9 +269,12 @@ def served_k(
     return head.k_trained, f"as the head was trained for; {unmeasured}"
 
 
-def write_export(*places: Any, trust_remote_code: bool = False, **options: Any) -> Path:
+def write_export(
+    *places: Any, trust_remote_code: bool = False, monitor: Monitor | None = None, **options: Any
+) -> Path:
     """Write a head in a program's layout, as `plan_export` plans it, which has the arguments."""
-    return plan_export(*places, **options).write(trust_remote_code=trust_remote_code)
+    planned = plan_export(*places, say=(monitor or Monitor()).say, **options)
+    return planned.write(trust_remote_code=trust_remote_code)
 
 
 def _stored_tensors(file: Path) -> dict[str, Tensor]:
@@ -286,7 +287,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if not tensor.is_floating_point() or tensor.dtype == dtype:
         return tensor.contiguous()
     cast = tensor.to(dtype)
-    if not all(map(isfinite, ends(cast))):
+    if not is_finite(cast):
         raise UserError(
             f"{name} does not fit {dtype}: its largest value is {float(tensor.abs().max()):.3g}",
             where="export.dtype",

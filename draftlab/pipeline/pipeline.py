@@ -39,7 +39,6 @@ from draftlab.recipe.recipe import Recipe, flatten, to_yaml
 from draftlab.run.api import evaluate_head, export_layouts
 from draftlab.run.folder import RUNS, lock, write_recipe
 from draftlab.run.head_workspace import export_files, input_files
-from draftlab.run.held_out_prompts import held_out_prompts
 from draftlab.run.resolve import find_head, with_family_defaults
 from draftlab.run.stage_status import Run, Status
 from draftlab.run.stages import REPORT, STAGES, Stage
@@ -320,7 +319,6 @@ class Pipeline:
             monitor=self.monitor,
             target=self.recording.target,
             head_name=self.recipe.name,
-            held_out=partial(held_out_prompts, self.recipe, self.folder),
         )
 
     def _export(self, folder: Path) -> None:

@@ -15,7 +15,6 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,6 @@ from draftlab.pipeline.training import train_and_save
 from draftlab.progress import Monitor
 from draftlab.recipe.recipe import Recipe
 from draftlab.run.api import evaluate_head
-from draftlab.run.held_out_prompts import held_out_prompts
 from draftlab.run.stages import STAGES
 from draftlab.signals import deliver_ending_signal, on_ending_signal
 from draftlab.train.checkpoint import checkpoints
@@ -225,7 +223,6 @@ def _evaluate(recipe: Recipe, run: Path, working: str, queue: Queue, folder: Pat
             folder,
             monitor=monitor,
             head_name=recipe.name,
-            held_out=partial(held_out_prompts, recipe, run),
         )
     except Exception as error:
         traceback.print_exc()

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,6 @@ from draftlab.text.chat_template import (
     tokenizer_sha256,
     unread_arguments,
 )
-from draftlab.text.conversations import Conversation
 from draftlab.text.prompts import describe_arguments
 from draftlab.text.suites import conversation_suite, load_suite
 
@@ -136,18 +135,17 @@ def evaluate_head(
     monitor: Monitor,
     target: Target | None = None,
     head_name: str | None = None,
-    held_out: Callable[[], list[Conversation]] | None = None,
     trained_for: TargetSettings | None = None,
     writing: AbstractContextManager[object] | None = None,
 ) -> Report:
     """Evaluate a head, and write report.json, report.html and plots into `out`.
 
+    Settings without a suite mean the prompts that the training of the head's run held out.
+
     Args:
         head_folder: None evaluates plain decoding only.
         target: the loaded target; None: it is loaded.
         head_name: the name in the report; None: the folder's name.
-        held_out: returns the prompts that the head's training held out, for settings without a
-            suite; None: those of the head's run, if it has one.
         trained_for: the head's own target; None: `target_settings`. With another adapter it is
             evaluated all the same.
         writing: is entered once all is measured, and left once the report is written.
@@ -159,9 +157,7 @@ def evaluate_head(
     local_target(target_settings)  # a wrong path is the first error
     sources = settings.suite or default_suite(target_settings)
     run = None if sources or head_folder is None else run_of(head_folder)
-    if held_out is None and run is not None:
-        held_out = partial(held_out_prompts, recipe_of(run), run)
-    if not sources and held_out is None:
+    if not sources and run is None:
         raise UserError(
             "expected a suite of prompts, found none: only a run has prompts that training held "
             "out, and the built-in ones are for the built-in target",
@@ -211,7 +207,7 @@ def evaluate_head(
     options["target"] = target if settings.engine != "vllm" and not settings.raw else None
     suites = [load_suite(source, tokenizer, monitor, **options) for source in sources]
     if not suites:
-        conversations = held_out()
+        conversations = held_out_prompts(recipe_of(run), run)
         monitor.say(
             f"eval: {count_text(len(conversations), 'prompt')} that training held out, since "
             "eval.suite names none"
@@ -279,6 +275,7 @@ def export_layouts(
     """
     converter = find_converter() if settings.gguf and "llamacpp" in places else None
     target_folder = resolve_target(target_settings)
+    say = cache(monitor.say)  # what layouts have in common is said once
     planned = [
         plan_export(
             head_folder,
@@ -288,9 +285,9 @@ def export_layouts(
             target_name=str(target_folder) if target_settings.adapter else target_settings.path,
             settings=settings,
             report=report,
-            monitor=None if number and settings.k is None else monitor,  # all have one K
+            say=say,
         )
-        for number, (layout, out) in enumerate(places.items())
+        for layout, out in places.items()
     ]
     paths = []
     with writing or nullcontext():

@@ -15,9 +15,7 @@ from draftlab.store.prompt_split import group_by_prompt
 from draftlab.target_model.settings import TargetSettings
 from draftlab.text.benchmarks import parse_benchmark
 from draftlab.text.conversations import Conversation, iterate_conversations
-from draftlab.text.prompts import select_prompts
-from draftlab.text.settings import PromptSettings
-from draftlab.text.suites import prompt_digest
+from draftlab.text.suites import prompt_digest, read_conversations
 from draftlab.train.validation import hold_out_records
 
 NAMED_BY_USER = (
@@ -40,8 +38,7 @@ def check_suite(recipe: Recipe) -> None:
     """
     for source in recipe.eval.suite or ():
         if parse_benchmark(source) is None:
-            settings = PromptSettings(source=source, deduplicate=False)
-            select_prompts(settings, Monitor(), no_images=lambda: "")
+            read_conversations(source, Monitor(), no_images=lambda: "")
     if recipe.eval.suite or default_suite(recipe.target) or recipe.train.validation_share:
         return
     raise UserError(

@@ -139,10 +139,8 @@ def load_suite(
     """
     benchmark = parse_benchmark(source)
     if benchmark is None:
-        _check_known(source)
-        settings = PromptSettings(source=source, deduplicate=False)
         reading = {} if raw or target is None else {"no_images": partial(no_images, target.folder)}
-        conversations = select_prompts(settings, monitor, **reading)
+        conversations = read_conversations(source, monitor, **reading)
     else:
         rows = read_rows(benchmark)
         conversations = [
@@ -158,6 +156,20 @@ def load_suite(
         )
     own = {"raw": raw, "keep_own": True, "target": target}
     return conversation_suite(source, conversations, tokenizer, monitor, **own, **options)
+
+
+def read_conversations(source: str, monitor: Monitor, **reading: Any) -> list[Conversation]:
+    """Return the conversations of an embedded prompt set or a JSONL file.
+
+    Args:
+        reading: options of `select_prompts`.
+
+    Raises:
+        UserError: the suite is unknown, or as `select_prompts`.
+    """
+    _check_known(source)
+    settings = PromptSettings(source=source, deduplicate=False)
+    return select_prompts(settings, monitor, **reading)
 
 
 def conversation_suite(

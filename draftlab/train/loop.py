@@ -19,7 +19,7 @@ from draftlab.heads.config import HeadConfig
 from draftlab.heads.family import get_family
 from draftlab.heads.folder import meta_head
 from draftlab.heads.head import DraftHead
-from draftlab.heads.validate import ends
+from draftlab.heads.validate import is_finite
 from draftlab.kernels.cpu_float32_products import onednn_products
 from draftlab.kernels.devices import out_of_memory_error
 from draftlab.kernels.distill.linear import MIN_GPU_BUFFER
@@ -236,9 +236,9 @@ class Trainer:
                 self.timer.mark(window.phase(self.step))
                 if micro.first:
                     self._start_step(micro)
-                    waited = time.perf_counter() - began
-                    if compiles and self.ranks.size == 1:
-                        self.module.compile_ahead(next(micro.batch.split()), self.weights)
+                    if compiles:
+                        waited = time.perf_counter() - began
+                        self._compile_ahead(micro)
                 self._accumulate(micro)
                 if not micro.last:
                     continue
@@ -265,6 +265,11 @@ class Trainer:
                     self.validate()
                 if self.step % settings.checkpoint_every == 0:
                     self.save()
+
+    def _compile_ahead(self, micro: MicroBatch) -> None:
+        """Compile the kernels of the first step; a sharded head cannot run without its values."""
+        if self.ranks.size == 1:
+            self.module.compile_ahead(next(micro.batch.split()), self.weights)
 
     def _start_step(self, micro: MicroBatch) -> None:
         """Sum an optimizer step's counts over all ranks; processes wait for each other here."""
@@ -351,7 +356,7 @@ class Trainer:
         self.writer.finish()
         self.verification.update()
         weights, moments = self.backend.weights(), self.backend.moments()
-        broken = [name for name, weight in weights.items() if not all(map(isfinite, ends(weight)))]
+        broken = [name for name, weight in weights.items() if not is_finite(weight)]
         if broken := self.ranks.broadcast(broken):
             self._raise_not_finite(f"weights that are not finite: {', '.join(broken)}")
         if self.ranks.is_main:

@@ -27,12 +27,14 @@ from train_peers import import_peer, shifted, specforge_model
 from transformers import AutoConfig, LlamaConfig
 
 from draftlab.errors import UserError
+from draftlab.export.importing import import_head
 from draftlab.heads.head import DraftHead
 from draftlab.store.recording_plan import group_consecutive
 from draftlab.store.store import Store
 from draftlab.target_model.model import Target
 from draftlab.train.batch.loader import prefetch
 from draftlab.train.metrics import peak_memory
+from eval.measurements import PrintMonitor
 
 WARMUP_STEPS = 20
 """Steps that the steady speed leaves out: compilation and first allocations."""
@@ -67,7 +69,7 @@ class Task:
         head: our head of the family, whose draft vocabulary and mask token the peer takes.
         tokens, step_tokens: positions to train on, about, and the most of a step.
         rate: learning rate; None: the trainer's default.
-        options: of speculators' command, beside its defaults, as num_layers.
+        options: of speculators' command, beside its defaults, such as num_layers.
     """
 
     store: Store
@@ -337,6 +339,21 @@ def _trained(clock: StepClock, model: torch.nn.Module, tokens: int, rate: float)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
     peak = peak_memory(clock.device) / 2**30
     return Trained(len(clock.times) - 1, tokens, parameters, rate, seconds, steady, peak)
+
+
+def train_head(peer: str, family: str, task: Task, folder: Path) -> Trained:
+    """Train a peer's head, written to `folder`/export, and import it as `folder`/head."""
+    export, config = folder / "export", task.head.config
+    trained = PEERS[peer][0](family, task, export)
+    import_head(
+        export,
+        folder / "head",
+        target=str(task.target.folder),
+        boundaries=config.boundaries,
+        k=config.k_trained,
+        monitor=PrintMonitor(),
+    )
+    return trained
 
 
 Train = Callable[[str, Task, Path], Trained]

@@ -36,12 +36,11 @@ from draftlab.recipe.recipe import Recipe, load_recipe
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
-from acceptance_peers import MODULES, PEERS, WARMUP_STEPS, Task, Trained
+from acceptance_peers import MODULES, PEERS, WARMUP_STEPS, Task, Trained, train_head
 from options import decode, share_stages
 
 from draftlab.engine.sampling import Sampling
 from draftlab.errors import UserError
-from draftlab.export.importing import import_head
 from draftlab.files import write_text
 from draftlab.heads.folder import load_head
 from draftlab.kernels.devices import free_memory
@@ -276,16 +275,7 @@ class Bench:
             options = self.options
             sizes = options.tokens, options.step_tokens
             task = Task(store, indices, self.target, head, *sizes, seed, rate)
-            trained = PEERS[peer][0](family, task, folder / "export")
-            import_head(
-                folder / "export",
-                folder / "head",
-                target=str(self.target.folder),
-                boundaries=head.config.boundaries,
-                k=head.config.k_trained,
-                monitor=PrintMonitor(),
-            )
-            return trained
+            return train_head(peer, family, task, folder)
 
         return self.measure(peer_name(peer, our_rate=our_rate), family, seed, train)
 

@@ -22,9 +22,8 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 sys.path.insert(0, str(Path(__file__).parent))
-from acceptance_peers import PEERS, WARMUP_STEPS, Task
+from acceptance_peers import PEERS, WARMUP_STEPS, Task, train_head
 
-from draftlab.export.importing import import_head
 from draftlab.files import check_new_folder
 from draftlab.heads.folder import load_head
 from draftlab.progress import Monitor
@@ -33,7 +32,6 @@ from draftlab.run.stages import STAGES
 from draftlab.store.store import Store
 from draftlab.target_model.loading import load_target
 from draftlab.train.validation import split_records
-from eval.measurements import PrintMonitor
 
 PROBE_STEPS = 3 * WARMUP_STEPS
 
@@ -78,20 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     family = head.config.family
     out = options.run / f"{options.peer}-{family}-seed{options.seed}"
     check_new_folder(out, "rename the head of an earlier training")
-    train = PEERS[options.peer][0]
-    probe = train(family, task, out / "probe")
+    probe = PEERS[options.peer][0](family, task, out / "probe")
     print(f"probe: {probe}", flush=True)
     tokens = round(probe.tokens_seen * options.seconds / probe.steady_seconds)
-    trained = train(family, replace(task, tokens=tokens), out / "export")
+    trained = train_head(options.peer, family, replace(task, tokens=tokens), out)
     print(f"{options.peer}: {trained}", flush=True)
-    import_head(
-        out / "export",
-        out / "head",
-        target=str(target.folder),
-        boundaries=head.config.boundaries,
-        k=head.config.k_trained,
-        monitor=PrintMonitor(),
-    )
 
 
 if __name__ == "__main__":

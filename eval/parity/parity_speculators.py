@@ -368,10 +368,10 @@ def loss_fault(case: Case, head: Dflash2Head, library: dict[str, Tensor]) -> str
         w * entropy[s.teacher_index].sum() for w, s in zip(weights, steps, strict=True)
     )
     (total / sum(batch.counts)).backward()
-    loss, theirs = total.detach() / sum(batch.counts), library["loss"]
-    worst = deviation(loss[None], theirs[None]).relative
+    loss, expected = total.detach() / sum(batch.counts), library["loss"]
+    worst = deviation(loss[None], expected[None]).relative
     if not worst <= LOSS_TOLERANCE:
-        return f"loss: {float(loss):.8g}, the library's {float(theirs):.8g}"
+        return f"loss: {float(loss):.8g}, the library's {float(expected):.8g}"
     names = {n for n, p in head.named_parameters() if p.grad is not None}
     for name in sorted(names):
         theirs = library[f"gradient.{name.replace('codebook.weight', 'codebook')}"]

@@ -27,7 +27,7 @@ def test_the_seconds_are_of_steps_at_the_steady_speed(
         return peers.Trained(60, 6000, 1, 1e-3, 99.0, 3.0, 1.0)  # compiled for 96 seconds
 
     monkeypatch.setitem(peers.PEERS, "speculators", (train, ("eagle3",)))
-    monkeypatch.setattr(peer_on_run, "import_head", lambda *args, **_: imported.append(args))
+    monkeypatch.setattr(peers, "import_head", lambda *args, **_: imported.append(args))
     words = ["runs/small", "--seconds", "7", "--step-tokens", "100", "num_layers=2"]
     peer_on_run.main(words)
     assert [task.tokens for task in tasks] == [6000, 14_000]

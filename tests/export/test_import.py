@@ -207,7 +207,7 @@ def test_other_spellings_of_the_same_head_give_the_same_file(
     assert_same_weights(exported.head, import_back(exported.folder, monitor=monitor))
     ids = "import: d2t holds ids, which become offsets" in monitor.lines
     assert ids == (spelling == "absolute ids")
-    assert any("files name, and taken as trained for as many (--k)" in x for x in monitor.lines)
+    assert any("files name; it counts as trained for as many (--k)" in x for x in monitor.lines)
 
 
 def test_keys_that_change_nothing_can_be_ignored(

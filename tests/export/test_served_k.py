@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 
 from draftlab.evaluate.results import Report, Row, fastest_k
+from draftlab.export import refusals
+from draftlab.export.settings import ExportSettings
 from draftlab.export.write import served_k
 from draftlab.files import known_sha256
 from draftlab.heads.folder import WEIGHTS, load_config
+from draftlab.run.api import export_layouts
+from draftlab.target_model.settings import TargetSettings
 from tests.export.conftest import ExportHead
 from tests.helpers import sample_report as sample
 from tests.helpers.export_toys import export
@@ -107,3 +111,17 @@ def test_the_reason_says_what_was_measured(
     head, path = export_head().head, tmp_path / "report.json"
     report_of(head, rows).write(path)
     assert served_k(load_config(head), head, None, path) == expected
+
+
+def test_what_layouts_have_in_common_is_said_once(
+    export_head: ExportHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what only a later one has is said."""
+    exported, monitor = export_head(), RecordingMonitor()
+    monkeypatch.setattr(refusals, "WITHOUT_EAGLE3", {"llama"})
+    places = {name: tmp_path / name for name in ("llamacpp", "vllm", "speculators")}
+    target, settings = TargetSettings(path=str(exported.target)), ExportSettings()
+    export_layouts(exported.head, target, places, settings=settings, monitor=monitor)
+    for line in ("speculative tokens, as the head was", "cannot serve this head: its class"):
+        assert monitor.text.count(line) == 1, line
+    assert monitor.text.count("it was loaded back and is equal") == len(places)

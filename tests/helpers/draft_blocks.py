@@ -68,5 +68,5 @@ def explained(position: CalibratedPosition) -> float:
         for name in ("count", "predicted", "observed")
     )
     mean = counts @ observed / counts.sum()
-    told = counts @ ((observed - mean) ** 2 - (predicted - observed) ** 2)
-    return float(told / (counts.sum() * mean * (1 - mean)))
+    gain = counts @ ((observed - mean) ** 2 - (predicted - observed) ** 2)
+    return float(gain / (counts.sum() * mean * (1 - mean)))

@@ -217,8 +217,8 @@ def test_conversations_that_repeat_an_earlier_one_are_dropped(
     assert [c.id for c in load(path, monitor, **changes)] == [f"p:{n}" for n in selected]
     assert monitor.text.count("dropped") == bool(repeated)
     if repeated:
-        told = f"dropped {count_text(repeated, 'conversation')} equal to an earlier one"
-        assert told in monitor.text
+        line = f"dropped {count_text(repeated, 'conversation')} equal to an earlier one"
+        assert line in monitor.text
 
 
 def test_conversations_that_differ_in_given_answers_ask_the_same(tmp_path: Path):
