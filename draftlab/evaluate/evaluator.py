@@ -34,6 +34,7 @@ from draftlab.evaluate.results import CategoryResult, Lossless, Report, Row
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.warnings import (
     k_warnings,
+    length_warnings,
     row_warnings,
     suite_warnings,
     trained_prompt_warnings,
@@ -99,6 +100,7 @@ class Evaluator:
         warnings = suite_warnings(len(workload.suite.prompts), settings)
         for head in workload.heads:
             warnings += trained_prompt_warnings(head, workload.suite)
+            warnings += length_warnings(head, workload.suite)
         for text in warnings:
             workload.monitor.say(f"warning: {text}")
 
@@ -278,6 +280,7 @@ def _row(
     if head is not None:
         own_warnings += suite_warnings(len(workload.suite.prompts), settings)
         own_warnings += trained_prompt_warnings(head, workload.suite)
+        own_warnings += length_warnings(head, workload.suite)
         own_warnings += k_warnings(head, config.k)
     row = Row(
         head=head.name if head else None,

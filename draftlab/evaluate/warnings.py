@@ -53,6 +53,22 @@ def trained_prompt_warnings(head: NamedHead, suite: Suite) -> list[str]:
     ]
 
 
+def length_warnings(head: NamedHead, suite: Suite) -> list[str]:
+    """Return a warning if prompts are longer than what the head was validated on, unless the head
+    sees a window of keys: it accepts less at positions beyond its training's.
+    """
+    config = head.head.config
+    known = config.validated_positions
+    longer = sum(len(ids) > known for _, ids in suite.prompts) if known else 0
+    if not longer or getattr(config, "sliding_window", None):
+        return []
+    return [
+        f"{longer:,} of the {len(suite.prompts):,} prompts of {suite.name} are longer than the "
+        f"{known:,} tokens that {head.name} was validated up to: expect a lower AL there, or train "
+        "it on longer ones (record.max_length)"
+    ]
+
+
 def k_warnings(head: NamedHead, k: int) -> list[str]:
     """Return a warning if K exceeds what the head was trained for."""
     if k <= head.k_trained:

@@ -35,10 +35,7 @@ HeadDim = Annotated[int, Field(ge=2, multiple_of=2, le=65_536)]
 
 
 class _PositionRange(BaseModel):
-    start: int
-    stop: int
-    alpha: list[float | None] = Field(min_length=1)
-    rows: list[int] = Field(min_length=1)
+    stop: Size
 
 
 class _ValidationMetrics(BaseModel):
@@ -171,6 +168,14 @@ class HeadConfig(BaseModel, extra="forbid", frozen=True):
         what the head was trained for, at most `USUAL_K`."""
         stated = (self.provenance.get("imported") or {}).get("k")
         return stated if isinstance(stated, int) and stated > 0 else min(self.k_trained, USUAL_K)
+
+    @property
+    def validated_positions(self) -> int | None:
+        """Return below which position all positions of the training's validation lie; None: it is
+        not known.
+        """
+        validation = self.provenance.get("validation") or {}
+        return max((one["stop"] for one in validation.get("by_position", ())), default=None)
 
     def options(self) -> dict[str, Any]:
         """Return the fields that this head's family adds to those of all families."""

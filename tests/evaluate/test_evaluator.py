@@ -20,7 +20,7 @@ from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.results import Report
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import TimedRun, timing_batches
-from draftlab.evaluate.warnings import suite_warnings
+from draftlab.evaluate.warnings import length_warnings, suite_warnings
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
@@ -119,6 +119,26 @@ def test_too_few_prompts_for_a_calibration_are_said_before_they_are_decoded() ->
     settings = EvalSettings(calibrate=True)
     assert any("no calibration of 11 prompts" in text for text in suite_warnings(11, settings))
     assert not any("calibration" in text for text in suite_warnings(12, settings))
+
+
+@pytest.mark.parametrize(
+    ("validated", "window", "longer"), [(8, None, 3), (16, None, 0), (8, 4, 0), (None, None, 0)]
+)
+def test_prompts_beyond_the_validated_positions_are_named(
+    head: Eagle3Head,
+    monkeypatch: pytest.MonkeyPatch,
+    validated: int | None,
+    window: int | None,
+    longer: int,
+) -> None:
+    bins = [{"stop": 4}, {"stop": validated}] if validated else []
+    fields = {"provenance": {"validation": {"by_position": bins}}, "sliding_window": window}
+    monkeypatch.setattr(head, "config", head.config.model_copy(update=fields))
+    prompts = tuple((str(size), (0,) * size) for size in (8, 9, 10, 16))
+    found = length_warnings(NamedHead("a head", head), replace(suite(), prompts=prompts))
+    assert [text.partition(" are longer")[0] for text in found] == [
+        f"{longer} of the 4 prompts of {suite().name}"
+    ] * bool(longer)
 
 
 def configs(report: Report) -> list[tuple[float, str | None, int, bool]]:

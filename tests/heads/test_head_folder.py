@@ -270,7 +270,7 @@ def test_missing_files_are_named(folder: Path, tmp_path: Path) -> None:
         ({"provenance": []}, "provenance"),
         ({"provenance": {"imported": 5}}, "provenance"),
         ({"provenance": {"better_validation": "yes"}}, "provenance"),
-        ({"provenance": {"validation": {"by_position": [{"stop": 5}]}}}, "provenance"),
+        ({"provenance": {"validation": {"by_position": [{"stop": 0}]}}}, "provenance"),
     ],
 )
 def test_a_wrong_draftlab_json_is_named(folder: Path, change: dict, message: str) -> None:
