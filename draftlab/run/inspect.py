@@ -147,7 +147,7 @@ def _head(folder: Path, console: Console) -> None:
     config, shapes = load_config(folder), stored_shapes(folder)
     weights = sum(math.prod(shape) for shape in shapes.values())
     num_layers, options = config.target_num_layers, config.options()
-    imported = config.provenance.get("imported")
+    imported, positions = config.provenance.get("imported"), config.validated_positions
     default, note = default_boundaries(num_layers), ""
     if not get_family(config.family).reads_last_state and config.boundaries != default:
         note = f" (by default {list(default)})"
@@ -173,8 +173,9 @@ def _head(folder: Path, console: Console) -> None:
             **{
                 name.replace("_", " "): _option(v)
                 for name, v in options.items()
-                if type(v) is not bool
+                if type(v) is not bool and v is not None
             },
+            **({"validated up to": f"{positions:,} tokens"} if positions else {}),
             **({"imported from": f"{imported['layout']} layout"} if imported else {}),
             **_template_arguments(config.provenance.get("template_arguments")),
             **dict(plain_values(config.provenance)),
