@@ -64,9 +64,9 @@ def length_warnings(head: NamedHead, suite: Suite) -> list[str]:
         return []
     return [
         f"{longer:,} of the {len(suite.prompts):,} prompts of {suite.name} are longer than the "
-        f"{known:,} tokens that {head.name} was validated up to: expect a lower AL there, unless it "
-        "is trained on longer ones (record.max_length) or sees a window of keys (sliding_window in "
-        "its draftlab.json)"
+        f"{known:,} tokens that {head.name} was validated up to: expect a lower AL there, unless "
+        "it is trained on longer ones (record.max_length) or sees a window of keys "
+        "(sliding_window in its draftlab.json)"
     ]
 
 
