@@ -17,12 +17,14 @@ import io
 import json
 import re
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 from safetensors.torch import save_file
@@ -39,7 +41,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from draftlab.errors import UserError
 from draftlab.files import MAX_JSON, cache_folder, moved_into
-from draftlab.formatting import pip_install
+from draftlab.formatting import pip_install, visible
 from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.fingerprint import read_pages
 
@@ -62,6 +64,8 @@ _BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 _STRING, _ARRAY = 8, 9
 _MOST_ELEMENTS = 1 << 24
 """Elements of all arrays of the metadata; the reader makes an object of each."""
+_LARGE_VOCABULARY = 1 << 16
+"""Tokens of a vocabulary that takes so long to read that the user is told."""
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -116,8 +120,14 @@ def gguf_folder(file: Path) -> Path:
     _check(file)
     folder = cache_folder() / "gguf" / f"{file.stem}-{_hash(file)}"
     if not (folder / "config.json").is_file():
-        _check_arrays(file)
-        with moved_into(folder) as work, _read_once():
+        tokens = _check_arrays(file)
+        if tokens >= _LARGE_VOCABULARY:
+            print(
+                f"reading {visible(file.name)}'s vocabulary of {tokens:,} tokens takes up to a "
+                "minute the first time",
+                file=sys.stderr,
+            )
+        with moved_into(folder) as work, _read_once(folder):
             metadata = _read_metadata(file)
             _tokenizer(file, metadata).save_pretrained(work)
             _write_config(file, metadata, work)
@@ -132,7 +142,7 @@ def add_weights(folder: Path, file: Path) -> None:
     config = getattr(transformers, "GgufConfig", None)
     options = {} if config is None else {"quantization_config": config(dequantize=True)}
     # transformers' bars for a second of work would fill a log.
-    with moved_into(folder) as work, _read_once(), redirect_stderr(io.StringIO()):
+    with moved_into(folder) as work, _read_once(folder), redirect_stderr(io.StringIO()):
         # They are stored in float16, which rounds less than bfloat16 does.
         model = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype=torch.float16, **options
@@ -140,17 +150,41 @@ def add_weights(folder: Path, file: Path) -> None:
         names = dict(model.named_parameters())  # a shared tensor has one name
         tensors = {name: x for name, x in model.state_dict().items() if name in names}
         save_file(tensors, work / "model.safetensors", {"format": "pt"})
+    _kept_reads.cache_clear()
+
+
+@lru_cache(maxsize=1)
+def _kept_reads(folder: Path) -> dict[str, Callable[..., Any]]:
+    """Return functions in place of those of the package gguf, which keep what they read of the file
+    that a checkpoint is made of.
+    """
+    import gguf
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        def __setattr__(self, name: str, value: Any) -> None:
+            # Slices of a plain array are made in a third of the time that a memmap's take.
+            super().__setattr__(name, np.asarray(value) if name == "data" else value)
+
+    read = cache(Reader)
+    return {
+        # transformers names one file as "x.gguf" and "./x.gguf".
+        "GGUFReader": lambda path: read(str(Path(path).absolute())),
+        "get_tensor_name_map": cache(gguf.get_tensor_name_map),
+    }
 
 
 @contextmanager
-def _read_once() -> Iterator[None]:
-    """Keep what the package gguf reads: transformers asks for it up to six times, seconds each."""
+def _read_once(folder: Path) -> Iterator[None]:
+    """Read a checkpoint's file once for its config, tokenizer and weights: transformers asks for it
+    up to six times, seconds each.
+    """
     import gguf
 
-    functions = {name: getattr(gguf, name) for name in ("GGUFReader", "get_tensor_name_map")}
+    kept = _kept_reads(folder)
+    functions = {name: getattr(gguf, name) for name in kept}
     try:
-        for name, function in functions.items():
-            setattr(gguf, name, cache(function))
+        for name, function in kept.items():
+            setattr(gguf, name, function)
         yield
     finally:
         for name, function in functions.items():
@@ -180,38 +214,41 @@ def _check(file: Path) -> None:
         )
 
 
-def _check_arrays(file: Path) -> None:
-    """Raise an error if a file's metadata end beyond it, have too many elements, or a type that is
-    not known: the reader goes on behind the end of the file.
+def _check_arrays(file: Path) -> int:
+    """Return the number of tokens of a file's vocabulary; raise an error if its metadata end beyond
+    it, have too many elements, or a type that is not known: the reader goes on behind the end of
+    the file.
     """
-    size, elements = file.stat().st_size, 0
+    size, elements, tokens = file.stat().st_size, 0, 0
     with open(file, "rb") as opened:
 
         def number(form: str) -> int:
             return int(struct.unpack(form, opened.read(struct.calcsize(form)))[0])
 
-        def skip_value(kind: int) -> None:
+        def value(kind: int) -> bytes:
             count = number("<Q") if kind == _STRING else _BYTES[kind]
             if opened.tell() + count > min(size, MAX_JSON):
                 raise ValueError(f"the metadata end beyond the file, or {MAX_JSON:,} bytes")
-            opened.seek(count, 1)
+            return opened.read(count)
 
         opened.seek(4)
         version, _, fields = number("<I"), number("<Q"), number("<Q")
         if version not in (2, 3):
             raise ValueError(f"version {version} of the format is not known")
         for _ in range(fields):
-            skip_value(_STRING)
-            kind = number("<I")
+            name, kind = value(_STRING), number("<I")
             if kind != _ARRAY:
-                skip_value(kind)
+                value(kind)
                 continue
             kind, count = number("<I"), number("<Q")
             elements += count
             if elements > _MOST_ELEMENTS:
                 raise ValueError(f"its metadata have more than {_MOST_ELEMENTS} elements")
+            if name == b"tokenizer.ggml.tokens":
+                tokens = count
             for _ in range(count):
-                skip_value(kind)
+                value(kind)
+    return tokens
 
 
 def _hash(file: Path) -> str:
@@ -228,7 +265,7 @@ def _read_metadata(file: Path) -> dict[str, Any]:
     """Return the metadata of a GGUF file that decide about the tokenizer and stop tokens."""
     from gguf import GGUFReader
 
-    reader = GGUFReader(str(file))  # as transformers names it, so that both share it
+    reader = GGUFReader(file)
     fields = reader.fields
     names = ("model", "pre", "tokens", "token_type", "eot_token_id", *_SPECIAL)
     found = {name: fields.get(f"tokenizer.ggml.{name}") for name in names}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGUFReader
 from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
@@ -134,6 +135,31 @@ def test_a_file_is_converted_once_and_anew_when_it_changes(
     assert sorted(path.name for path in first.parent.iterdir()) == sorted(
         [first.name, second.name]
     ), "no temporary folders stay"
+
+
+def test_a_file_is_read_once_for_config_tokenizer_and_weights(
+    tmp_path: Path,
+    file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """transformers names the file in two ways if its path begins with a dot."""
+    write_gguf(toy_target_folder(tmp_path / "hf", layers=2), file)
+    read, paths = GGUFReader.__init__, []
+
+    def counted(reader: GGUFReader, path: str, *arguments: Any) -> None:
+        paths.append(path)
+        read(reader, path, *arguments)
+
+    monkeypatch.setattr(GGUFReader, "__init__", counted)
+    monkeypatch.setattr(gguf, "_LARGE_VOCABULARY", 256)
+    monkeypatch.chdir(tmp_path)
+    settings = TargetSettings(path="./toy.gguf")
+    assert local_target(settings) == resolve_target(settings)
+    assert paths == [str(file)]
+    size = len(toy_tokenizer())
+    told = f"reading toy.gguf's vocabulary of {size} tokens takes up to a minute the first time"
+    assert capsys.readouterr().err.splitlines().count(told) == 1
 
 
 def test_a_killed_conversion_leaves_nothing_that_looks_whole(
