@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from draftlab.engine.kv_pool import RESERVE
 from draftlab.errors import UserError
 from draftlab.evaluate.decoding_config import more_ks
 from draftlab.evaluate.settings import MAX_K
@@ -36,7 +37,9 @@ from draftlab.target_model.locate import (
     local_target,
     shipped_config,
 )
+from draftlab.text.benchmarks import parse_benchmark
 from draftlab.text.self_prompts import MAX_TOKENS
+from draftlab.text.settings import PromptSettings
 from draftlab.train.checkpoint import MAX_CHECKPOINTS
 from draftlab.train.distributed.ranks import idle_note
 
@@ -98,7 +101,7 @@ class RecipeSizes:
         self.conversations = Conversations.of(recipe, self.target.max_length)
         self.identity = planned_identity(recipe, config)
         self.token_bytes = self.identity.bytes_per_token
-        self.head = HeadSize(head, recipe, on_cpu=self.on_cpu)
+        self.head = HeadSize(head, recipe, self.conversations, on_cpu=self.on_cpu)
         self.default_k = min(head.config.default_k, MAX_K)
         self.trained = recipe.train.steps * recipe.train.batch_rows * recipe.train.row_tokens
 
@@ -117,6 +120,10 @@ class RecipeSizes:
     def _products_seconds(self, flops: float) -> float | None:
         """Return the least time of matrix products."""
         return self.gpu and flops / self.gpu.products / 1e12
+
+    def _prefill_seconds(self, tokens: float) -> float:
+        """Return the least time of the target's pass over tokens; 0 if no GPU is named."""
+        return self._products_seconds(2 * self.target.active * tokens) or 0.0
 
     def _target(self) -> Estimate:
         target = self.target
@@ -154,24 +161,36 @@ class RecipeSizes:
         steps = math.ceil(conversations.count / batch) * conversations.answer
         steps += math.ceil(written / batch) * prompt_tokens
         mean = conversations.prompt + conversations.answer / 2
-        # A KV cache that does not fit in memory is made smaller (`engine/kv_pool.py`), and answers
-        # take longer.
-        longest = min(conversations.long_prompt + conversations.answer, target.max_length)
         states = ""
         if target.state_bytes is None:
             states = " (and recurrent states of unknown size)"
         elif target.state_bytes:
             states = f" and recurrent states of {size_text(target.state_bytes)}"
-        each = longest * target.kv_bytes + (target.state_bytes or 0)
+        each = conversations.length * target.kv_bytes + (target.state_bytes or 0)
+        seconds = None
+        if self.gpu:
+            seconds = steps * target.step_seconds(self.gpu, batch, mean)
+            seconds += self._prefill_seconds(conversations.count * conversations.prompt)
         return Estimate(
             "answers",
             f"{note}, at most {as_count(tokens)} tokens to generate{assumed}; KV cache of "
-            f"{longest:,.0f} positions{states} for each of a batch",
+            f"{conversations.length:,.0f} positions on average{states} for each of a batch",
             # text, and token ids in decimal
             disk=6 * conversations.count * conversations.length,
             memory=min(batch, conversations.count) * each / recipe.target.gpus,
-            seconds=self.gpu and steps * target.step_seconds(self.gpu, batch, mean),
+            seconds=seconds,
         )
+
+    def least_memory(self) -> float:
+        """Return the bytes of each GPU that answering needs: a KV cache that does not fit is made
+        smaller, down to one request (`engine/kv_pool.py`), and the others wait.
+        """
+        target, conversations, kept = self.target, self.conversations, 0.0
+        if self.recipe.regenerate.enabled and conversations:
+            kept = conversations.longest * target.kv_bytes
+            states = min(self.recipe.regenerate.batch, conversations.count)
+            kept = (kept + states * (target.state_bytes or 0)) / (1 - RESERVE)
+        return (target.bytes + kept) / self.recipe.target.gpus
 
     def _recorded(self, conversations: Conversations) -> float:
         """Return the number of tokens of all records, at most."""
@@ -199,7 +218,7 @@ class RecipeSizes:
             "store",
             f"up to about {as_count(tokens)} tokens of {size_text(self.token_bytes)}, {states}{of}",
             disk=disk,
-            seconds=self._products_seconds(2 * self.target.active * tokens),
+            seconds=self.gpu and self._prefill_seconds(tokens),
         )
 
     def _window(self) -> Estimate:
@@ -219,7 +238,7 @@ class RecipeSizes:
             "record.keep=all records each once, before the training",
             disk=disk,
             memory=self.target.bytes / self.recipe.target.gpus,
-            seconds=self._products_seconds(2 * self.target.active * positions),
+            seconds=self.gpu and self._prefill_seconds(positions),
         )
 
     def _head(self) -> Estimate:
@@ -256,14 +275,32 @@ class RecipeSizes:
         note = f"{rows} rows of {about}{number}"
         if self.gpu is None or prompts is None:
             return Estimate("eval", note)
+        length = self._suite_tokens()
         step = {
-            batch: self.target.step_seconds(self.gpu, batch, PROMPT_TOKENS)
+            batch: self.target.step_seconds(self.gpu, batch, length)
             for batch in (1, settings.batch)
         }
         steps = math.ceil(prompts / settings.batch) * settings.max_new_tokens
         timed = settings.timing_prompts * len(settings.timing_batches) * step[1]
-        seconds = rows * (steps * step[settings.batch] + settings.timing_tokens * timed)
-        return Estimate("eval", note, seconds=seconds)
+        seconds = steps * step[settings.batch] + settings.timing_tokens * timed
+        seconds += self._prefill_seconds(prompts * length)
+        return Estimate("eval", note, seconds=rows * seconds)
+
+    def _suite_tokens(self) -> float:
+        """Return the mean tokens of the evaluation's prompts: of held-out ones, or of the suites
+        that are files; `PROMPT_TOKENS` if there are none.
+        """
+        sources = self.recipe.eval.suite or default_suite(self.recipe.target)
+        if not sources and self.conversations:
+            return self.conversations.prompt
+        answers, tokens = self.recipe.regenerate.model_copy(update={"enabled": True}), []
+        for source in sources:
+            changes = {"prompts": PromptSettings(source=source), "regenerate": answers}
+            recipe = self.recipe.model_copy(update=changes)
+            known = parse_benchmark(source) is None
+            if known and (suite := Conversations.of(recipe, self.target.max_length)):
+                tokens.append(suite.prompt)
+        return sum(tokens) / len(tokens) if tokens else PROMPT_TOKENS
 
 
 def as_count(number: float) -> str:
@@ -432,7 +469,9 @@ def _warnings(sizes: RecipeSizes, rows: dict[str, Estimate], runs: Path) -> Iter
             f"then refused; {size_text(2 * enough)} are enough"
         )
     if "head" in rows:
-        longest = sizes.conversations.longest if sizes.conversations else 0
+        conversations, longest = sizes.conversations, 0.0
+        if conversations and not conversations.assumed:
+            longest = min(conversations.longest, record.length_limit(sizes.target.max_length))
         if longest > train.row_tokens:
             yield (
                 f"warning: the longest conversation may have about {longest:,.0f} tokens, and "
@@ -451,19 +490,22 @@ def _warnings(sizes: RecipeSizes, rows: dict[str, Estimate], runs: Path) -> Iter
     usable, num_gpus = USABLE_MEMORY * 1e9 * sizes.gpu.memory, recipe.target.gpus
     if num_gpus > recipe.hardware.gpus:
         yield f"warning: target.gpus is {num_gpus}, and hardware.gpus {recipe.hardware.gpus}"
-    if target > usable:
-        weights = rows["target"].memory or 0.0
+    least = sizes.least_memory() if "answers" in rows else rows["target"].memory or 0.0
+    if least > usable:
         packed = ""
         if sizes.target.is_dequantised:
             packed = (
                 "; vLLM leaves the weights quantised (regenerate.backend=vllm record.backend=vllm)"
             )
         yield (
-            f"warning: the target and its KV cache take {size_text(target)} of a GPU's "
-            f"{sizes.gpu.memory:g} GB; target.gpus={math.ceil(target * num_gpus / usable)} is "
-            f"enough{packed}"
-            + "; without it fewer prompts are answered at once"
-            * (weights <= usable)
+            f"warning: the target and the KV cache of its longest request take {size_text(least)} "
+            f"of a GPU's {sizes.gpu.memory:g} GB; "
+            f"target.gpus={math.ceil(least * num_gpus / usable)} is enough{packed}"
+        )
+    elif target > usable:
+        yield (
+            "the KV cache of a whole batch (regenerate.batch) does not fit beside the target: some "
+            "of its requests wait for others to end"
         )
     if head > usable:
         yield (

@@ -6,15 +6,15 @@ Models are built on torch's "meta" device, and their parameters are counted.
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from draftlab.errors import UserError
+from draftlab.files import canonical_json
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.ttt_attention import MOST_SCORES
 from draftlab.plan.preflight import MOST_GIVEN, Planned
@@ -27,15 +27,17 @@ from draftlab.target_model.quantisation import format_name, quantisation_fields,
 from draftlab.target_model.recurrent_layer import attention_layers, planned_state_bytes
 from draftlab.target_model.replacements import freeze_rope
 from draftlab.text.chat_template import Chat, Encoded, encode_prompts
-from draftlab.text.conversations import parse_conversation
+from draftlab.text.conversations import Conversation, parse_conversation, split_rounds
 from draftlab.text.prompts import find_prompts, with_arguments
 from draftlab.train.flops import StepWork, kept_bytes
 
 PROMPT_TOKENS = 256
 """Assumed length of a prompt, if there is no prompt file."""
 BYTES_PER_TOKEN = 4
-"""Assumed bytes of a line of prompts per token, if the target's tokenizer is not here: of English
-with a vocabulary of 100,000 tokens or more."""
+"""Assumed bytes of a text per token, if the target's tokenizer is not here: of English with a
+vocabulary of 100,000 tokens or more."""
+MOST_MEASURED = 4096
+"""Lines of a file of prompts that are parsed; the longest line is one more."""
 
 
 def _first(config: Any, *names: str) -> Any:
@@ -139,9 +141,12 @@ class Conversations:
     Attributes:
         prompts: number of prompts.
         count: number of conversations, of several answers to each prompt as many.
-        prompt, long_prompt: tokens of a prompt, on average and at the 99th percentile.
+        prompt, long_prompt: tokens of a prompt, on average and at the 99th percentile; with those
+            of the given answers that are kept.
         answer: most tokens of a conversation's answers together, on average.
-        longest: most tokens of a recorded conversation; 0: there is no file of prompts.
+        longest: most tokens of a conversation.
+        loss_share: share of the recorded positions that carry loss, since they are answers.
+        most_loss_share: that of a conversation, at the 99th percentile.
         assumed: whether the prompts' length is assumed, since there is no file of prompts.
     """
 
@@ -151,6 +156,8 @@ class Conversations:
     long_prompt: float
     answer: float
     longest: float
+    loss_share: float
+    most_loss_share: float
     assumed: bool
 
     @property
@@ -164,58 +171,100 @@ class Conversations:
         there is none, and the recipe does not limit the number of prompts.
         """
         number, regenerate = recipe.prompts.max_prompts, recipe.regenerate
-        sizes = _prompt_sizes(recipe)
+        count, sizes = _prompt_sizes(recipe)
         if not sizes and number is None:
             return None
-        tokens, turns = np.array(sizes or [(PROMPT_TOKENS, 1)]).T
-        samples, most = 1, 0
+        asked, given, turns = np.array(sizes or [(PROMPT_TOKENS, 0, 1)]).T
+        samples, most, tokens = 1, 0, np.maximum(asked + given, 1)
         if regenerate.enabled:
             samples, most = regenerate.samples, regenerate.max_new_tokens
         prompt = min(float(tokens.mean()), max_length)
-        longest = float((tokens + turns * most).max())
-        prompts = (len(sizes) or number or 0) + (recipe.prompts.self_written or 0)
+        lengths = tokens + turns * most
+        recorded = np.minimum(lengths, recipe.record.length_limit(max_length))
+        with_loss = np.maximum(recorded - asked, 0) if most or given.any() else recorded
+        prompts = (count or number or 0) + (recipe.prompts.self_written or 0)
         return cls(
             prompts=prompts,
             count=prompts * samples,
             prompt=prompt,
             long_prompt=min(float(np.quantile(tokens, 0.99)), max_length),
             answer=min(float(turns.mean()) * most, max_length - prompt),
-            longest=min(longest, recipe.record.length_limit(max_length)) if sizes else 0,
+            longest=min(float(lengths.max()), max_length),
+            loss_share=float(with_loss.sum() / recorded.sum()),
+            most_loss_share=float(np.quantile(with_loss / recorded, 0.99)),
             assumed=not sizes,
         )
 
 
-def _prompt_sizes(recipe: Recipe) -> list[tuple[float, int]]:
-    """Return about how many tokens and user turns each prompt has; nothing without a file."""
+def _prompt_sizes(recipe: Recipe) -> tuple[int, list[tuple[float, float, int]]]:
+    """Return the number of lines of the file of prompts, and of each about how many tokens the
+    prompts and the kept answers have, and how many answers the target writes; of many lines those
+    at equal distances and the longest. Without a file there are none.
+    """
     try:
         path = find_prompts(recipe.prompts)
     except UserError:
-        return []
+        return 0, []
     if path is None:
-        return []
-    number = recipe.prompts.max_prompts
+        return 0, []
+    sizes, part = [], []
     with open(path, "rb") as file:
-        # In a text the quotes would be escaped.
-        sizes = [(len(line), max(1, line.count(b'"user"'))) for line in islice(file, number)]
-        starts = np.cumsum([0, *(size for size, _ in sizes)]).tolist()
-        part = []
-        for start in starts[: -1 : max(1, len(sizes) // MOST_GIVEN)]:
-            file.seek(start)
-            part.append(file.readline())
-    each = _token_bytes(recipe, part, path)
-    return [(size / each, turns) for size, turns in sizes]
+        starts = np.cumsum([0, *map(len, islice(file, recipe.prompts.max_prompts))])
+        count = len(starts) - 1
+        chosen = {*range(0, count, -(-count // MOST_MEASURED) or 1)}
+        chosen |= {int(np.diff(starts).argmax())} if count else set()
+        for number in sorted(chosen):
+            file.seek(int(starts[number]))
+            line = file.readline()
+            try:
+                one = parse_conversation(line, path, number + 1)
+            except UserError:  # the checks report it
+                sizes.append((len(line), 0, 1))
+                continue
+            if len(sizes) % max(1, len(chosen) // MOST_GIVEN) == 0:
+                part.append(one)
+            sizes.append(_text_sizes(one, keeps_answers=not recipe.regenerate.enabled))
+    each = _token_bytes(recipe, part)
+    return count, [(asked / each, given / each, turns) for asked, given, turns in sizes]
 
 
-def _token_bytes(recipe: Recipe, lines: list[bytes], path: Path) -> float:
-    """Return the bytes of a line of prompts per token, which the chat template adds to, too."""
+def _text_sizes(conversation: Conversation, *, keeps_answers: bool) -> tuple[int, int, int]:
+    """Return the bytes of a conversation's prompts and of its answers, if they are kept, and the
+    number of its answers.
+    """
+    rounds = split_rounds(conversation.messages)
+    asked = [message for messages in rounds for message in messages]
+    given = []
+    if keeps_answers:
+        asked = [one for one in conversation.messages if one["role"] != "assistant"]
+        given = [one for one in conversation.messages if one["role"] == "assistant"]
+    tools = sum(len(canonical_json(tool)) for tool in conversation.tools)
+    return sum(map(_text_bytes, asked)) + tools, sum(map(_text_bytes, given)), len(rounds) or 1
+
+
+def _text_bytes(message: dict[str, Any]) -> int:
+    """Return the bytes of a message's texts and calls."""
+    calls = message.get("tool_calls")
+    texts = (message["content"], message.get("reasoning_content") or "")
+    return len("".join(texts).encode()) + (len(canonical_json(calls)) if calls else 0)
+
+
+def _token_bytes(recipe: Recipe, conversations: list[Conversation]) -> float:
+    """Return the bytes of the texts of conversations per token, which the chat template adds to,
+    too; of the first prompts, if the target answers.
+    """
+    keeps_answers = not recipe.regenerate.enabled
     with suppress(UserError):  # the checks report it
         if tokenizer := Planned(recipe, (), plan=True, here=True).tokenizer:
-            parsed = [parse_conversation(line, path, n) for n, line in enumerate(lines, 1)]
-            prompts = with_arguments(parsed, recipe.target.modes, recipe.seed)
-            found = list(encode_prompts(tokenizer, map(Chat.of, prompts)))
+            parsed = with_arguments(conversations, recipe.target.modes, recipe.seed)
+            if not keeps_answers:
+                rounds = [(one, split_rounds(one.messages)) for one in parsed]
+                parsed = [replace(one, messages=first[0]) for one, first in rounds if first]
+            found = list(encode_prompts(tokenizer, map(Chat.of, parsed)))
             tokens = {n: len(one.ids) for n, one in enumerate(found) if isinstance(one, Encoded)}
             if total := sum(tokens.values()):  # a template may write nothing
-                return sum(len(lines[n]) for n in tokens) / total
+                sizes = [_text_sizes(parsed[n], keeps_answers=keeps_answers) for n in tokens]
+                return max(sum(asked + given for asked, given, _ in sizes), 1) / total
     return BYTES_PER_TOKEN
 
 
@@ -223,28 +272,42 @@ class HeadSize:
     """The size of a head and of its training by a recipe, without the savings of compaction.
 
     Args:
+        conversations: those that it is trained on; None: all positions carry loss.
         on_cpu: whether a CPU trains it, which computes in 32 bits.
 
     Attributes:
         trained: number of parameters that training changes.
         flops: floating-point operations of training for one position of the data.
-        memory: approximate bytes of memory that training takes.
+        memory: approximate bytes of memory that training takes, of a pass of conversations whose
+            answers are long beside their prompts.
     """
 
-    def __init__(self, head: DraftHead, recipe: Recipe, *, on_cpu: bool = False) -> None:
+    def __init__(
+        self,
+        head: DraftHead,
+        recipe: Recipe,
+        conversations: Conversations | None = None,
+        *,
+        on_cpu: bool = False,
+    ) -> None:
         settings, config, objective = recipe.train, head.config, head.family.objective()
         self.trained = sum(p.numel() for p in head.parameters() if p.requires_grad)
-        shares = objective.step_shares(settings)  # every position carries loss at all its steps
-        self.flops = objective.flops(head, StepWork(1, shares, 1, settings.row_tokens / 2))
+        shares = np.array(objective.step_shares(settings))
+        mean = conversations.loss_share if conversations else 1.0
+        most = conversations.most_loss_share if conversations else 1.0
+        work = StepWork(1, (mean * shares).tolist(), mean, settings.row_tokens / 2)
+        self.flops = objective.flops(head, work)
         frozen = sum(p.numel() for p in head.parameters() if not p.requires_grad)
         target_lm_head = config.draft_vocab_size * config.target_hidden_size
         positions = (settings.micro_rows or settings.batch_rows) * settings.row_tokens
         dtype = torch.float32 if on_cpu else torch.bfloat16
-        steps = sum(shares) / settings.anchor_parts
+        # The first step has keys and values at all positions.
+        steps = float(shares[0] + most * shares[1:].sum()) / settings.anchor_parts
         kept = steps * kept_bytes(config, dtype)
         if on_cpu:  # without a kernel short rows keep the weights of all keys, and long ones a part
             scores = config.num_attention_heads * settings.row_tokens**2
-            scores = steps * scores if scores <= MOST_SCORES else 4 * MOST_SCORES
+            every = float(shares.sum()) / settings.anchor_parts
+            scores = every * scores if scores <= MOST_SCORES else 4 * MOST_SCORES
             kept += 4 * scores / settings.row_tokens
         # In 32 bits: weights, gradients, two moments; frozen weights and the target's lm_head.
         weights = 16 * self.trained + 4 * (frozen + target_lm_head)
