@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from draftlab.evaluate.results import CategoryResult, Report, Row, headlines
@@ -106,20 +107,57 @@ CATEGORY: dict[str, Callable[[CategoryResult], str]] = {
 }
 
 
-def categories(title: str, rows: Sequence[Row], shown: Iterable[Row], kind: Any) -> Section:
-    """Return the results of some of the rows by the categories of their suite."""
+def categories(
+    title: str, rows: Sequence[Row], shown: Sequence[Row], kind: Any, *, every_k: bool = False
+) -> Section:
+    """Return the results of some of the rows by the categories of their suite.
+
+    Args:
+        every_k: whether each other K that was measured has a column.
+    """
     labels = dict(zip(map(id, rows), row_labels(rows), strict=True))
     groups = []
     for row in shown:
         label = labels[id(row)]
-        groups.append((label if "K = " in label else f"{label}, K = {row.k}", row.categories))
+        label = label if "K = " in label else f"{label}, K = {row.k}"
+        groups.append((label, [(row, one) for one in row.categories]))
+    timed = any(one.speedup for row in shown for one in row.categories)
     text = [
         "The speed-up is made of the category's own tokens a step and the step times of all timed "
         "prompts."
-    ]
-    if not any(one.speedup for row in shown for one in row.categories):
-        text = []
-    return Section(title, text, filled(grouped("row", CATEGORY, groups)), kind=kind)
+    ] * timed
+    columns: dict[str, Callable[[Any], str]] = {
+        name: lambda pair, text=text: text(pair[1]) for name, text in CATEGORY.items()
+    }
+    ks = {
+        other.k
+        for row in shown
+        for other in rows
+        if every_k and other.k != row.k and other.categories and _differ_in_k(row, other)
+    }
+    leaves = {}
+    if ks:
+        of_k = {f"K = {k}": partial(_of_k, rows, timed, k) for k in sorted(ks)}
+        columns, leaves = columns | of_k, {"prompts": 2, **dict.fromkeys(of_k, 3)}
+        text.append(f"Columns K = …: the {'speed-up' if timed else 'AL'} with so many drafts.")
+    table = filled(grouped("row", columns, groups))
+    named = [column._replace(leaves=leaves.get(column.name, 0)) for column in table.columns]
+    return Section(title, text, Table(named, table.lines), kind=kind)
+
+
+def _differ_in_k(row: Row, other: Row) -> bool:
+    """Return whether two rows differ at most in K."""
+    return fmt.belongs_to(vars(row), other) and other.verification == row.verification
+
+
+def _of_k(rows: Sequence[Row], timed: bool, k: int, pair: tuple[Row, CategoryResult]) -> str:
+    """Return the speed-up, or else the AL, of a row's category at another K."""
+    row, own = pair
+    for other in rows:
+        for one in other.categories:
+            if other.k == k and one.category == own.category and _differ_in_k(row, other):
+                return fmt.speedup(one.speedup) if timed else fmt.number(one.acceptance_length, 2)
+    return NONE
 
 
 def _positions(rows: Sequence[Row]) -> Section:

@@ -41,7 +41,7 @@ def sections(report: Report, *, figures: bool = False, said: Sequence[str] = ())
     found.append(_results(rows))
     best = [row for _, row in headlines(rows)]
     if any(row.categories for row in best):
-        found.append(details.categories("By category", rows, best, "open"))
+        found.append(details.categories("By category", rows, best, "open", every_k=True))
     if figures:
         from draftlab.report.plots import plots
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import io
 
-from draftlab.evaluate.results import Lossless, Report, SelfCheck, speed
+import pytest
+from rich.console import Console
+
+from draftlab.engine.counters import COUNTER_FIELDS
+from draftlab.evaluate.results import CategoryResult, Lossless, Report, SelfCheck, speed
+from draftlab.report.console import print_sections
 from draftlab.report.section import Section
 from draftlab.report.sections import of_head, sections
 from tests.helpers import sample_report as sample
@@ -114,6 +119,28 @@ def test_equal_tokens_are_stated_for_all_k_at_once(prompts_equal: float | None) 
             "prompts equal those of decoding without drafts"] * bool(prompts_equal)  # fmt: skip
     not_tested = "T > 0: not tested (`draftlab eval --certify` tests it)"
     assert section(sample.report(rows), title).text == [*text, not_tested]
+
+
+def test_categories_have_a_column_for_every_k() -> None:
+    shared = (*COUNTER_FIELDS, "output_tokens", "acceptance_length", "acceptance_length_ci")
+    rows = []
+    for k in (1, 3, 5):
+        row = sample.row(k=k)
+        names = {*shared} - {"k"}
+        own = row.model_dump(include=names) | {"prompts": 64, "speedup": 1 + k / 10}
+        row.categories = [CategoryResult(category="up to 512 tokens", **own)]
+        rows.append(row)
+    report = sample.report([*rows, sample.row(temperature=0.8, k=7)])
+    table = section(report, "By category").table
+    (line,) = (line.cells for line in table.lines)
+    best = max(rows, key=speed)
+    assert line[0] == f"T = 0, K = {best.k}"
+    others = [row.k for row in rows if row is not best]
+    assert [one.name for one in table.columns[-2:]] == [f"K = {k}" for k in others]
+    assert list(line[-2:]) == [f"{1 + k / 10:.2f}×" for k in others]
+    console = Console(file=io.StringIO(), width=80)
+    print_sections([section(report, "By category")], console)
+    assert all(text in console.file.getvalue() for text in line[-2:])
 
 
 def test_a_report_of_one_head_has_nothing_of_others() -> None:
