@@ -291,15 +291,13 @@ class RecipeSizes:
         that are files; `PROMPT_TOKENS` if there are none.
         """
         sources = self.recipe.eval.suite or default_suite(self.recipe.target)
-        if not sources and self.conversations:
-            return self.conversations.prompt
-        answers, tokens = self.recipe.regenerate.model_copy(update={"enabled": True}), []
+        suites = [] if sources else [self.conversations]
         for source in sources:
-            changes = {"prompts": PromptSettings(source=source), "regenerate": answers}
-            recipe = self.recipe.model_copy(update=changes)
-            known = parse_benchmark(source) is None
-            if known and (suite := Conversations.of(recipe, self.target.max_length)):
-                tokens.append(suite.prompt)
+            if parse_benchmark(source) is None:
+                prompts = PromptSettings.model_construct(source=source)
+                recipe = self.recipe.model_copy(update={"prompts": prompts})
+                suites.append(Conversations.of(recipe, self.target.max_length))
+        tokens = [suite.asked for suite in suites if suite]
         return sum(tokens) / len(tokens) if tokens else PROMPT_TOKENS
 
 

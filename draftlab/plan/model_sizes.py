@@ -143,10 +143,11 @@ class Conversations:
         count: number of conversations, of several answers to each prompt as many.
         prompt, long_prompt: tokens of a prompt, on average and at the 99th percentile; with those
             of the given answers that are kept.
+        asked: tokens of a prompt without given answers, on average.
         answer: most tokens of a conversation's answers together, on average.
         longest: most tokens of a conversation.
-        loss_share: share of the recorded positions that carry loss, since they are answers.
-        most_loss_share: that of a conversation, at the 99th percentile.
+        loss_share: share of the positions trained on that carry loss, since they are answers.
+        most_loss_share: that of a conversation, at the 99th percentile; 1 if it is not measured.
         assumed: whether the prompts' length is assumed, since there is no file of prompts.
     """
 
@@ -154,6 +155,7 @@ class Conversations:
     count: int
     prompt: float
     long_prompt: float
+    asked: float
     answer: float
     longest: float
     loss_share: float
@@ -174,24 +176,34 @@ class Conversations:
         count, sizes = _prompt_sizes(recipe)
         if not sizes and number is None:
             return None
-        asked, given, turns = np.array(sizes or [(PROMPT_TOKENS, 0, 1)]).T
+        written = recipe.prompts.self_written or 0
+        own = round(len(sizes) * written / count) if sizes else 1
+        asked, given, turns = np.array([*sizes, *[(PROMPT_TOKENS, 0, 1)] * own]).T
         samples, most, tokens = 1, 0, np.maximum(asked + given, 1)
         if regenerate.enabled:
             samples, most = regenerate.samples, regenerate.max_new_tokens
         prompt = min(float(tokens.mean()), max_length)
         lengths = tokens + turns * most
         recorded = np.minimum(lengths, recipe.record.length_limit(max_length))
-        with_loss = np.maximum(recorded - asked, 0) if most or given.any() else recorded
-        prompts = (count or number or 0) + (recipe.prompts.self_written or 0)
+        # What is cut of several turns are prompts and answers, of one turn its answer.
+        several = recorded * (1 - asked / lengths)
+        with_loss = np.where(turns > 1, several, np.maximum(recorded - asked, 0))
+        if not with_loss.any():
+            with_loss = recorded
+        used = with_loss > 0  # others are dropped
+        with_loss, recorded = with_loss[used], recorded[used]
+        measured = sizes and not written
+        prompts = (count or number or 0) + written
         return cls(
             prompts=prompts,
             count=prompts * samples,
             prompt=prompt,
             long_prompt=min(float(np.quantile(tokens, 0.99)), max_length),
+            asked=min(float(asked.mean()), max_length),
             answer=min(float(turns.mean()) * most, max_length - prompt),
             longest=min(float(lengths.max()), max_length),
             loss_share=float(with_loss.sum() / recorded.sum()),
-            most_loss_share=float(np.quantile(with_loss / recorded, 0.99)),
+            most_loss_share=float(np.quantile(with_loss / recorded, 0.99)) if measured else 1.0,
             assumed=not sizes,
         )
 
@@ -232,14 +244,14 @@ def _text_sizes(conversation: Conversation, *, keeps_answers: bool) -> tuple[int
     """Return the bytes of a conversation's prompts and of its answers, if they are kept, and the
     number of its answers.
     """
-    rounds = split_rounds(conversation.messages)
-    asked = [message for messages in rounds for message in messages]
-    given = []
+    rounds, given = split_rounds(conversation.messages), []
+    asked, answers = [message for messages in rounds for message in messages], len(rounds) or 1
     if keeps_answers:
         asked = [one for one in conversation.messages if one["role"] != "assistant"]
         given = [one for one in conversation.messages if one["role"] == "assistant"]
+        answers = len(given)
     tools = sum(len(canonical_json(tool)) for tool in conversation.tools)
-    return sum(map(_text_bytes, asked)) + tools, sum(map(_text_bytes, given)), len(rounds) or 1
+    return sum(map(_text_bytes, asked)) + tools, sum(map(_text_bytes, given)), answers
 
 
 def _text_bytes(message: dict[str, Any]) -> int:

@@ -146,7 +146,8 @@ def test_answers_and_token_ids_of_a_line_are_no_prompts(llama_8b: Path, tmp_path
     assert (answered.prompt, answered.long_prompt) == (100, 100)
     given = recipe(llama_8b, prompts=prompts, regenerate={"enabled": False})
     kept = Conversations.of(given, 131_072)
-    assert (kept.prompt, kept.loss_share) == (150, pytest.approx(1 / 3))
+    assert (kept.prompt, kept.asked) == (150, 100)
+    assert kept.loss_share == 0.5, "a line without an answer is dropped"
 
 
 def test_many_lines_are_measured_in_part(
@@ -175,6 +176,32 @@ def test_prompts_carry_no_loss(llama_8b: Path, tmp_path: Path) -> None:
     assert sizes.head.memory < 0.7 * every.memory
     cut = recipe(llama_8b, prompts=settings.prompts, record={"max_length": 9500})
     assert RecipeSizes(cut).conversations.loss_share == pytest.approx(500 / 9500)
+
+
+def test_turns_that_are_cut_have_answers_among_them(llama_8b: Path, tmp_path: Path) -> None:
+    user, said = ({"role": r, "content": x * 4000} for r, x in (("user", "a"), ("assistant", "b")))
+    line = json.dumps({"messages": [user, said] * 6}) + "\n"
+    (tmp_path / "p.jsonl").write_text(line * 3)
+    shared = {"prompts": {"source": str(tmp_path / "p.jsonl")}, "record": {"max_length": 4000}}
+    for regenerate in ({"max_new_tokens": 1000}, {"enabled": False}):
+        found = Conversations.of(recipe(llama_8b, regenerate=regenerate, **shared), 131_072)
+        assert (found.loss_share, found.most_loss_share) == (0.5, 0.5)
+
+
+def test_prompts_of_unknown_length_save_no_memory(llama_8b: Path, tmp_path: Path) -> None:
+    """They may be much shorter than assumed, and a training that runs out of memory ends late."""
+    write_prompts(tmp_path / "p.jsonl", ["a" * 36_000] * 10)
+    shared = {"regenerate": {"max_new_tokens": 1000}, "hardware": {"gpu": "H200"}}
+    for prompts in (
+        {"source": "not-there.jsonl", "max_prompts": 10},
+        {"source": "self", "max_prompts": 10},
+        {"source": str(tmp_path / "p.jsonl"), "self_written": 30},
+    ):
+        settings = recipe(llama_8b, prompts=prompts, **shared)
+        assert RecipeSizes(settings).head.memory == head_size(settings).memory
+    mixed = Conversations.of(settings, 131_072)
+    assert (mixed.count, mixed.prompt) == (40, (10 * 9000 + 30 * 256) / 40)
+    assert mixed.loss_share == pytest.approx(40_000 / (10 * 10_000 + 30 * 1256))
 
 
 def test_positions_of_longrope_are_those_that_the_target_supports(tmp_path: Path) -> None:
