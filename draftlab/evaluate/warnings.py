@@ -54,19 +54,21 @@ def trained_prompt_warnings(head: NamedHead, suite: Suite) -> list[str]:
 
 
 def length_warnings(head: NamedHead, suite: Suite) -> list[str]:
-    """Return a warning if prompts are longer than what the head was validated on, unless the head
-    sees a window of keys: it accepts less at positions beyond its training's.
+    """Return a warning if prompts are longer than what the head was validated on, unless all its
+    layers see a window of keys: it accepts less at positions beyond its training's.
     """
     config = head.head.config
     known = config.validated_positions
     longer = sum(len(ids) > known for _, ids in suite.prompts) if known else 0
-    if not longer or getattr(config, "sliding_window", None):
+    if not longer or all(layer.window for layer in head.head.layers):
         return []
+    window = ""
+    if hasattr(config, "sliding_window"):
+        window = " or sees a window of keys (sliding_window in its draftlab.json)"
     return [
         f"{longer:,} of the {len(suite.prompts):,} prompts of {suite.name} are longer than the "
         f"{known:,} tokens that {head.name} was validated up to: expect a lower AL there, unless "
-        "it is trained on longer ones (record.max_length) or sees a window of keys "
-        "(sliding_window in its draftlab.json)"
+        f"it is trained on longer ones (record.max_length){window}"
     ]
 
 

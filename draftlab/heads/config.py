@@ -174,8 +174,8 @@ class HeadConfig(BaseModel, extra="forbid", frozen=True):
         """Return below which position all positions of the training's validation lie; None: it is
         not known.
         """
-        validation = self.provenance.get("validation") or {}
-        return max((one["stop"] for one in validation.get("by_position", ())), default=None)
+        known = _ProvenanceFields.model_validate(self.provenance).validation
+        return max((one.stop for one in known.by_position), default=None) if known else None
 
     def options(self) -> dict[str, Any]:
         """Return the fields that this head's family adds to those of all families."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -122,23 +123,32 @@ def test_too_few_prompts_for_a_calibration_are_said_before_they_are_decoded() ->
 
 
 @pytest.mark.parametrize(
-    ("validated", "window", "longer"), [(8, None, 3), (16, None, 0), (8, 4, 0), (None, None, 0)]
+    ("validated", "windows", "longer"),
+    [
+        (8, (None,), 3),
+        ("8", (None,), 3),  # a stranger's head
+        (16, (None,), 0),
+        (8, (4, 4), 0),
+        (8, (4, None), 3),
+        (None, (None,), 0),
+    ],
 )
 def test_prompts_beyond_the_validated_positions_are_named(
-    head: Eagle3Head,
-    monkeypatch: pytest.MonkeyPatch,
-    validated: int | None,
-    window: int | None,
-    longer: int,
+    head: Eagle3Head, validated: int | str | None, windows: tuple[int | None, ...], longer: int
 ) -> None:
     bins = [{"stop": 4}, {"stop": validated}] if validated else []
-    fields = {"provenance": {"validation": {"by_position": bins}}, "sliding_window": window}
-    monkeypatch.setattr(head, "config", head.config.model_copy(update=fields))
+    fields = {"provenance": {"validation": {"by_position": bins}}}
+    config = head.config.model_copy(update=fields)
     prompts = tuple((str(size), (0,) * size) for size in (8, 9, 10, 16))
-    found = length_warnings(NamedHead("a head", head), replace(suite(), prompts=prompts))
-    assert [text.partition(" are longer")[0] for text in found] == [
-        f"{longer} of the 4 prompts of {suite().name}"
-    ] * bool(longer)
+    other_family = SimpleNamespace(validated_positions=config.validated_positions)
+    for own in (config, other_family):
+        layers = [SimpleNamespace(window=window) for window in windows]
+        named = NamedHead("a head", SimpleNamespace(config=own, layers=layers))
+        found = length_warnings(named, replace(suite(), prompts=prompts))
+        assert [text.partition(" are longer")[0] for text in found] == [
+            f"{longer} of the 4 prompts of {suite().name}"
+        ] * bool(longer)
+        assert all(("sliding_window" in text) == (own is config) for text in found)
 
 
 def configs(report: Report) -> list[tuple[float, str | None, int, bool]]:
