@@ -38,6 +38,7 @@ LAYOUTS = (
     Layout(2, 24),
     Layout(2, 24, below=True),
     Layout(2, 14, below=True),
+    Layout(2, 12, below=True),
     Layout(3, 24, below=True),
 )
 """From the widest to the narrowest: the first one is used that the console has room for.

@@ -135,12 +135,11 @@ def categories(
         for other in rows
         if every_k and other.k != row.k and other.categories and _differ_in_k(row, other)
     }
-    leaves = {}
-    if ks:
-        of_k = {f"K = {k}": partial(_of_k, rows, timed, k) for k in sorted(ks)}
-        columns, leaves = columns | of_k, {"prompts": 2, **dict.fromkeys(of_k, 3)}
+    of_k = {f"K = {k}": partial(_of_k, rows, timed, k) for k in sorted(ks)}
+    if of_k:
         text.append(f"Columns K = …: the {'speed-up' if timed else 'AL'} with so many drafts.")
-    table = filled(grouped("row", columns, groups))
+    leaves = {"prompts": 2, **dict.fromkeys(of_k, 3)}
+    table = filled(grouped("row", columns | of_k, groups))
     named = [column._replace(leaves=leaves.get(column.name, 0)) for column in table.columns]
     return Section(title, text, Table(named, table.lines), kind=kind)
 

@@ -121,26 +121,33 @@ def test_equal_tokens_are_stated_for_all_k_at_once(prompts_equal: float | None) 
     assert section(sample.report(rows), title).text == [*text, not_tested]
 
 
-def test_categories_have_a_column_for_every_k() -> None:
-    shared = (*COUNTER_FIELDS, "output_tokens", "acceptance_length", "acceptance_length_ci")
+@pytest.mark.parametrize(
+    ("heads", "ks"), [(["mine"], [1, 3, 5]), (["runs/quickstart/head", "rival"], [1, 3, 5, 7])]
+)
+def test_categories_have_a_column_for_every_k(heads: list[str], ks: list[int]) -> None:
+    """A console of 80 columns shows them."""
+    shared = {*COUNTER_FIELDS, "output_tokens", "acceptance_length", "acceptance_length_ci"}
     rows = []
-    for k in (1, 3, 5):
-        row = sample.row(k=k)
-        names = {*shared} - {"k"}
-        own = row.model_dump(include=names) | {"prompts": 64, "speedup": 1 + k / 10}
-        row.categories = [CategoryResult(category="up to 512 tokens", **own)]
-        rows.append(row)
-    report = sample.report([*rows, sample.row(temperature=0.8, k=7)])
+    for head in heads:
+        for k in ks:
+            row = sample.row(head=head, k=k)
+            own = row.model_dump(include=shared - {"k"}) | {"prompts": 64, "speedup": 1 + k / 10}
+            own["speedup_ci"] = (1.01, 1.99)
+            row.categories = [CategoryResult(category="up to 512 tokens", **own)]
+            rows.append(row)
+    report = sample.report([*rows, sample.row(head=heads[0], temperature=0.8, k=7)])
     table = section(report, "By category").table
-    (line,) = (line.cells for line in table.lines)
     best = max(rows, key=speed)
-    assert line[0] == f"T = 0, K = {best.k}"
-    others = [row.k for row in rows if row is not best]
-    assert [one.name for one in table.columns[-2:]] == [f"K = {k}" for k in others]
-    assert list(line[-2:]) == [f"{1 + k / 10:.2f}×" for k in others]
+    others = [k for k in ks if k != best.k]
+    names = [f"K = {k}" for k in others]
+    assert [one.name for one in table.columns[-len(others) :]] == names
+    assert len(table.lines) == len(heads)
+    for line in table.lines:
+        assert f"K = {best.k}" in line.cells[0]
+        assert list(line.cells[-len(others) :]) == [f"{1 + k / 10:.2f}×" for k in others]
     console = Console(file=io.StringIO(), width=80)
     print_sections([section(report, "By category")], console)
-    assert all(text in console.file.getvalue() for text in line[-2:])
+    assert all(text in console.file.getvalue() for text in line.cells[-len(others) :])
 
 
 def test_a_report_of_one_head_has_nothing_of_others() -> None:
