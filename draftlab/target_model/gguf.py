@@ -18,6 +18,7 @@ import json
 import re
 import struct
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr
 from functools import cache, lru_cache
@@ -66,6 +67,8 @@ _MOST_ELEMENTS = 1 << 24
 """Elements of all arrays of the metadata; the reader makes an object of each."""
 _LARGE_VOCABULARY = 1 << 16
 """Tokens of a vocabulary that takes so long to read that the user is told."""
+_CHANGES = threading.Lock()
+"""Held while functions of the package gguf are others."""
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -180,15 +183,16 @@ def _read_once(folder: Path) -> Iterator[None]:
     """
     import gguf
 
-    kept = _kept_reads(folder)
-    functions = {name: getattr(gguf, name) for name in kept}
-    try:
-        for name, function in kept.items():
-            setattr(gguf, name, function)
-        yield
-    finally:
-        for name, function in functions.items():
-            setattr(gguf, name, function)
+    with _CHANGES:
+        kept = _kept_reads(folder)
+        functions = {name: getattr(gguf, name) for name in kept}
+        try:
+            for name, function in kept.items():
+                setattr(gguf, name, function)
+            yield
+        finally:
+            for name, function in functions.items():
+                setattr(gguf, name, function)
 
 
 def _check(file: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import struct
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -160,6 +162,21 @@ def test_a_file_is_read_once_for_config_tokenizer_and_weights(
     size = len(toy_tokenizer())
     told = f"reading toy.gguf's vocabulary of {size} tokens takes up to a minute the first time"
     assert capsys.readouterr().err.splitlines().count(told) == 1
+
+
+def test_threads_convert_files_one_after_the_other(
+    tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Functions of the package gguf are others meanwhile."""
+    folder, other = toy_target_folder(tmp_path / "hf", layers=2), tmp_path / "other.gguf"
+    write_gguf(folder, file)
+    write_gguf(folder, other)
+    read = gguf._read_metadata
+    monkeypatch.setattr(gguf, "_read_metadata", lambda path: time.sleep(0.2) or read(path))
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(gguf.gguf_folder, (file, other))
+    assert (first / "config.json").read_text() == (second / "config.json").read_text()
+    assert first != second
 
 
 def test_a_killed_conversion_leaves_nothing_that_looks_whole(
