@@ -213,13 +213,11 @@ def _prompt_sizes(recipe: Recipe) -> tuple[int, list[tuple[float, float, int]]]:
     prompts and the kept answers have, and how many answers the target writes; of many lines those
     at equal distances and the longest. Without a file there are none.
     """
-    try:
+    sizes, part, path = [], [], None
+    with suppress(UserError):
         path = find_prompts(recipe.prompts)
-    except UserError:
-        return 0, []
     if path is None:
         return 0, []
-    sizes, part = [], []
     with open(path, "rb") as file:
         starts = np.cumsum([0, *map(len, islice(file, recipe.prompts.max_prompts))])
         count = len(starts) - 1
