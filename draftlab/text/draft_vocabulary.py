@@ -94,12 +94,11 @@ def predicted_counts(
     counts = np.zeros((2, vocab_size), dtype=np.int64)
     remaining = iter(indices)
     while some := list(islice(remaining, 1024)):  # each count takes as long as V additions
-        tokens, masks = [], []
-        for index in some:
-            of_record, spans = store.tokens_and_spans(int(index))
-            tokens.append(of_record)
-            masks.append(prediction_mask(spans))
-        joined, mask = torch.cat(tokens), torch.cat(masks)
+        tokens, spans = zip(*(store.tokens_and_spans(int(index)) for index in some), strict=True)
+        joined, mask = torch.cat(tokens), prediction_mask(torch.cat(spans))
+        starts = np.cumsum([0, *map(len, tokens[:-1])])
+        mask[starts] = False  # no label has the record before it to be predicted from
+        mask[(starts + 1).clip(max=len(mask) - 1)] = False
         for row, of_kind in zip(counts, (mask, ~mask), strict=True):
             row += np.bincount(joined[of_kind].numpy(), minlength=vocab_size)
     return counts[0], counts[1]

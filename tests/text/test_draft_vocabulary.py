@@ -14,7 +14,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from draftlab.errors import UserError
-from draftlab.text.draft_vocabulary import DraftVocabulary, build_draft_vocabulary
+from draftlab.text.draft_vocabulary import (
+    DraftVocabulary,
+    build_draft_vocabulary,
+    predicted_counts,
+)
 from draftlab.text.settings import DraftVocabSettings
 
 V = 20
@@ -62,6 +66,15 @@ def test_every_token_of_an_answer_counts_except_its_first() -> None:
 def test_the_second_token_of_a_document_does_not_count() -> None:
     # Its draft would be made at t = −1.
     assert build(TokenStore(([3, 4, 5], [1, 1, 1])), 1).target_ids.tolist() == [5]
+
+
+def test_records_that_follow_each_other_are_counted_apart() -> None:
+    # The first two tokens of a record are no labels, whatever span the record before ends in.
+    store = TokenStore(([0, 1, 7], [0, 1, 1]), ([2, 3, 7], [1, 1, 1]), ([4], [1]), ([5], [1]))
+    counts, others = predicted_counts(store, V, range(4))
+    assert counts.nonzero()[0].tolist() == [7]
+    assert counts[7] == 2
+    assert others[:6].tolist() == [1] * 6
 
 
 def test_the_mask_token_is_never_chosen() -> None:
