@@ -83,14 +83,22 @@ def long_prompts(
     return lines
 
 
+def positive(text: str) -> int:
+    """Return a number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        what = f"expected a number greater than or equal to 1, found {text!r}"
+        raise argparse.ArgumentTypeError(what)
+    return int(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("source", type=Path)
     parser.add_argument("--target", required=True, help="as target.path of a recipe")
-    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, metavar="TOKENS")
-    parser.add_argument("--count", type=int, default=8, help="prompts of each length and kind")
+    parser.add_argument("--lengths", type=positive, nargs="+", default=LENGTHS, metavar="TOKENS")
+    parser.add_argument("--count", type=positive, default=8, help="prompts of each length and kind")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
@@ -100,6 +108,7 @@ def main() -> None:
             options.source, tokenizer, options.lengths, options.count, options.seed
         )
         text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(text, encoding="utf-8")
     except (UserError, OSError) as error:
         sys.exit(f"error: {error}")

@@ -34,7 +34,7 @@ def chat(
     head: HeadOption = None,
     target: TargetOption = None,
     k: Annotated[
-        int | None, typer.Option(min=1, help="Drafts a step; by default those of the head.")
+        int | None, typer.Option(min=1, help="Drafts a step; by default the head's, at most 4.")
     ] = None,
     temperature: Annotated[float, typer.Option(min=0, help="Sampling temperature.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of sampled answers.")] = 0,

@@ -39,7 +39,7 @@ class Verbs(TyperGroup):
             code = super().main(*args, **(options | {"standalone_mode": False}))
         except typer.BadParameter.__bases__ as error:  # UsageError, which typer does not export
             if type(error).__name__ != "NoArgsIsHelpError":  # which has printed the help
-                what = error.format_message().rstrip(".")
+                what = _mistake(error)
                 verb = error.ctx.command_path if error.ctx else "draftlab"
                 do = f"`{verb} --help` explains what it takes"
                 _print_error(errors, UserError(what, where="command line", do=do))
@@ -48,6 +48,17 @@ class Verbs(TyperGroup):
             _print_error(errors, error)
             code = 2
         sys.exit(code or 0)
+
+
+def _mistake(error: Any) -> str:
+    """Return what is wrong with a command's form; of a value of the wrong kind what was found."""
+    from pydantic import ValidationError
+
+    from draftlab.settings import describe_errors
+
+    if isinstance(error.__cause__, ValidationError) and error.param:
+        return describe_errors(error.__cause__, max(error.param.opts, key=len))
+    return str(error.format_message()).rstrip(".")
 
 
 def _check_utf8(arguments: Sequence[str]) -> None:

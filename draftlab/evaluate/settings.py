@@ -70,7 +70,7 @@ class EvalSettings(Settings):
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Keep the most likely tokens of the target that reach this probability mass; None: off."""
     max_new_tokens: int = Field(default=128, ge=2)
-    """Largest number of tokens in an answer; the first one comes of the prompt, without drafts."""
+    """Largest number of tokens in an answer; the first one comes from the prompt, not drafts."""
     batch: int = Field(default=16, ge=1)
     """Prompts decoded at once for the counters."""
     timing_prompts: int = Field(default=10, ge=0)

@@ -36,9 +36,8 @@ def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
             if timed < MIN_INTERVAL_PROMPTS
             else "the intervals of speed-ups are too narrow below"
         )
-        warnings.append(
-            f"few timed prompts ({timed}): {effect} {MIN_TIMED_PROMPTS} (eval.timing_prompts)"
-        )
+        more = "eval.timing_prompts" if timed < prompts else "eval.max_prompts, a larger eval.suite"
+        warnings.append(f"few timed prompts ({timed}): {effect} {MIN_TIMED_PROMPTS} ({more})")
     return warnings
 
 

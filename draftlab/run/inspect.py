@@ -22,7 +22,7 @@ from draftlab.heads.family import get_family
 from draftlab.heads.folder import CONFIG, NATIVE, WEIGHTS, load_config, stored_shapes
 from draftlab.report.console import print_sections
 from draftlab.report.sections import sections, suite_sections
-from draftlab.run.folder import find_run
+from draftlab.run.folder import RUNS, find_run
 from draftlab.run.resolve import REFERENCE, recipe_of, reference_head
 from draftlab.run.stages import STAGES, read_record, record_path
 from draftlab.store.manifest import MANIFEST, Manifest, StoreWindow
@@ -35,6 +35,7 @@ from draftlab.target_model.settings import TargetSettings
 from draftlab.text.samples import highlight_answers
 
 REPORT = "report.json"
+EXPECTED = "expected a run, a store, a head folder or a report"
 NAMES_ITS_FOLDER = (CONFIG, WEIGHTS, NATIVE, MANIFEST, "report.html", "recipe.yaml")
 """Files whose path is read as that of their folder."""
 
@@ -64,28 +65,38 @@ def inspect_path(name: str | None, sample: int, console: Console, *, verify: boo
         _head(path, console)
     else:
         _refuse_other_files(path)
-        _run(find_run(None if name is None else str(path)), sample, console, verify)
+        _run(_find_run(name, path), sample, console, verify)
+
+
+def _find_run(name: str | None, path: Path) -> Path:
+    """Return the folder of a run; say what else is read where a name is that of nothing."""
+    try:
+        return find_run(None if name is None else str(path))
+    except UserError as error:
+        if name is None or path.exists() or (RUNS / path).exists():
+            raise
+        what, do = f"{EXPECTED}, found none", f"check the path; {error.do}"
+        raise UserError(what, where=name, do=do) from None
 
 
 def _refuse_other_files(path: Path) -> None:
     """Raise a `UserError` for files that other verbs read."""
-    expected = "expected a run, a store, a head folder or a report"
     if path.is_file():
         raise UserError(
-            f"{expected}, found another file", where=path, do="name the folder of its run"
+            f"{EXPECTED}, found another file", where=path, do="name the folder of its run"
         )
     inside = [] if (path / "recipe.yaml").is_file() else sorted(path.glob("*"))
     folders = [path, *inside]
     if heads := [folder for folder in inside if (folder / CONFIG).is_file()]:
         raise UserError(
-            f"{expected}, found a folder with a head",
+            f"{EXPECTED}, found a folder with a head",
             where=path,
             do=f"name it: `draftlab inspect {quote(str(heads[0]))}`",
         )
     if models := [folder for folder in folders if (folder / NATIVE).is_file()]:
         model = quote(str(models[0]))
         raise UserError(
-            f"{expected}, found a model in another program's layout",
+            f"{EXPECTED}, found a model in another program's layout",
             where=models[0],
             do=f"if it is a head, `draftlab doctor {model}` checks it, and "
             f"`draftlab import {model} --to FOLDER` converts it to a head folder",

@@ -118,7 +118,7 @@ def find_target(
                 "expected --target with the head"
                 + (f", which was trained for {trained_for!r}" if trained_for else ""),
                 where=head,
-                do='give a folder, a Hub id such as "org/name", or "embedded"',
+                do='give a folder, a GGUF file, a Hub id such as "org/name", or "embedded"',
             )
     say_target(settings, source, monitor)
     fields = {"trust_remote_code": trust_remote_code} | ({"device": device} if device else {})
@@ -182,6 +182,6 @@ def _norm_before_residual(recipe: Recipe, folder: Path) -> tuple[bool, str]:
         if isinstance(layout, Layout) and not layout.reads_norm_before_residual:
             return False, (
                 f"which {program} needs (export.formats); true, the default without {program}, "
-                "raised AL from 1.54 to 1.71 in a small training (docs/benchmarks.md)"
+                "raised AL from 1.54 to 1.71 in a small training"
             )
     return True, "which raises AL and which SGLang cannot serve"

@@ -42,7 +42,8 @@ def prompt_file(source: str) -> Path:
         raise UserError(
             f"expected a JSONL file of conversations, found {found}",
             where=path,
-            do=f"give a path, a data set's id on the Hub, or one of {', '.join(EMBEDDED_PROMPTS)}",
+            do="give a path, a data set's id on the Hub, or one of "
+            + ", ".join((*EMBEDDED_PROMPTS, SELF)),
         )
     return path
 

@@ -115,7 +115,9 @@ def test_a_report_is_not_written_into_a_run_or_head(folder: str) -> None:
 def test_a_head_folder_is_evaluated_with_its_target(tmp_path: Path) -> None:
     head = str(finished() / "runs" / "small" / "head")
     alone = shutil.copytree(head, tmp_path / "alone")  # it belongs to no run, which has a target
-    assert "expected --target with the head" in refused(finished(), "eval", "--head", str(alone))
+    unnamed = refused(finished(), "eval", "--head", str(alone))
+    assert "expected --target with the head" in unnamed
+    assert "a GGUF file" in unnamed
     assert "found both" in refused(finished(), "eval", "--head", head, "--run", "small")
     (tmp_path / "empty").mkdir()
     for verb in (("eval",), ("export", "--to", "vllm"), ("doctor",)):
@@ -172,7 +174,9 @@ def test_inspect_shows_run_store_head_and_report() -> None:
     for what in ("small", str(run / "store")):  # refused before anything is printed
         said = refused(finished(), "inspect", what, "--sample", "12")
         assert "expected a sample in 0..11" in said
-    assert "expected a run, found none" in refused(finished(), "inspect", "nothing")
+    nothing = refused(finished(), "inspect", "nothing")
+    assert "expected a run, a store, a head folder or a report, found none" in nothing
+    assert "do: check the path; the runs here are: small" in nothing
     assert "expected a report" in refused(finished(), "inspect", str(run / "eval"), "nothing")
     other = str(run / "provenance.json")
     assert "with its values, found other JSON" in refused(finished(), "inspect", other)
@@ -206,6 +210,11 @@ def test_verbs_without_a_run_say_how_to_start_one(tmp_path: Path) -> None:
         (("push", "small", "name"), "write owner and name: OWNER/NAME\n"),
         (("train", "small.yaml", "target=./nowhere"), "where: ./nowhere"),
         (("eval", "--run", "nothing"), "none named 'nothing'"),
+        (("chat", "--k", "0"), "--k: expected a number greater than or equal to 1, found '0'\n"),
+        (
+            ("chat", "--seed", "x"),
+            "--seed: expected a whole number, found 'x'\nwhere: command line",
+        ),
         (("eval", "--temps", "0,hot"), "--temps: expected a number, found 'hot'"),
         (("eval", "--out", "small.yaml/x"), "expected a folder to write to, found a file"),
         (("eval", "--compare", "nothing"), "expected a head folder"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from draftlab.text.prompts import prompt_file
 from draftlab.text.suites import load_suite
 from tests.helpers.drivers import load
 
-long_prompts = load("data_prep/long_prompts").long_prompts
+SCRIPT = load("data_prep/long_prompts")
+long_prompts = SCRIPT.long_prompts
 SOURCE = prompt_file("embedded:heldout")
 
 
@@ -42,3 +44,19 @@ def test_prompts_fill_their_lengths_and_have_their_facts_once(tmp_path: Path) ->
         long_prompts(file, tokenizer, [512], 1, 0)
     with pytest.raises(UserError, match="expected turns for prompts of 10,000,000 tokens"):
         long_prompts(SOURCE, tokenizer, [10_000_000], 1, 0)
+
+
+def test_the_folder_is_made_and_numbers_below_one_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "long.jsonl"
+    arguments = [str(SOURCE), "--target", "embedded", "--lengths", "512", "--out", str(out)]
+    for option, value in (("--count", "0"), ("--lengths", "-1"), ("--lengths", "x")):
+        monkeypatch.setattr(sys, "argv", ["long_prompts.py", *arguments, f"{option}={value}"])
+        with pytest.raises(SystemExit):
+            SCRIPT.main()
+        said = f"{option}: expected a number greater than or equal to 1, found '{value}'"
+        assert said in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["long_prompts.py", *arguments, "--count", "1"])
+    SCRIPT.main()
+    assert len(out.read_text().splitlines()) == 2

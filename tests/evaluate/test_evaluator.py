@@ -120,6 +120,10 @@ def test_too_few_prompts_for_a_calibration_are_said_before_they_are_decoded() ->
     settings = EvalSettings(calibrate=True)
     assert any("no calibration of 11 prompts" in text for text in suite_warnings(11, settings))
     assert not any("calibration" in text for text in suite_warnings(12, settings))
+    few = settings.model_copy(update={"timing_prompts": 8})  # what would give more is named
+    assert suite_warnings(40, few)[-1].endswith("below 10 (eval.timing_prompts)")
+    few = settings.model_copy(update={"timing_prompts": 10})
+    assert suite_warnings(8, few)[-1].endswith("below 10 (eval.max_prompts, a larger eval.suite)")
 
 
 @pytest.mark.parametrize(
