@@ -171,8 +171,8 @@ class HeadConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def validated_positions(self) -> int | None:
-        """Return below which position all positions of the training's validation lie; None: it is
-        not known.
+        """Return the position below which all positions of the training's validation lie; None: it
+        is not known.
         """
         known = _ProvenanceFields.model_validate(self.provenance).validation
         return max((one.stop for one in known.by_position), default=None) if known else None

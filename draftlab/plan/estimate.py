@@ -185,12 +185,12 @@ class RecipeSizes:
         """Return the bytes of each GPU that answering needs: a KV cache that does not fit is made
         smaller, down to one request (`engine/kv_pool.py`), and the others wait.
         """
-        target, conversations, kept = self.target, self.conversations, 0.0
+        target, conversations, cache = self.target, self.conversations, 0.0
         if self.recipe.regenerate.enabled and conversations:
-            kept = conversations.longest * target.kv_bytes
-            states = min(self.recipe.regenerate.batch, conversations.count)
-            kept = (kept + states * (target.state_bytes or 0)) / (1 - RESERVE)
-        return (target.bytes + kept) / self.recipe.target.gpus
+            requests = min(self.recipe.regenerate.batch, conversations.count)
+            states = requests * (target.state_bytes or 0)
+            cache = (conversations.longest * target.kv_bytes + states) / (1 - RESERVE)
+        return (target.bytes + cache) / self.recipe.target.gpus
 
     def _recorded(self, conversations: Conversations) -> float:
         """Return the number of tokens of all records, at most."""

@@ -67,8 +67,8 @@ _MOST_ELEMENTS = 1 << 24
 """Elements of all arrays of the metadata; the reader makes an object of each."""
 _LARGE_VOCABULARY = 1 << 16
 """Tokens of a vocabulary that takes so long to read that the user is told."""
-_CHANGES = threading.Lock()
-"""Held while functions of the package gguf are others."""
+_REPLACING = threading.Lock()
+"""Held while functions of the package gguf are replaced."""
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -183,7 +183,7 @@ def _read_once(folder: Path) -> Iterator[None]:
     """
     import gguf
 
-    with _CHANGES:
+    with _REPLACING:
         kept = _kept_reads(folder)
         functions = {name: getattr(gguf, name) for name in kept}
         try:

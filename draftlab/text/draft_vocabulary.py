@@ -97,7 +97,7 @@ def predicted_counts(
         tokens, spans = zip(*(store.tokens_and_spans(int(index)) for index in some), strict=True)
         joined, mask = torch.cat(tokens), prediction_mask(torch.cat(spans))
         starts = np.cumsum([0, *map(len, tokens[:-1])])
-        mask[starts] = False  # no label has the record before it to be predicted from
+        mask[starts] = False  # a record's first two tokens are never labels
         mask[(starts + 1).clip(max=len(mask) - 1)] = False
         for row, of_kind in zip(counts, (mask, ~mask), strict=True):
             row += np.bincount(joined[of_kind].numpy(), minlength=vocab_size)

@@ -167,7 +167,7 @@ def test_a_file_is_read_once_for_config_tokenizer_and_weights(
 def test_threads_convert_files_one_after_the_other(
     tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Functions of the package gguf are others meanwhile."""
+    """A conversion replaces functions of the package gguf for its time."""
     folder, other = toy_target_folder(tmp_path / "hf", layers=2), tmp_path / "other.gguf"
     write_gguf(folder, file)
     write_gguf(folder, other)
