@@ -36,13 +36,34 @@ class _CompiledOp:
     """An operation of `fast/fused_ops.py`, compiled for any number of rows."""
 
     def __init__(self, op: FunctionType, backend: str) -> None:
-        self.compiled = torch.compile(_own_copy(op), backend=backend)
+        self.compiled = torch.compile(_own_copy(op), backend=backend, options=_options(backend))
 
     def __call__(self, rows: tuple[Tensor | None, ...], *rest: Any) -> Any:
-        for tensor in rows:
-            if tensor is not None:
-                maybe_mark_dynamic(tensor, 0)
-        return self.compiled(rows, *rest)
+        return self.compiled(tuple(None if x is None else _uniform(x) for x in rows), *rest)
+
+
+def _uniform(rows: Tensor) -> Tensor:
+    """Return rows without what torch.compile would compile another variant for, in 3 s on a GPU:
+    another number of rows, a gradient that nothing asks for, or a place in a larger tensor.
+    """
+    if not torch.is_grad_enabled():  # otherwise it is an operation with autograd's gradient
+        rows = rows.data
+    if rows.storage_offset() or not rows.is_contiguous():
+        rows = rows.clone(memory_format=torch.contiguous_format)
+    maybe_mark_dynamic(rows, 0)
+    return rows
+
+
+def _options(backend: str) -> dict[str, Any] | None:
+    """Return options of torch.compile; None: its defaults.
+
+    One kernel for sums over rows and over columns, which Inductor may choose, is another variant
+    for many rows than for few, and saves a read of hidden states alone.
+    """
+    if backend != "inductor":
+        return None
+    option = "triton.mix_order_reduction"  # since torch 2.10
+    return {option: False} if option in torch._inductor.list_options() else None
 
 
 def _own_copy(op: FunctionType) -> FunctionType:

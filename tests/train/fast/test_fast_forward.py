@@ -284,6 +284,34 @@ def test_training_runs_all_depths_side_by_side(monkeypatch: pytest.MonkeyPatch) 
     assert module.description == "all depths run side by side, small operations are compiled"
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_layers": 3, "qk_norm": True, "norm_before_residual": True},
+        {"num_layers": 1},
+        PEAGLE | {"num_layers": 2},
+        DSPARK,
+    ],
+    ids=str,
+)
+def test_a_step_compiles_nothing_beyond_the_check(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, object]
+) -> None:
+    graphs: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(choose_forward, "compiled_ops", partial(compiled_ops, backend=backend))
+    module = distillation_module(random_norms_head(**changes), compile=True)
+    assert module.description.endswith("small operations are compiled")
+    compiled = len(graphs)
+    for num_steps in (4, 3):  # the loss reads all steps' outputs as parts of one tensor
+        module(ragged_batch(num_steps), [1.0] * 4)[0].backward()
+    assert len(graphs) == compiled <= 10
+
+
 def test_heads_do_not_share_the_variants_of_compiled_ops() -> None:
     """torch.compile limits the variants of a code object, and runs eager steps beyond."""
     heads = [compiled_ops(FP8_OPS, backend="eager") for _ in range(2)]
