@@ -19,6 +19,8 @@ from draftlab.engine.step import GraphedStep
 from draftlab.evaluate.decoding_config import DecodingConfig
 
 WARM_UP_TOKENS = 8
+PREFILL_TOKENS = 2
+"""Of an answer that only warms up the prefill of its prompt, with one step behind it."""
 
 
 class Decoder(Protocol):
@@ -57,13 +59,13 @@ def warm_up_batches(batch: Sequence[Request]) -> list[list[Request]]:
 
     The first steps of a size pay for kernels that are compiled and a graph that is captured.
     """
-    short = _shortened(batch)
+    short = _shortened(batch, WARM_UP_TOKENS)
     sizes = {min(GraphedStep.padded_size(n), len(batch)) for n in range(1, len(batch) + 1)}
     return [short[:size] for size in sorted(sizes, reverse=True)]
 
 
-def _shortened(batch: Sequence[Request]) -> list[Request]:
-    return [replace(request, max_new_tokens=WARM_UP_TOKENS) for request in batch]
+def _shortened(batch: Sequence[Request], tokens: int) -> list[Request]:
+    return [replace(request, max_new_tokens=tokens) for request in batch]
 
 
 def time_in_turn(
@@ -82,7 +84,7 @@ def time_in_turn(
         progress: called with the number of finished batches and of all batches.
     """
     runs = {config: TimedRun([], 0.0) for config in engines}
-    prefills = list(map(_shortened, batches))
+    prefills = [_shortened(batch, PREFILL_TOKENS) for batch in batches]
     warm_ups = [warm_up_batches(batches[0]) + prefills]
     if any(getattr(engine, "graphs", None) is not None for engine in engines.values()):
         warm_ups.append(prefills)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -27,6 +27,7 @@ from draftlab.heads.folder import WEIGHTS
 from draftlab.kernels.devices import reuse_freed_memory
 from draftlab.pipeline.recording import Recording
 from draftlab.pipeline.training import train_and_save
+from draftlab.pipeline.training_compiler import TrainingCompiler
 from draftlab.plan.estimate import estimate_table, estimate_warnings, predicted_seconds
 from draftlab.plan.preflight import (
     Planned,
@@ -210,7 +211,10 @@ class Pipeline:
         predicted = self._predict(statuses)
         start = time.perf_counter()
         pool = self._new_pool()
-        with lock(run.folder), pool or nullcontext():
+        with ExitStack() as opened:
+            opened.enter_context(lock(run.folder))
+            if pool is not None:
+                opened.enter_context(pool)
             statuses = run.plan(*last)
             if not force:
                 run.refuse_changes(statuses)
@@ -219,6 +223,9 @@ class Pipeline:
                     run.check_store(status)
             if note := write_recipe(run.folder, to_yaml(self.recipe)):
                 self.monitor.say(note)
+            compiler = self._compile_training([s.stage.name for s in statuses if s.runs])
+            if compiler is not None:
+                opened.enter_context(closing(compiler))
             for number, status in enumerate(statuses, 1):
                 stage = status.stage
                 for line in status.lines(run.folder):
@@ -230,10 +237,18 @@ class Pipeline:
                 if pool is not None and stage.name not in ("answers", "store"):
                     pool.close()  # the next stages need the memory
                 self.monitor.say(f"stage {number} of {len(statuses)}: {stage.name}")
+                if stage.name == "head" and compiler is not None:
+                    compiler.finish(self.monitor)
                 self._run_stage(stage, pool)
         if sum(status.runs for status in statuses) > 1:
             took = timedelta(seconds=round(time.perf_counter() - start))
             self.monitor.say(f"all stages: done in {took}{predicted}")
+
+    def _compile_training(self, stages: list[str]) -> TrainingCompiler | None:
+        """Start the process that compiles the training step, if stages precede the training."""
+        if self.cluster is not None or self.ranks is not None or "head" not in stages[1:]:
+            return None
+        return TrainingCompiler.start(self.recipe, self.folder, self.monitor)
 
     def _predict(self, statuses: Sequence[Status]) -> str:
         """Say how long the stages will take, if an earlier run tells it, and return it."""

@@ -38,7 +38,7 @@ from draftlab.train.checkpoint import (
     read_checkpoint,
     training_key,
 )
-from draftlab.train.distributed.backends import DistillationModule, product_dtype, wrap
+from draftlab.train.distributed.backends import DistillationModule, wrap
 from draftlab.train.distributed.ranks import EndingSignal, Ranks, idle_note
 from draftlab.train.flops import StepWork, matrix_rate, mean_context
 from draftlab.train.initial_weights import start_from, untrained_head
@@ -50,7 +50,7 @@ from draftlab.train.metrics import (
     reset_peak_memory,
     speed_line,
 )
-from draftlab.train.objectives.loss import DraftTeacher, Sums
+from draftlab.train.objectives.loss import Sums
 from draftlab.train.optimizer import learning_rate
 from draftlab.train.settings import TrainSettings
 from draftlab.train.step_graph import MOST_SECONDS, StepGraph, supports_graph
@@ -89,7 +89,6 @@ class Trainer:
         self.objective = get_family(config.family).objective()
         self.ranks = ranks or Ranks.join(settings.device)
         self.device = self.ranks.device
-        self.dtype = product_dtype(settings.precision, self.device)
         self.training, self.held_out = split_records(store, settings, seed, monitor)
         rules = self.objective.sampling, self.objective.imitates_states
         packer = Packer(store, settings, seed, *rules, uses_one_row(self.device))
@@ -102,26 +101,25 @@ class Trainer:
             )
         if initial is not None:
             monitor.say(start_from(head, initial, "head.init"))
-        self.head = head.to(self.device)
-        if not head.embed_tokens.weight.requires_grad:
-            head.embed_tokens.to(self.dtype)  # they are read in this dtype anyway
-        self.target = DraftTeacher.for_training(parts, head, self.dtype)
         self.loader.start_workers()  # they import while kernels are compiled
         try:
-            self._prepare(training_key(settings, config, vocabulary, store, seed, initial))
+            self._prepare(
+                head, parts, training_key(settings, config, vocabulary, store, seed, initial)
+            )
         except BaseException:
             self.loader.close()
             raise
 
-    def _prepare(self, key: str) -> None:
+    def _prepare(self, head: DraftHead, parts: TargetParts, key: str) -> None:
         """Make what steps need, compile their kernels, and read the last checkpoint, if any."""
-        head, monitor, folder = self.head, self.monitor, self.folder
+        monitor, folder = self.monitor, self.folder
         if self.device.type == "cuda":
             monitor.say(
-                "preparing the training step: kernels are compiled now and in the first step, for "
-                "a minute or two on a new machine"
+                "preparing the training step: kernels that no earlier process has compiled are "
+                "compiled now and in the first step"
             )
-        self.module = DistillationModule(head, self.target, self.settings, self.dtype)
+        self.module = DistillationModule.on_device(head, parts, self.settings, self.device)
+        self.head, self.dtype = head, self.module.dtype
         self.backend = wrap(self.module, self.settings, self.ranks)
         self.key = key
         self.step, self.tokens_seen, self.resumed_verified = 0, 0, True
@@ -331,7 +329,7 @@ class Trainer:
 
     def validate(self) -> Validation:
         """Validate on the held-out records; write the metrics to metrics.jsonl and the console."""
-        data, num_steps = (self.target, self.store, self.held_out), self.settings.ttt_steps
+        data, num_steps = (self.module.target, self.store, self.held_out), self.settings.ttt_steps
         validation = validate(self.backend.unwrap(), *data, num_steps=num_steps, ranks=self.ranks)
         row = {"step": self.step, "tokens_seen": self.tokens_seen}
         self.log.write({**row, "validation": validation.metrics()})

@@ -11,6 +11,7 @@ from draftlab.engine.sampling import Generation, Request
 from draftlab.evaluate.decoding_config import DecodingConfig
 from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.timing import (
+    PREFILL_TOKENS,
     WARM_UP_TOKENS,
     time_in_turn,
     timing_batches,
@@ -42,8 +43,8 @@ def test_every_size_of_a_shrinking_batch_is_warmed_up(batch: int, sizes: list[in
     requests = [Request(str(i), (1, 2), 64) for i in range(batch)]
     with pytest.raises(KeyError):  # the first timed batch has no generations
         time_in_turn({None: decoder}, [requests], lambda *_: None)  # type: ignore[dict-item]
-    warm_up = [*sizes, batch]  # every size of a step, then the prompts of the timed batch
-    assert decoder.calls == [*((size, WARM_UP_TOKENS) for size in warm_up), (batch, 64)]
+    steps = [(size, WARM_UP_TOKENS) for size in sizes]
+    assert decoder.calls == [*steps, (batch, PREFILL_TOKENS), (batch, 64)]
 
 
 class CapturingDecoder:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from draftlab.heads.folder import empty_head
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.compile_ahead import CompileAhead
+from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
 from draftlab.train.distributed.ranks import Ranks
@@ -54,6 +55,19 @@ class DistillationModule(nn.Module):
         self.objective = head.family.objective()
         self.terms = self.objective.loss_terms(settings)
         self.head_forward, self.description = choose_forward(head, self.objective, settings, dtype)
+
+    @classmethod
+    def on_device(
+        cls, head: DraftHead, parts: TargetParts, settings: TrainSettings, device: torch.device
+    ) -> DistillationModule:
+        """Move a head to a device, frozen embeddings in the dtype of products, and return its
+        module.
+        """
+        dtype = product_dtype(settings.precision, device)
+        if not head.embed_tokens.weight.requires_grad:
+            head.embed_tokens.to(dtype)  # they are read in this dtype anyway
+        teacher = DraftTeacher.for_training(parts, head.to(device), dtype)
+        return cls(head, teacher, settings, dtype)
 
     def compile_ahead(self, batch: Batch, weights: Sequence[float]) -> None:
         """Compile the Triton kernels of a pass side by side; a pass compiles them one by one."""

@@ -144,8 +144,12 @@ def check_compiled(head: DraftHead, compiled: Any, eager: Any, num_tokens: int) 
             raise ValueError(f"compiled and eager steps differ by {float(error):.2g} (relative)")
 
 
-def random_batch(head: DraftHead, length: int) -> Batch:
-    """Return a batch of one random conversation, whose second half is an answer."""
+def random_batch(
+    head: DraftHead, length: int, num_steps: int = 3, dtype: torch.dtype = torch.float32
+) -> Batch:
+    """Return a batch of one random conversation, whose second half is an answer; its states are in
+    `dtype`.
+    """
     config = head.config
     generator = torch.Generator().manual_seed(0)
     spans = (torch.arange(length) >= length // 2).long()
@@ -153,13 +157,13 @@ def random_batch(head: DraftHead, length: int) -> Batch:
         "random",
         torch.randint(config.vocab_size, (length,), generator=generator),
         spans,
-        torch.randn(length, config.feature_size, generator=generator),
-        torch.zeros(length, config.target_hidden_size),
+        torch.randn(length, config.feature_size, generator=generator).to(dtype),
+        torch.zeros(length, config.target_hidden_size, dtype=dtype),
         torch.zeros(length),
         torch.zeros(length, dtype=torch.int64),
         None,
     )
-    return pack([[record]], length, 3)
+    return pack([[record]], length, num_steps)
 
 
 _DO = "set train.precision=bfloat16"

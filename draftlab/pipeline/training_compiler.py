@@ -1,0 +1,133 @@
+"""Compiles the training step's kernels in a process of its own, while answers are made.
+
+A first training on a machine compiles for about a minute, in which its GPU idles. The process
+makes the recipe's head with random values, runs a step of it, and ends; Triton and Inductor keep
+what they compiled in their caches on disk, where the training finds it. A training without it
+compiles the same itself, so that a failure here costs time alone.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+
+from draftlab.formatting import exit_text
+from draftlab.kernels.devices import use_device
+from draftlab.progress import Monitor
+from draftlab.recipe.head_spec import planned_head, planned_identity, target_config
+from draftlab.recipe.recipe import Recipe
+from draftlab.signals import end_with
+from draftlab.target_model.locate import resolve_device, resolve_target
+from draftlab.target_model.parts import load_parts
+from draftlab.text.draft_vocabulary import DraftVocabulary
+from draftlab.train.distributed.backends import DistillationModule
+from draftlab.train.fast.choose_forward import random_batch
+from draftlab.train.initial_weights import untrained_head
+from draftlab.workers.pool import has_text
+
+_SPAWN = get_context("spawn")
+_MOST_MEMORY = 0.1
+"""Share of a GPU's free memory that the process may take: half of what answers leave free."""
+_CONTEXT_BYTES = 2**30
+"""What CUDA and libraries take of a GPU in a process, and the activations of a small step."""
+_PATIENCE_S = 180.0
+"""Seconds that a training waits for the process, which has begun before it."""
+_TOKENS = 2048
+"""Length of the conversation that the step is compiled for; it compiles others, too."""
+_PRIORITY = 10
+"""Added to the nice value: the processes that answer come first."""
+
+
+class TrainingCompiler:
+    """The process that compiles a recipe's training step.
+
+    Args:
+        run: the run folder, which gets the log of a process that fails.
+    """
+
+    def __init__(self, recipe: Recipe, run: Path) -> None:
+        self._log = run / "compile.log"
+        arguments = (recipe, self._log, os.getpid())
+        self._process = _SPAWN.Process(target=_compile_apart, args=arguments, daemon=True)
+        self._process.start()
+
+    @classmethod
+    def start(cls, recipe: Recipe, run: Path, monitor: Monitor) -> TrainingCompiler | None:
+        """Start the process; None: on a CPU, or if the GPU's memory is too small for it, too."""
+        device = resolve_device(recipe.train.device)
+        if device.type != "cuda" or recipe.train.compile is False:
+            return None
+        free, _ = torch.cuda.mem_get_info(device)
+        if needed_bytes(recipe) > _MOST_MEMORY * free:
+            return None
+        monitor.say("another process compiles the training step meanwhile")
+        return cls(recipe, run)
+
+    def finish(self, monitor: Monitor) -> None:
+        """Wait for the process before the training, and say so if it failed."""
+        if self._process.is_alive():
+            monitor.say("waiting for the process that compiles the training step")
+            self._process.join(_PATIENCE_S)
+        code = self._process.exitcode
+        self.close()
+        if code:
+            log = f"; its log: {self._log}" if has_text(self._log) else ""
+            monitor.say(
+                f"the process that compiles the training step ended ({exit_text(code)}){log}; the "
+                "training compiles it itself"
+            )
+
+    def close(self) -> None:
+        """End the process; its log stays if it failed and said something."""
+        failed = bool(self._process.exitcode)
+        self._process.terminate()
+        self._process.join()
+        if not (failed and has_text(self._log)):
+            self._log.unlink(missing_ok=True)
+
+
+def needed_bytes(recipe: Recipe) -> int:
+    """Return about how much memory of a GPU the process takes."""
+    config = target_config(recipe.target)
+    head = planned_head(recipe, config, planned_identity(recipe, config))
+    trained = sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
+    frozen = sum(2 * p.numel() for p in head.parameters() if not p.requires_grad)
+    teacher = 4 * head.config.draft_vocab_size * head.config.target_hidden_size
+    return 2 * trained + frozen + teacher + _CONTEXT_BYTES
+
+
+def _compile_apart(recipe: Recipe, log: Path, leader: int) -> None:
+    """Compile a recipe's training step in this process, which prints into a file."""
+    end_with(leader)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader ends this process
+    os.nice(_PRIORITY)
+    with open(log, "w", encoding="utf-8") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    device = resolve_device(recipe.train.device)
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+        torch.cuda.set_per_process_memory_fraction(needed_bytes(recipe) / total, device)
+    with use_device(device):
+        compile_training(recipe, device)
+
+
+def compile_training(recipe: Recipe, device: torch.device) -> None:
+    """Compile the kernels of a recipe's training step on a device."""
+    config = target_config(recipe.target)
+    head = planned_head(recipe, config, planned_identity(recipe, config)).config
+    folder = resolve_target(recipe.target)
+    parts = load_parts(folder, trust_remote_code=recipe.target.trust_remote_code)
+    vocabulary = DraftVocabulary(torch.arange(head.draft_vocab_size), None)
+    untrained = untrained_head(head, parts, vocabulary, recipe.seed)
+    settings = recipe.train
+    module = DistillationModule.on_device(untrained, parts, settings, device)
+    length = min(_TOKENS, settings.row_tokens)
+    batch = random_batch(untrained, length, settings.ttt_steps, parts.lm_head.dtype).to(device)
+    weights = module.objective.step_weights(settings.gamma, batch.counts)
+    module.compile_ahead(next(batch.split()), weights)

@@ -1,0 +1,109 @@
+"""The process that compiles the training step: when it runs, what it compiles, that it may fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftlab.kernels import compile_ahead
+from draftlab.pipeline import pipeline as pipeline_module
+from draftlab.pipeline.training_compiler import (
+    TrainingCompiler,
+    compile_training,
+    needed_bytes,
+)
+from draftlab.recipe.recipe import load_recipe
+from draftlab.train.distributed import backends
+from tests.helpers.monitors import RecordingMonitor
+from tests.helpers.small_run import pipeline
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def test_it_runs_while_stages_precede_the_training(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = RecordingMonitor()
+
+    class Recorded:
+        @classmethod
+        def start(cls, *_: object) -> Recorded:
+            monitor.say("compiler: started")
+            return cls()
+
+        def finish(self, _: object) -> None:
+            monitor.say("compiler: finished")
+
+        def close(self) -> None:
+            monitor.say("compiler: closed")
+
+    monkeypatch.setattr(pipeline_module, "TrainingCompiler", Recorded)
+    pipeline("name=other", monitor=monitor).make("head")
+    marks = ("compiler:", "stage ")
+    assert [line for line in monitor.lines if line.startswith(marks)] == [
+        "compiler: started",
+        "stage 1 of 3: answers",
+        "stage 2 of 3: store",
+        "stage 3 of 3: head",
+        "compiler: finished",
+        "compiler: closed",
+    ]
+    before = len(monitor.lines)
+    pipeline("name=other", "train.steps=2", monitor=monitor).make("head", force=True)
+    assert not any(line.startswith("compiler:") for line in monitor.lines[before:])
+
+
+def test_a_cpu_compiles_nothing_in_advance(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPES / "quickstart.yaml", ["train.device=cpu"])
+    assert TrainingCompiler.start(recipe, tmp_path, RecordingMonitor()) is None
+
+
+@pytest.mark.parametrize("name", ["", "_dspark", "_eagle", "_peagle"])
+def test_a_step_of_each_family_is_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without values, as `CompileAhead` runs it, which hides errors."""
+    passes: list[int] = []
+    monkeypatch.setattr(
+        backends, "CompileAhead", lambda _: lambda work: passes.append(compile_ahead._compile(work))
+    )
+    recipe = load_recipe(RECIPES / f"quickstart{name}.yaml")
+    compile_training(recipe, torch.device("cpu"))
+    assert passes == [0]  # a CPU has no kernels
+    assert 2**30 < needed_bytes(recipe) < 2**31
+
+
+def test_a_failure_costs_time_alone(tmp_path: Path) -> None:
+    recipe = load_recipe(RECIPES / "quickstart.yaml", [f"target={tmp_path}"])
+    monitor = RecordingMonitor()
+    TrainingCompiler(recipe, tmp_path).finish(monitor)
+    log = tmp_path / "compile.log"
+    assert f"ended (exit code 1); its log: {log}; the training compiles it itself" in monitor.text
+    assert "expected a checkpoint folder" in log.read_text()
+
+
+def test_it_ends_with_the_run(tmp_path: Path) -> None:
+    compiler = TrainingCompiler(load_recipe(RECIPES / "quickstart.yaml"), tmp_path)
+    compiler.close()
+    assert compiler._process.exitcode is not None
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_a_training_finds_what_it_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._dynamo.utils import counters
+
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    recipe, monitor = load_recipe(RECIPES / "quickstart.yaml"), RecordingMonitor()
+    compiler = TrainingCompiler.start(recipe, tmp_path, monitor)
+    assert compiler is not None
+    compiler.finish(monitor)
+    assert "ended" not in monitor.text
+    kernels = len(list((tmp_path / "TRITON_CACHE_DIR").iterdir()))
+    torch._dynamo.reset()
+    counters.clear()
+    compile_training(recipe, torch.device("cuda"))
+    assert counters["inductor"]["fxgraph_cache_hit"] >= 4
+    assert not counters["inductor"]["fxgraph_cache_miss"]
+    assert len(list((tmp_path / "TRITON_CACHE_DIR").iterdir())) == kernels >= 5
