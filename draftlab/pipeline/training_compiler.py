@@ -110,10 +110,10 @@ def _compile_apart(recipe: Recipe, log: Path, leader: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
     device = resolve_device(recipe.train.device)
-    if device.type == "cuda":
-        total = torch.cuda.mem_get_info(device)[1]
-        torch.cuda.set_per_process_memory_fraction(needed_bytes(recipe) / total, device)
     with use_device(device):
+        if device.type == "cuda":
+            share = needed_bytes(recipe) / torch.cuda.mem_get_info()[1]
+            torch.cuda.set_per_process_memory_fraction(share)
         compile_training(recipe, device)
 
 

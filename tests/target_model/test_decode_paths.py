@@ -13,9 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from draftlab.errors import UserError
+from draftlab.kernels import compile_ahead
 from draftlab.kernels.cpu_prepacked_linear import why_no_prepacking
 from draftlab.kernels.linear import MAX_ROWS
-from draftlab.target_model.fused_decoder import FusedDecoder, fused_decoder, has_known_layers
+from draftlab.target_model import known_layers
+from draftlab.target_model.fused_decoder import (
+    FusedDecoder,
+    FusedLayer,
+    fused_decoder,
+    has_known_layers,
+)
 from draftlab.target_model.hidden_states import HiddenStates
 from draftlab.target_model.known_layers import check_decode_path
 from draftlab.target_model.model import Target
@@ -103,6 +110,34 @@ def test_the_fused_path_shares_the_models_memory(target: Target) -> None:
         for p in (attention.q_proj, attention.k_proj, attention.v_proj)
     }
     assert storages == {fused.layers[0].weights.qkv.untyped_storage().data_ptr()}
+
+
+def test_one_layer_of_each_kind_asks_for_its_kernels(
+    llama: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first layer has a norm before it of its own, and all others are alike."""
+    fused, asked, run = FusedDecoder(llama), list[int](), FusedLayer.write_cache
+
+    def recorded(layer: FusedLayer, *rest: Any, **options: Any) -> Tensor:
+        if compile_ahead.is_fake():
+            asked.append(fused.layers.index(layer))
+        return run(layer, *rest, **options)
+
+    monkeypatch.setattr(FusedLayer, "write_cache", recorded)
+
+    def compile_kernels(work: Any) -> None:
+        token = compile_ahead._fake.set(True)
+        work()
+        compile_ahead._fake.reset(token)
+
+    monkeypatch.setattr(known_layers, "CompileAhead", lambda _: compile_kernels)
+    check_decode_path(llama, fused, "the path")
+    assert asked == [0, 1] * 4
+    fused.layers[2].window = 6
+    asked.clear()
+    with pytest.raises(UserError, match="differ in their states"):
+        check_decode_path(llama, fused, "the path")
+    assert asked[:3] == [0, 1, 2]
 
 
 class QuantisedTensor(Tensor):
