@@ -274,6 +274,8 @@ class Trainer:
         sums = self.ending.sum([*micro.counts, micro.tokens, micro.teachers])
         *counts, tokens, teachers = sums
         self.loader.window.begin_step(self.step)
+        if self.step >= self.settings.steps - self.settings.decay_steps:
+            self.module.end_fp8()
         self.anchors = counts[0]
         self.weights = self.objective.step_weights(self.settings.gamma, counts)
         self.window.add_step(counts, tokens, teachers)

@@ -28,7 +28,7 @@ def learning_rate(step: int, settings: TrainSettings) -> float:
         return settings.learning_rate * (step + 1) / warmup
     length = steps - warmup  # of the decay
     if settings.schedule == "wsd":
-        length = min(length, max(1, round(settings.decay * steps)))
+        length = min(length, settings.decay_steps)
     left = min(1.0, (steps - 1 - step) / length)
     if settings.schedule == "cosine":
         left = 0.5 * (1 - math.cos(math.pi * left))

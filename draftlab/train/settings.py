@@ -169,14 +169,15 @@ class TrainSettings(Settings):
     """Shape of the learning rate after warmup. cosine: it falls steadily. wsd: it stays at the peak
     until the last steps (`decay`)."""
     decay: float = Field(default=0.2, gt=0, le=1)
-    """wsd: share of the steps, at the end, in which the learning rate falls."""
+    """Share of the steps, at the end, in which wsd's learning rate falls and fp8 has ended."""
     final_learning_rate: float = Field(default=0.02, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
     clip: float = Field(default=0.5, gt=0)
     """Gradient norm above which gradients are clipped."""
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
     """Autocast dtype over float32 weights; "auto": bfloat16 on a GPU, float32 on a CPU. fp8: layers
-    multiply in 8 bits, which a GPU of Hopper or later does; on eagle and eagle_llama4: bfloat16."""
+    multiply in 8 bits before the last steps (`decay`), as GPUs from Hopper on do; on eagle
+    and eagle_llama4: bfloat16."""
     compile: Literal["auto"] | bool = "auto"
     """Whether norms and rotations are compiled (torch.compile); "auto": on a GPU.
     It has no effect on eagle and eagle_llama4."""
@@ -220,6 +221,11 @@ class TrainSettings(Settings):
         if self.adamw_learning_rate and self.optimizer == "adamw":
             raise ValueError("adamw_learning_rate is for optimizer=muon: set learning_rate instead")
         return self
+
+    @property
+    def decay_steps(self) -> int:
+        """Return the number of the last steps that `decay` means, at least one."""
+        return max(1, round(self.decay * self.steps))
 
     def identity(self) -> dict[str, Any]:
         """Return all settings that change the weights; a training checkpoint is tied to them."""

@@ -45,7 +45,7 @@ def supports_graph(
     return (
         device.type == "cuda"
         and isinstance(forward, FastUnroll)
-        and forward.ops.quantise_weight is None
+        and not forward.in_fp8
         and module.objective.sampling is None
         and not module.objective.imitates_states
         and module.terms in (LossTerms("soft_ce"), LossTerms("lk"))

@@ -55,6 +55,14 @@ class DistillationModule(nn.Module):
         self.objective = head.family.objective()
         self.terms = self.objective.loss_terms(settings)
         self.head_forward, self.description = choose_forward(head, self.objective, settings, dtype)
+        self._without_fp8 = self.head_forward
+        if isinstance(self.head_forward, FastForward) and self.head_forward.in_fp8:
+            settings = settings.model_copy(update={"precision": "bfloat16"})
+            self._without_fp8, _ = choose_forward(head, self.objective, settings, dtype)
+
+    def end_fp8(self) -> None:
+        """Multiply in 16 bits from now on."""
+        self.head_forward = self._without_fp8
 
     @classmethod
     def on_device(

@@ -103,7 +103,9 @@ def choose_forward(
     if fp8:
         check_fp8_sizes(head)
         check_fp8_device(head.fc.weight.device)
-        description.append("layers' products are in fp8")
+        description.append(
+            f"layers' products are in fp8 before the last {settings.decay:.0%} of steps"
+        )
     eager = fast(dtype, ops=ops)
     if not (settings.compile is True or (settings.compile == "auto" and on_gpu)):
         return eager, ", ".join(description)
@@ -129,7 +131,7 @@ def check_compiled(head: DraftHead, compiled: Any, eager: Any, num_tokens: int) 
         for name, p in head.named_parameters()
         if name.startswith(("fc.", "layers.", "mask_")) and p.requires_grad
     ]
-    tolerance = _FP8_TOLERANCE if eager.ops.quantise_weight else _TOLERANCE[eager.dtype]
+    tolerance = _FP8_TOLERANCE if eager.in_fp8 else _TOLERANCE[eager.dtype]
 
     def run(forward: Any) -> list[Tensor]:
         outputs = forward(head, batch)

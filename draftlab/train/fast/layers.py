@@ -55,9 +55,14 @@ class FastForward(ABC):
     def outputs(self, head: Any, batch: Batch, steps: list[StepRows]) -> Iterable[Tensor]:
         """Return the output [n, H] of each step that has rows."""
 
+    @property
+    def in_fp8(self) -> bool:
+        """Return whether products of layers are in 8 bits."""
+        return self.ops.quantise_weight is not None
+
     def eager(self) -> FastForward:
         """Return the same forward pass without torch.compile."""
-        return type(self)(self.dtype, ops=FP8_OPS if self.ops.quantise_weight else FUSED_OPS)
+        return type(self)(self.dtype, ops=FP8_OPS if self.in_fp8 else FUSED_OPS)
 
     def __call__(self, head: Any, batch: Batch) -> list[StepOutput]:
         """Return each step's output; gradients flow through all earlier steps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,15 +13,18 @@ from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
 from draftlab.kernels import fp8_linear
 from draftlab.kernels.fp8_linear import quantise_weight
+from draftlab.train.batch.loader import MicroBatch
 from draftlab.train.distributed.backends import DistillationModule, product_dtype
 from draftlab.train.fast import choose_forward
 from draftlab.train.fast.choose_forward import compiled_ops
 from draftlab.train.fast.fused_ops import FP8_OPS
 from draftlab.train.fast.layers import LayerWeights
+from draftlab.train.loop import Trainer
 from draftlab.train.objectives.loss import DraftTeacher
 from draftlab.train.settings import TrainSettings
 from tests.helpers.gpu import on_devices
 from tests.helpers.synthetic import EAGLE, parts, ragged_batch, random_norms_head, train_step
+from tests.helpers.toy_training import orthogonal_parts, toy_store, trained
 
 HEADS: list[dict[str, object]] = [
     {},
@@ -113,6 +117,32 @@ def test_a_training_says_what_is_in_8_bits() -> None:
         other = module(random_norms_head(**unlike))
         assert "train.precision=fp8 means bfloat16 on such heads" in other.description
     assert product_dtype("fp8", torch.device("cuda")) == torch.bfloat16
+
+
+@pytest.mark.parametrize(("decay", "switch"), [(1.0, 0), (0.3, 7)])
+def test_the_last_steps_are_in_16_bits(
+    decay: float, switch: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of a training that goes on after a checkpoint."""
+    in_fp8: list[bool] = []
+    accumulate, save = Trainer._accumulate, Trainer.save
+
+    def recorded(trainer: Trainer, micro: MicroBatch) -> None:
+        in_fp8.append(trainer.module.head_forward.in_fp8)
+        accumulate(trainer, micro)
+
+    def stop(trainer: Trainer) -> None:
+        save(trainer)
+        trainer.writer.finish()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "_accumulate", recorded)
+    monkeypatch.setattr(Trainer, "save", stop)
+    settings = {"precision": "fp8", "steps": 10, "decay": decay, "checkpoint_every": 5}
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            trained(tmp_path, toy_store(), orthogonal_parts(), **settings)
+    assert in_fp8 == [number < switch for number in range(10)]
 
 
 def test_sizes_that_no_gpu_multiplies_are_refused() -> None:
