@@ -206,14 +206,29 @@ def encode(
         RenderError: it has a token without an embedding, as Gemma 3 has one for images; or the
             processor changes other tokens than the images'.
     """
+    ((ids, ranges),) = _tokenize(tokenizer, [text], offsets=offsets)
+    return _encoded(tokenizer, text, ids, ranges, images)
+
+
+def _tokenize(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], *, offsets: bool
+) -> list[tuple[tuple, tuple]]:
+    """Return ids and, if asked for, character ranges of texts, which threads share."""
     if not tokenizer.is_fast:
         raise UserError(
             f"expected a fast tokenizer (tokenizer.json), found {type(tokenizer).__name__}",
             where=tokenizer.name_or_path,
             do="convert it with transformers' AutoTokenizer and save_pretrained",
         )
-    out = tokenizer(text, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
-    ids, ranges = tuple(out["input_ids"]), tuple(map(tuple, out.get("offset_mapping", ())))
+    if not texts:
+        return []
+    out = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=offsets, verbose=False)
+    ranges = out.get("offset_mapping", [()] * len(texts))
+    return [(tuple(i), tuple(map(tuple, r))) for i, r in zip(out["input_ids"], ranges, strict=True)]
+
+
+def _encoded(tokenizer: Any, text: str, ids: tuple, ranges: tuple, images: Images) -> Encoded:
+    """Return a tokenized text, with the tokens of its images."""
     if images:
         ids, ranges = _with_images(tokenizer, text, images, ids, ranges)
     rows = getattr(tokenizer, ROWS, None)
@@ -249,9 +264,13 @@ def encode_prompts(
     """Yield conversations with the generation prompt, as `render`, of which there may be many."""
     prompts = (replace(chat, generation_prompt=True) for chat in chats)
     while batch := list(islice(prompts, BATCH)):
-        for chat, result in zip(batch, render(tokenizer, batch), strict=True):
+        results = list(render(tokenizer, batch))
+        texts = [one for one in results if isinstance(one, str)]
+        tokenized = iter(_tokenize(tokenizer, texts, offsets=False))
+        for chat, result in zip(batch, results, strict=True):
             try:
-                yield encode(tokenizer, rendered(result), offsets=False, images=chat.images)
+                text = rendered(result)
+                yield _encoded(tokenizer, text, *next(tokenized), chat.images)
             except RenderError as error:
                 yield error
 
