@@ -16,6 +16,7 @@ from pathlib import Path
 
 import torch
 
+from draftlab.files import canonical_json, sha256_text
 from draftlab.formatting import exit_text
 from draftlab.kernels.devices import use_device
 from draftlab.progress import Monitor
@@ -28,6 +29,7 @@ from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.distributed.backends import DistillationModule
 from draftlab.train.fast.choose_forward import random_batch
 from draftlab.train.initial_weights import untrained_head
+from draftlab.version import git_commit
 from draftlab.workers.pool import has_text
 
 _SPAWN = get_context("spawn")
@@ -58,12 +60,14 @@ class TrainingCompiler:
 
     @classmethod
     def start(cls, recipe: Recipe, run: Path, monitor: Monitor) -> TrainingCompiler | None:
-        """Start the process; None: on a CPU, or if the GPU's memory is too small for it, too."""
+        """Start the process; None: on a CPU, if the step is compiled already, or if the memory of
+        the GPU is too small for the process, too.
+        """
         device = resolve_device(recipe.train.device)
         if device.type != "cuda" or recipe.train.compile is False:
             return None
         free, _ = torch.cuda.mem_get_info(device)
-        if needed_bytes(recipe) > _MOST_MEMORY * free:
+        if compiled_mark(recipe, device).exists() or needed_bytes(recipe) > _MOST_MEMORY * free:
             return None
         monitor.say("another process compiles the training step meanwhile")
         return cls(recipe, run)
@@ -91,6 +95,19 @@ class TrainingCompiler:
             self._log.unlink(missing_ok=True)
 
 
+def compiled_mark(recipe: Recipe, device: torch.device) -> Path:
+    """Return the file beside what was compiled that says so of a recipe's training step."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    config = target_config(recipe.target)
+    head = planned_head(recipe, config, planned_identity(recipe, config)).config
+    shapes = head.model_dump(mode="json", exclude={"target", "provenance"})
+    settings = recipe.train.model_dump(include={"precision", "compile", "loss", "ttt_steps"})
+    versions = torch.__version__, torch.cuda.get_device_name(device), git_commit()
+    key = sha256_text(canonical_json([shapes, settings, *versions]))
+    return Path(cache_dir()) / f"draftlab-{key[:16]}"
+
+
 def needed_bytes(recipe: Recipe) -> int:
     """Return about how much memory of a GPU the process takes."""
     config = target_config(recipe.target)
@@ -115,6 +132,8 @@ def _compile_apart(recipe: Recipe, log: Path, leader: int) -> None:
             share = needed_bytes(recipe) / torch.cuda.mem_get_info()[1]
             torch.cuda.set_per_process_memory_fraction(share)
         compile_training(recipe, device)
+        if device.type == "cuda":
+            compiled_mark(recipe, device).touch()
 
 
 def compile_training(recipe: Recipe, device: torch.device) -> None:
