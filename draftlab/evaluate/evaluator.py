@@ -33,11 +33,10 @@ from draftlab.evaluate.metrics import (
 from draftlab.evaluate.results import CategoryResult, Lossless, Report, Row
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.warnings import (
+    head_warnings,
     k_warnings,
-    length_warnings,
     row_warnings,
     suite_warnings,
-    trained_prompt_warnings,
 )
 from draftlab.evaluate.workload import OWN_ENGINE, EngineResults, Workload, measure_draftlab
 from draftlab.files import known_sha256
@@ -99,8 +98,7 @@ class Evaluator:
         )
         warnings = suite_warnings(len(workload.suite.prompts), settings)
         for head in workload.heads:
-            warnings += trained_prompt_warnings(head, workload.suite)
-            warnings += length_warnings(head, workload.suite)
+            warnings += head_warnings(head, workload.suite)
         for text in warnings:
             workload.monitor.say(f"warning: {text}")
 
@@ -279,8 +277,7 @@ def _row(
     own_warnings = []
     if head is not None:
         own_warnings += suite_warnings(len(workload.suite.prompts), settings)
-        own_warnings += trained_prompt_warnings(head, workload.suite)
-        own_warnings += length_warnings(head, workload.suite)
+        own_warnings += head_warnings(head, workload.suite)
         own_warnings += k_warnings(head, config.k)
     row = Row(
         head=head.name if head else None,

@@ -41,34 +41,28 @@ def suite_warnings(prompts: int, settings: EvalSettings) -> list[str]:
     return warnings
 
 
-def trained_prompt_warnings(head: NamedHead, suite: Suite) -> list[str]:
-    """Return a warning if a head was trained on prompts of a suite, whose AL is higher then."""
-    seen = sum(suite.digests.get(id_) in head.trained_on for id_, _ in suite.prompts)
-    if not seen:
-        return []
-    return [
-        f"{head.name} was trained on {seen:,} of the {len(suite.prompts):,} prompts of "
-        f"{suite.name}: expect a lower AL of new ones (eval.suite)"
-    ]
-
-
-def length_warnings(head: NamedHead, suite: Suite) -> list[str]:
-    """Return a warning if prompts are longer than what the head was validated on, unless all its
-    layers see a window of keys: it accepts less at positions beyond its training's.
+def head_warnings(head: NamedHead, suite: Suite) -> list[str]:
+    """Return warnings if a head was trained on prompts of a suite, whose AL is higher then, or if
+    prompts are longer than it was validated on, and not all its layers see a window of keys.
     """
+    warnings, of = [], f"of the {len(suite.prompts):,} prompts of {suite.name}"
+    if seen := sum(suite.digests.get(id_) in head.trained_on for id_, _ in suite.prompts):
+        warnings.append(
+            f"{head.name} was trained on {seen:,} {of}: expect a lower AL of new ones (eval.suite)"
+        )
     config = head.head.config
     known = config.validated_positions
     longer = sum(len(ids) > known for _, ids in suite.prompts) if known else 0
-    if not longer or all(layer.window for layer in head.head.layers):
-        return []
-    window = ""
-    if hasattr(config, "sliding_window"):
-        window = " or sees a window of keys (sliding_window in its draftlab.json)"
-    return [
-        f"{longer:,} of the {len(suite.prompts):,} prompts of {suite.name} are longer than the "
-        f"{known:,} tokens that {head.name} was validated up to: expect a lower AL there, unless "
-        f"it is trained on longer ones (record.max_length){window}"
-    ]
+    if longer and not all(layer.window for layer in head.head.layers):
+        window = ""
+        if hasattr(config, "sliding_window"):
+            window = " or sees a window of keys (sliding_window in its draftlab.json)"
+        warnings.append(
+            f"{longer:,} {of} are longer than the {known:,} tokens that {head.name} was validated "
+            f"up to: expect a lower AL there, unless it is trained on longer ones "
+            f"(record.max_length){window}"
+        )
+    return warnings
 
 
 def k_warnings(head: NamedHead, k: int) -> list[str]:

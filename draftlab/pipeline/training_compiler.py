@@ -24,17 +24,18 @@ from draftlab.recipe.head_spec import planned_head, planned_identity, target_con
 from draftlab.recipe.recipe import Recipe
 from draftlab.signals import end_with
 from draftlab.target_model.locate import resolve_device, resolve_target
-from draftlab.target_model.parts import load_parts
+from draftlab.target_model.parts import load_parts, shard_files
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.distributed.backends import DistillationModule
-from draftlab.train.fast.choose_forward import random_batch
+from draftlab.train.fast.choose_forward import NOT_COMPILED, random_batch
 from draftlab.train.initial_weights import untrained_head
-from draftlab.version import git_commit
+from draftlab.version import git_commit, package_version
 from draftlab.workers.pool import has_text
 
 _SPAWN = get_context("spawn")
 _MOST_MEMORY = 0.1
-"""Share of a GPU's free memory that the process may take: half of what answers leave free."""
+"""Share of a GPU's free memory, less the target, that the process may take: half of what answers
+leave free."""
 _CONTEXT_BYTES = 2**30
 """What CUDA and libraries take of a GPU in a process, and the activations of a small step."""
 _PATIENCE_S = 180.0
@@ -66,8 +67,13 @@ class TrainingCompiler:
         device = resolve_device(recipe.train.device)
         if device.type != "cuda" or recipe.train.compile is False:
             return None
-        free, _ = torch.cuda.mem_get_info(device)
-        if compiled_mark(recipe, device).exists() or needed_bytes(recipe) > _MOST_MEMORY * free:
+        try:
+            target = sum(path.stat().st_size for path in shard_files(resolve_target(recipe.target)))
+            most = _MOST_MEMORY * (torch.cuda.mem_get_info(device)[0] - target)
+            if compiled_mark(recipe, device).exists() or needed_bytes(recipe) > most:
+                return None
+        except Exception as error:  # of a cache's folder, or a GPU that takes no second process
+            monitor.say(f"the training step is not compiled in advance: {error}")
             return None
         monitor.say("another process compiles the training step meanwhile")
         return cls(recipe, run)
@@ -79,11 +85,12 @@ class TrainingCompiler:
             self._process.join(_PATIENCE_S)
         code = self._process.exitcode
         self.close()
-        if code:
+        if code != 0:
+            how = f"has not ended in {_PATIENCE_S:.0f} s" if code is None else exit_text(code)
             log = f"; its log: {self._log}" if has_text(self._log) else ""
             monitor.say(
-                f"the process that compiles the training step ended ({exit_text(code)}){log}; the "
-                "training compiles it itself"
+                f"the process that compiles the training step failed ({how}){log}; the training "
+                "compiles it itself"
             )
 
     def close(self) -> None:
@@ -103,7 +110,12 @@ def compiled_mark(recipe: Recipe, device: torch.device) -> Path:
     head = planned_head(recipe, config, planned_identity(recipe, config)).config
     shapes = head.model_dump(mode="json", exclude={"target", "provenance"})
     settings = recipe.train.model_dump(include={"precision", "compile", "loss", "ttt_steps"})
-    versions = torch.__version__, torch.cuda.get_device_name(device), git_commit()
+    versions = (
+        torch.__version__,
+        package_version(),
+        git_commit(),
+        torch.cuda.get_device_name(device),
+    )
     key = sha256_text(canonical_json([shapes, settings, *versions]))
     return Path(cache_dir()) / f"draftlab-{key[:16]}"
 
@@ -115,7 +127,8 @@ def needed_bytes(recipe: Recipe) -> int:
     trained = sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
     frozen = sum(2 * p.numel() for p in head.parameters() if not p.requires_grad)
     teacher = 4 * head.config.draft_vocab_size * head.config.target_hidden_size
-    return 2 * trained + frozen + teacher + _CONTEXT_BYTES
+    # A check keeps the gradients of two passes, and copies of weights.
+    return 4 * trained + frozen + teacher + _CONTEXT_BYTES
 
 
 def _compile_apart(recipe: Recipe, log: Path, leader: int) -> None:
@@ -137,7 +150,9 @@ def _compile_apart(recipe: Recipe, log: Path, leader: int) -> None:
 
 
 def compile_training(recipe: Recipe, device: torch.device) -> None:
-    """Compile the kernels of a recipe's training step on a device."""
+    """Compile the kernels of a recipe's training step on a device; raise a RuntimeError if
+    torch.compile fails.
+    """
     config = target_config(recipe.target)
     head = planned_head(recipe, config, planned_identity(recipe, config)).config
     folder = resolve_target(recipe.target)
@@ -146,6 +161,8 @@ def compile_training(recipe: Recipe, device: torch.device) -> None:
     untrained = untrained_head(head, parts, vocabulary, recipe.seed)
     settings = recipe.train
     module = DistillationModule.on_device(untrained, parts, settings, device)
+    if NOT_COMPILED in module.description:
+        raise RuntimeError(module.description)
     length = min(_TOKENS, settings.row_tokens)
     batch = random_batch(untrained, length, settings.ttt_steps, parts.lm_head.dtype).to(device)
     weights = module.objective.step_weights(settings.gamma, batch.counts)

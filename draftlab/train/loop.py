@@ -146,7 +146,7 @@ class Trainer:
         self.rate: float | None = None
         if self.device.type == "cuda":
             one = matrix_rate(self.device, self.dtype)
-            one *= 1 + (self.settings.precision == "fp8")  # products in 8 bits are twice as fast
+            one *= 1 + self.module.in_fp8  # products in 8 bits are twice as fast
             self.rate = one * self.working
             say(
                 f"MFU: of the {rounded_text(one / 1e12)} TFLOP/s of a large product, on each of "
@@ -274,8 +274,10 @@ class Trainer:
         sums = self.ending.sum([*micro.counts, micro.tokens, micro.teachers])
         *counts, tokens, teachers = sums
         self.loader.window.begin_step(self.step)
-        if self.step >= self.settings.steps - self.settings.decay_steps:
+        decays = self.step >= self.settings.steps - self.settings.decay_steps
+        if decays and self.module.in_fp8:
             self.module.end_fp8()
+            self.rate = self.rate and self.rate / 2
         self.anchors = counts[0]
         self.weights = self.objective.step_weights(self.settings.gamma, counts)
         self.window.add_step(counts, tokens, teachers)

@@ -21,7 +21,7 @@ from draftlab.evaluate.metrics import timing
 from draftlab.evaluate.results import Report
 from draftlab.evaluate.settings import EvalSettings
 from draftlab.evaluate.timing import TimedRun, timing_batches
-from draftlab.evaluate.warnings import length_warnings, suite_warnings
+from draftlab.evaluate.warnings import head_warnings, suite_warnings
 from draftlab.heads.eagle3 import Eagle3Head
 from draftlab.progress import Monitor
 from draftlab.target_model.model import Target
@@ -148,7 +148,7 @@ def test_prompts_beyond_the_validated_positions_are_named(
     for own in (config, other_family):
         layers = [SimpleNamespace(window=window) for window in windows]
         named = NamedHead("a head", SimpleNamespace(config=own, layers=layers))
-        found = length_warnings(named, replace(suite(), prompts=prompts))
+        found = head_warnings(named, replace(suite(), prompts=prompts))
         assert [text.partition(" are longer")[0] for text in found] == [
             f"{longer} of the 4 prompts of {suite().name}"
         ] * bool(longer)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from draftlab.kernels import compile_ahead
 from draftlab.pipeline import pipeline as pipeline_module
+from draftlab.pipeline import training_compiler
 from draftlab.pipeline.training_compiler import (
     TrainingCompiler,
     compile_training,
@@ -17,6 +19,7 @@ from draftlab.pipeline.training_compiler import (
 )
 from draftlab.recipe.recipe import load_recipe
 from draftlab.train.distributed import backends
+from draftlab.train.fast import choose_forward
 from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import pipeline
 
@@ -74,12 +77,47 @@ def test_a_step_of_each_family_is_compiled(name: str, monkeypatch: pytest.Monkey
     assert 2**30 < needed_bytes(recipe) < 2**31
 
 
+def test_a_step_that_cannot_be_compiled_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training goes on without torch.compile, and says so."""
+
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("too little memory")
+
+    monkeypatch.setattr(choose_forward, "check_compiled", fail)
+    recipe = load_recipe(RECIPES / "quickstart.yaml", ["train.compile=true"])
+    with pytest.raises(RuntimeError, match="too little memory"):
+        compile_training(recipe, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("free", "starts"), [(2**31, False), (2**34, True), (OSError("no such folder"), False)]
+)
+def test_it_starts_where_memory_and_folders_allow(
+    free: int | OSError, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def mem_get_info(_: torch.device) -> tuple[int, int]:
+        if isinstance(free, OSError):
+            raise free
+        return free, 2**37
+
+    monkeypatch.setattr(training_compiler, "resolve_device", lambda _: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(training_compiler, "compiled_mark", lambda *_: tmp_path / "mark")
+    monkeypatch.setattr(TrainingCompiler, "__init__", lambda *_: None)
+    recipe, monitor = load_recipe(RECIPES / "quickstart.yaml"), RecordingMonitor()
+    found = TrainingCompiler.start(recipe, tmp_path, monitor)
+    assert (found is not None) == starts
+    assert ("not compiled in advance: no such folder" in monitor.text) == isinstance(free, OSError)
+    (tmp_path / "mark").touch()
+    assert TrainingCompiler.start(recipe, tmp_path, monitor) is None
+
+
 def test_a_failure_costs_time_alone(tmp_path: Path) -> None:
     recipe = load_recipe(RECIPES / "quickstart.yaml", [f"target={tmp_path}"])
     monitor = RecordingMonitor()
     TrainingCompiler(recipe, tmp_path).finish(monitor)
     log = tmp_path / "compile.log"
-    assert f"ended (exit code 1); its log: {log}; the training compiles it itself" in monitor.text
+    assert f"failed (exit code 1); its log: {log}; the training compiles it itself" in monitor.text
     assert "expected a checkpoint folder" in log.read_text()
 
 
@@ -110,7 +148,7 @@ def test_a_training_finds_what_it_compiled(tmp_path: Path, monkeypatch: pytest.M
     compiler = TrainingCompiler.start(recipe, tmp_path, monitor)
     assert compiler is not None
     compiler.finish(monitor)
-    assert "ended" not in monitor.text
+    assert "failed" not in monitor.text
     kernels = {path.name for path in (tmp_path / "TRITON_CACHE_DIR").iterdir()}
     assert TrainingCompiler.start(recipe, tmp_path, monitor) is None
     compile_training(recipe, torch.device("cuda"))

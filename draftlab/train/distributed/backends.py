@@ -26,7 +26,7 @@ from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
 from draftlab.train.distributed.ranks import Ranks
-from draftlab.train.fast.choose_forward import choose_forward
+from draftlab.train.fast.choose_forward import NOT_COMPILED, choose_forward
 from draftlab.train.fast.layers import FastForward
 from draftlab.train.objectives.loss import DraftTeacher, Sums, weighted_loss
 from draftlab.train.optimizer import new_optimizer
@@ -58,7 +58,14 @@ class DistillationModule(nn.Module):
         self._without_fp8 = self.head_forward
         if isinstance(self.head_forward, FastForward) and self.head_forward.in_fp8:
             settings = settings.model_copy(update={"precision": "bfloat16"})
-            self._without_fp8, _ = choose_forward(head, self.objective, settings, dtype)
+            self._without_fp8, other = choose_forward(head, self.objective, settings, dtype)
+            if NOT_COMPILED in other:
+                self.description += f", then {other[other.index(NOT_COMPILED) :]}"
+
+    @property
+    def in_fp8(self) -> bool:
+        """Return whether layers multiply in 8 bits now."""
+        return self.head_forward is not self._without_fp8
 
     def end_fp8(self) -> None:
         """Multiply in 16 bits from now on."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 
 from draftlab.errors import UserError
+from draftlab.formatting import count_text
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.compile_ahead import CompileAhead
 from draftlab.kernels.fp8_linear import SIZE_MULTIPLE, linear, quantise_weight
@@ -22,6 +23,7 @@ from draftlab.train.settings import TrainSettings
 
 NO_FP8 = "train.precision=fp8 means bfloat16 on such heads"
 NO_COMPILE = "train.compile has no effect on such heads"
+NOT_COMPILED = "not compiled"
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 _FP8_TOLERANCE = 0.35
 """Relative difference allowed between compiled and eager steps. In bfloat16 they round at different
@@ -103,9 +105,8 @@ def choose_forward(
     if fp8:
         check_fp8_sizes(head)
         check_fp8_device(head.fc.weight.device)
-        description.append(
-            f"layers' products are in fp8 before the last {settings.decay:.0%} of steps"
-        )
+        steps = settings.steps - settings.decay_steps
+        description.append(f"layers' products are in fp8 in the first {count_text(steps, 'step')}")
     eager = fast(dtype, ops=ops)
     if not (settings.compile is True or (settings.compile == "auto" and on_gpu)):
         return eager, ", ".join(description)
@@ -116,7 +117,8 @@ def choose_forward(
         check_compiled(head, compiled, eager, num_tokens)
     except Exception as error:  # compilers raise many types
         reason = " ".join(str(error).split())[:200]
-        description.append(f"not compiled: torch.compile failed: {type(error).__name__}: {reason}")
+        failure = f"torch.compile failed: {type(error).__name__}: {reason}"
+        description.append(f"{NOT_COMPILED}: {failure}")
         return eager, ", ".join(description)
     return compiled, ", ".join([*description, "small operations are compiled"])
 
