@@ -34,7 +34,9 @@ def parse_source(text: str) -> Source:
         name, number = text, ""
     quota = int(number) if number else None
     if quota == 0:
-        raise UserError("expected a quota of 1 or more, found 0", where=text)
+        raise UserError(
+            "expected a quota of 1 or more, found 0", where=text, do="leave the source out"
+        )
     if (source := hub_source(name)) is not None:
         return replace(source, quota=quota)
     path = Path(name)
@@ -44,7 +46,7 @@ def parse_source(text: str) -> Source:
             do=f"known names: {', '.join(KNOWN)}; files end in {', '.join(FORMATS)}",
         )
     if not path.is_file():
-        raise UserError("expected a data set's file, found none", where=path)
+        raise UserError("expected a data set's file, found none", where=path, do="name a file")
     return Source(path.name, name, quota=quota)
 
 
@@ -66,7 +68,10 @@ def prepare(
             )
     twice = [name for name, count in Counter(s.name for s in sources).items() if count > 1]
     if twice:
-        raise UserError(f"expected each source once, found {twice[0]!r} twice")
+        raise UserError(
+            f"expected each source once, found {twice[0]!r} twice",
+            do="name it once, with its quota",
+        )
     result = write_sources(sources, out, say=say)
     write_json(counted, result)
     return result

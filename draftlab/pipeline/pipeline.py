@@ -146,7 +146,7 @@ class Pipeline:
         """
         check_folder(self.folder)
         names = [status.stage.name for status in statuses if status.runs]
-        self.recording.trains = "head" in names
+        self.recording.trains, self.recording.evaluates = "head" in names, "eval" in names
         here = self.cluster is None and not self.on_cluster
         for warning in check_before_run(self.recipe, names, plan=plan, here=here):
             self.monitor.say(warning)

@@ -9,9 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
 from draftlab.formatting import size_text
+from draftlab.kernels.devices import free_memory
+from draftlab.plan.estimate import RecipeSizes
 from draftlab.progress import Monitor
 from draftlab.run.stages import STAGES
 from draftlab.servers.openai_answers import ServerAnswers
@@ -37,6 +41,9 @@ from draftlab.train.batch.order import check_row_tokens
 from draftlab.workers.pool import WorkerPool
 from draftlab.workers.target_worker import TargetWorker, held_out
 
+_MARGIN = 2.0
+"""Free memory, over what a training is planned to take, beside which the target stays."""
+
 
 def cache_line(store: Store, cache: ShardCache) -> str:
     """Return how the shards of a store at a URL are read, for the console."""
@@ -59,10 +66,12 @@ def cache_line(store: Store, cache: ShardCache) -> str:
 class Recording(TargetWorker):
     """The stages of a run that need the target, answers and store, here or by a pool of workers.
 
-    If a head is trained next (`trains`), its rows have to hold the longest record.
+    If a head is trained next (`trains`), its rows have to hold the longest record. If it is
+    evaluated then (`evaluates`), the target stays on a GPU that has the memory.
     """
 
     trains: bool = field(default=False, init=False)
+    evaluates: bool = field(default=False, init=False)
 
     @cached_property
     def prompts(self) -> list[Conversation]:
@@ -217,9 +226,13 @@ class Recording(TargetWorker):
         return identity, samples
 
     def open_store(self) -> Store:
-        """Return the recorded store. The target is freed: training gets the whole memory."""
+        """Return the recorded store. The target is freed, unless it fits beside the training."""
         record, folder = self.recipe.record, self.run / STAGES["store"].artefact
-        self.free("target", "metadata")
+        if self.evaluates and self._fits_beside_training():
+            self.monitor.say("the target stays on the GPU for the evaluation")
+        else:
+            self.free("target")
+        self.free("metadata")
         for name in ("prompts", "given_prompts"):
             self.__dict__.pop(name, None)
         if record.window is None and record.url is None:
@@ -231,3 +244,13 @@ class Recording(TargetWorker):
         if isinstance(store.files, RemoteShardFiles):
             self.monitor.say(cache_line(store, store.files.cache))
         return store
+
+    def _fits_beside_training(self) -> bool:
+        """Return whether a GPU has the memory of a training, and a margin, beside the target."""
+        target: Target | None = self.__dict__.get("target")
+        if target is None or target.device.type != "cuda" or self.recipe.target.gpus > 1:
+            return False
+        free_memory()
+        planned = {row.name: row.memory for row in RecipeSizes(self.recipe).stages()}
+        free, _ = torch.cuda.mem_get_info(target.device)
+        return bool(planned["head"]) and _MARGIN * planned["head"] < free

@@ -7,8 +7,10 @@ import shutil
 import weakref
 from array import array
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from draftlab import Monitor, Report, evaluate_head, export_head, find_run, load_recipe
 from draftlab.engine.engine import Engine
@@ -122,6 +124,39 @@ def test_the_target_is_freed_where_others_need_the_memory(
     with pytest.raises(KeyboardInterrupt):
         run.make(stage)
     assert alive == [None]
+
+
+def test_a_target_that_fits_beside_the_training_is_loaded_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads, load_target = [], target_worker.load_target
+    monkeypatch.setattr(target_worker, "load_target", lambda s: loads.append(s) or load_target(s))
+    monkeypatch.setattr(recording.Recording, "_fits_beside_training", lambda _: True)
+    kept = pipeline("name=kept", monitor=(monitor := RecordingMonitor()))
+    kept.make("eval")
+    assert len(loads) == 1
+    assert "the target stays on the GPU for the evaluation" in monitor.text
+    pipeline().make("eval")
+    reports = [Report.read(Path("runs", name, "eval", "report.json")) for name in ("kept", "small")]
+    counted = [[(r.temperature, r.k, r.drafts, r.accepted) for r in one.rows] for one in reports]
+    assert counted[0] == counted[1]
+
+
+@pytest.mark.parametrize(
+    ("free", "gpus", "fits"), [(2**31, 1, True), (2**21, 1, False), (2**31, 2, False)]
+)
+def test_a_target_stays_where_a_training_has_twice_its_memory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, gpus: int, fits: bool
+) -> None:
+    made = pipeline().recording
+    assert not made._fits_beside_training()  # none is loaded
+    made.target = SimpleNamespace(device=torch.device("cpu"))
+    assert not made._fits_beside_training()
+    made.target = SimpleNamespace(device=torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 2**40))
+    target = made.recipe.target.model_copy(update={"gpus": gpus})
+    made.recipe = made.recipe.model_copy(update={"target": target})
+    assert made._fits_beside_training() == fits
 
 
 def test_a_worker_that_has_answered_frees_the_target_too(
