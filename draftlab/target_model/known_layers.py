@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from draftlab.errors import UserError
 from draftlab.kernels.compile_ahead import CompileAhead
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.target_model.model import DecodePath, Target
+from draftlab.target_model.paged_cache import PagedCache
 
 _LAYERS = {"Llama", "Mistral", "Qwen2", "Qwen3"}
 _ROPE_TYPES = {"default", "linear", "llama3", "yarn"}  # frequencies do not depend on the input
@@ -126,31 +126,24 @@ def check_decode_path(target: Target, path: DecodePath, name: str) -> None:
     exact = target.dtype == torch.float32
     tolerance = (1e-5 if exact else 2e-2) * max(target.num_layers, 12) ** 0.5
     lengths = torch.zeros(2, 1, dtype=torch.int64, device=target.device)
-    compile_ahead = CompileAhead(target.device)
+    passes = []
     for counts in ((prompt, 5), *steps):
         count = torch.tensor(counts, device=target.device)[:, None]
         column = torch.arange(max(counts), device=target.device)
-        real = column < count
-        positions = (lengths + column).where(real, -1)
-        slots = slot_mapping(table, positions, _BLOCK)
+        positions = (lengths + column).where(column < count, -1)
+        passes.append((ids[:, : len(column)], positions, slot_mapping(table, positions, _BLOCK)))
         lengths += count
-        runs = [
-            partial(
-                run.states,
-                ids[:, : len(column)],
-                boundaries,
-                positions=positions,
-                cache=cache.at(table, positions, slots),
-            )
-            for run, cache in zip((path, target), caches, strict=True)
-        ]
-        for run in runs:
-            compile_ahead(run)
-        states, expected = (run() for run in runs)
-        for kind, one, other in (
-            ("states", states.features, expected.features),
-            ("logits", path.logits(states.last), target.logits(expected.last)),
-        ):
+
+    def run(one: DecodePath | Target, cache: PagedCache, ids: Tensor, *at: Tensor) -> Any:
+        cache.at(table, *at)
+        states = one.states(ids, boundaries, positions=at[0], cache=cache)
+        return states.features, one.logits(states.last)
+
+    CompileAhead(target.device)(lambda: [run(path, caches[0], *each) for each in passes])
+    for each in passes:
+        results = (run(*one, *each) for one in zip((path, target), caches, strict=True))
+        real = each[1] >= 0
+        for kind, one, other in zip(("states", "logits"), *results, strict=True):
             one, other = one[real].float(), other[real].float()
             error = float((one - other).norm() / other.norm().clamp(min=1e-6))
             if not error <= tolerance:  # NaN is refused too
