@@ -29,9 +29,10 @@ _FP8_TOLERANCE = 0.35
 """Relative difference allowed between compiled and eager steps. In bfloat16 they round at different
 places, and the differences add up over steps. In fp8 such a difference can move a number by a whole
 step of three bits; five layers differ by 0.16. A mistake gives a difference of about 1."""
-_GPU_CHECK_TOKENS = 2048
-"""Most tokens of the batch that is compared on a GPU, the first that torch.compile sees. It chooses
-tile sizes for those numbers of rows, and does not split sums over few rows into parts."""
+_GPU_CHECK_TOKENS, _GPU_CHECK_NUMBERS = 2048, 2**23
+"""Tokens, or numbers of their hidden states if these are more tokens, of the batch that is compared
+on a GPU, the first that torch.compile sees: it chooses tile sizes, and how sums over rows are split
+into parts, for those numbers of rows."""
 
 
 class _CompiledOp:
@@ -112,7 +113,8 @@ def choose_forward(
         return eager, ", ".join(description)
     compiled = fast(dtype, ops=compiled_ops(ops))
     largest = settings.row_tokens * (settings.micro_rows or settings.batch_rows)
-    num_tokens = min(_GPU_CHECK_TOKENS, largest) if on_gpu else 32
+    enough = max(_GPU_CHECK_TOKENS, _GPU_CHECK_NUMBERS // head.config.hidden_size)
+    num_tokens = min(enough, largest) if on_gpu else 32
     try:
         check_compiled(head, compiled, eager, num_tokens)
     except Exception as error:  # compilers raise many types
@@ -151,10 +153,11 @@ def check_compiled(head: DraftHead, compiled: Any, eager: Any, num_tokens: int) 
 def random_batch(
     head: DraftHead, length: int, num_steps: int = 3, dtype: torch.dtype = torch.float32
 ) -> Batch:
-    """Return a batch of one random conversation, whose second half is an answer; its states are in
+    """Return a batch of random conversations, whose second halves are answers; their states are in
     `dtype`.
     """
-    config = head.config
+    config, count = head.config, -(-length // _GPU_CHECK_TOKENS)
+    length //= count
     generator = torch.Generator().manual_seed(0)
     spans = (torch.arange(length) >= length // 2).long()
     record = Record(
@@ -167,7 +170,7 @@ def random_batch(
         torch.zeros(length, dtype=torch.int64),
         None,
     )
-    return pack([[record]], length, num_steps)
+    return pack([[record] * count], length * count, num_steps)
 
 
 _DO = "set train.precision=bfloat16"
