@@ -18,6 +18,7 @@ import torch
 
 from draftlab.files import canonical_json, sha256_text
 from draftlab.formatting import exit_text
+from draftlab.heads.head import DraftHead
 from draftlab.kernels.devices import use_device
 from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import planned_head, planned_identity, target_config
@@ -102,28 +103,28 @@ class TrainingCompiler:
             self._log.unlink(missing_ok=True)
 
 
+def _planned(recipe: Recipe) -> DraftHead:
+    """Return the head that the recipe trains, on the meta device."""
+    config = target_config(recipe.target)
+    return planned_head(recipe, config, planned_identity(recipe, config))
+
+
 def compiled_mark(recipe: Recipe, device: torch.device) -> Path:
     """Return the file beside what was compiled that says so of a recipe's training step."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    config = target_config(recipe.target)
-    head = planned_head(recipe, config, planned_identity(recipe, config)).config
-    shapes = head.model_dump(mode="json", exclude={"target", "provenance"})
+    shapes = _planned(recipe).config.model_dump(mode="json", exclude={"target", "provenance"})
     settings = recipe.train.model_dump(include={"precision", "compile", "loss", "ttt_steps"})
-    versions = (
-        torch.__version__,
-        package_version(),
-        git_commit(),
-        torch.cuda.get_device_name(device),
+    programs = torch.__version__, package_version(), git_commit()
+    key = sha256_text(
+        canonical_json([shapes, settings, programs, torch.cuda.get_device_name(device)])
     )
-    key = sha256_text(canonical_json([shapes, settings, *versions]))
     return Path(cache_dir()) / f"draftlab-{key[:16]}"
 
 
 def needed_bytes(recipe: Recipe) -> int:
     """Return about how much memory of a GPU the process takes."""
-    config = target_config(recipe.target)
-    head = planned_head(recipe, config, planned_identity(recipe, config))
+    head = _planned(recipe)
     trained = sum(p.numel() * p.element_size() for p in head.parameters() if p.requires_grad)
     frozen = sum(2 * p.numel() for p in head.parameters() if not p.requires_grad)
     teacher = 4 * head.config.draft_vocab_size * head.config.target_hidden_size
@@ -153,9 +154,7 @@ def compile_training(recipe: Recipe, device: torch.device) -> None:
     """Compile the kernels of a recipe's training step on a device; raise a RuntimeError if
     torch.compile fails.
     """
-    config = target_config(recipe.target)
-    head = planned_head(recipe, config, planned_identity(recipe, config)).config
-    folder = resolve_target(recipe.target)
+    head, folder = _planned(recipe).config, resolve_target(recipe.target)
     parts = load_parts(folder, trust_remote_code=recipe.target.trust_remote_code)
     vocabulary = DraftVocabulary(torch.arange(head.draft_vocab_size), None)
     untrained = untrained_head(head, parts, vocabulary, recipe.seed)
