@@ -89,6 +89,8 @@ class Trainer:
         self.objective = get_family(config.family).objective()
         self.ranks = ranks or Ranks.join(settings.device)
         self.device = self.ranks.device
+        on_gpu = self.device.type == "cuda"
+        self.bytes_before = torch.cuda.memory_allocated(self.device) if on_gpu else 0
         self.training, self.held_out = split_records(store, settings, seed, monitor)
         rules = self.objective.sampling, self.objective.imitates_states
         packer = Packer(store, settings, seed, *rules, uses_one_row(self.device))
@@ -320,7 +322,8 @@ class Trainer:
         work = StepWork(window.tokens, window.counts, window.teachers, self.context)
         flops = self.objective.flops(self.shapes, work)
         share = None if self.rate is None else flops / self.rate
-        metrics = window.compute(self.timer, mfu_seconds=share) | self.loader.window.metrics()
+        metrics = window.compute(self.timer, mfu_seconds=share, bytes_before=self.bytes_before)
+        metrics |= self.loader.window.metrics()
         self.trained_alpha = metrics["alpha"][0]
         largest = float(self.window.largest_norm)
         self.window = Window.empty(self.settings.ttt_steps, self.device)

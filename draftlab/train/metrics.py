@@ -98,13 +98,16 @@ class Window:
         self.grad_norm = grad_norm
         self.largest_norm = torch.maximum(self.largest_norm, grad_norm)
 
-    def compute(self, timer: PhaseTimer, *, mfu_seconds: float | None) -> dict[str, Any]:
+    def compute(
+        self, timer: PhaseTimer, *, mfu_seconds: float | None, bytes_before: int = 0
+    ) -> dict[str, Any]:
         """Return the numbers of a line; the host waits for the device once.
 
         Args:
             timer: has run since the window was opened; it restarts.
             mfu_seconds: seconds of the window at an MFU of 1; None: MFU is left out, as on a CPU.
                 If the window was faster, other work slowed the measurement, and MFU is None.
+            bytes_before: of the GPU's tensors that are not the training's.
         """
         loss, alpha, hits = ((x / self.sums.count.clamp(min=1)).tolist() for x in self.sums[:3])
         phases = timer.read()
@@ -122,7 +125,7 @@ class Window:
             "predictions_per_s": sum(self.counts) / seconds,
             **({} if mfu_seconds is None else {"mfu": mfu if mfu <= 1 else None}),
             "phases": {name: part / seconds for name, part in phases.items()},
-            "peak_memory_gib": peak_memory(self.grad_norm.device) / 2**30,
+            "peak_memory_gib": (peak_memory(self.grad_norm.device) - bytes_before) / 2**30,
         }
 
 

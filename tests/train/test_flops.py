@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from draftlab.train import flops
+from draftlab.train import flops, metrics
 from draftlab.train.batch.packing import pack
 from draftlab.train.flops import StepWork
 from draftlab.train.metrics import PhaseTimer, Window, speed_line
@@ -79,3 +79,13 @@ def test_an_mfu_above_one_is_not_shown(seconds: float, shown: str) -> None:
     row = window.compute(timer, mfu_seconds=seconds * 1e-3)
     assert (row["mfu"] is None) == (seconds > 1)
     assert shown in speed_line(row)
+
+
+def test_memory_in_use_before_the_training_is_not_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A target may stay on the GPU."""
+    monkeypatch.setattr(metrics, "peak_memory", lambda _: 5 * 2**30)
+    window, timer = Window.empty(1, torch.device("cpu")), PhaseTimer(torch.device("cpu"))
+    timer.start()
+    timer.mark("step")
+    row = window.compute(timer, mfu_seconds=None, bytes_before=2**31)
+    assert row["peak_memory_gib"] == 3.0
