@@ -20,7 +20,7 @@ from draftlab.evaluate.decoding_config import DecodingConfig
 
 WARM_UP_TOKENS = 8
 PREFILL_TOKENS = 2
-"""Of an answer that only warms up the prefill of its prompt, with one step behind it."""
+"""Tokens of an answer that warms up the prefill of its prompt: the prefill's, and one step's."""
 
 
 class Decoder(Protocol):

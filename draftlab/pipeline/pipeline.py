@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
@@ -211,10 +211,7 @@ class Pipeline:
         predicted = self._predict(statuses)
         start = time.perf_counter()
         pool = self._new_pool()
-        with ExitStack() as opened:
-            opened.enter_context(lock(run.folder))
-            if pool is not None:
-                opened.enter_context(pool)
+        with lock(run.folder), pool or nullcontext(), ExitStack() as opened:
             statuses = run.plan(*last)
             if not force:
                 run.refuse_changes(statuses)

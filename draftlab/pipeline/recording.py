@@ -42,7 +42,7 @@ from draftlab.workers.pool import WorkerPool
 from draftlab.workers.target_worker import TargetWorker, held_out
 
 _MARGIN = 2.0
-"""Free memory, over what a training is planned to take, beside which the target stays."""
+"""The target stays if so many times the planned memory of the training are free."""
 
 
 def cache_line(store: Store, cache: ShardCache) -> str:

@@ -9,8 +9,6 @@ compiles the same itself, so that a failure here costs time alone.
 from __future__ import annotations
 
 import os
-import signal
-import sys
 from multiprocessing import get_context
 from pathlib import Path
 
@@ -23,7 +21,6 @@ from draftlab.kernels.devices import use_device
 from draftlab.progress import Monitor
 from draftlab.recipe.head_spec import planned_head, planned_identity, target_config
 from draftlab.recipe.recipe import Recipe
-from draftlab.signals import end_with
 from draftlab.target_model.locate import resolve_device, resolve_target
 from draftlab.target_model.parts import load_parts, shard_files
 from draftlab.text.draft_vocabulary import DraftVocabulary
@@ -31,14 +28,14 @@ from draftlab.train.distributed.backends import DistillationModule
 from draftlab.train.fast.choose_forward import NOT_COMPILED, random_batch
 from draftlab.train.initial_weights import untrained_head
 from draftlab.version import git_commit, package_version
-from draftlab.workers.pool import has_text
+from draftlab.workers.pool import begin_process, has_text
 
 _SPAWN = get_context("spawn")
 _MOST_MEMORY = 0.1
 """Share of a GPU's free memory, less the target, that the process may take: half of what answers
 leave free."""
 _CONTEXT_BYTES = 2**30
-"""What CUDA and libraries take of a GPU in a process, and the activations of a small step."""
+"""Bytes of a GPU for the context of CUDA and for the activations of a small step."""
 _PATIENCE_S = 180.0
 """Seconds that a training waits for the process, which has begun before it."""
 _TOKENS = 2048
@@ -110,7 +107,7 @@ def _planned(recipe: Recipe) -> DraftHead:
 
 
 def compiled_mark(recipe: Recipe, device: torch.device) -> Path:
-    """Return the file beside what was compiled that says so of a recipe's training step."""
+    """Return the marker, in Inductor's cache, of a recipe's training step that is compiled."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     shapes = _planned(recipe).config.model_dump(mode="json", exclude={"target", "provenance"})
@@ -134,12 +131,8 @@ def needed_bytes(recipe: Recipe) -> int:
 
 def _compile_apart(recipe: Recipe, log: Path, leader: int) -> None:
     """Compile a recipe's training step in this process, which prints into a file."""
-    end_with(leader)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader ends this process
+    begin_process(log, leader)
     os.nice(_PRIORITY)
-    with open(log, "w", encoding="utf-8") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
     device = resolve_device(recipe.train.device)
     with use_device(device):
         if device.type == "cuda":

@@ -134,9 +134,11 @@ def check_decode_path(target: Target, path: DecodePath, name: str) -> None:
         passes.append((ids[:, : len(column)], positions, slot_mapping(table, positions, _BLOCK)))
         lengths += count
 
-    def run(one: DecodePath | Target, cache: PagedCache, ids: Tensor, *at: Tensor) -> Any:
-        cache.at(table, *at)
-        states = one.states(ids, boundaries, positions=at[0], cache=cache)
+    def run(
+        one: DecodePath | Target, cache: PagedCache, ids: Tensor, positions: Tensor, slots: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        cache.at(table, positions, slots)
+        states = one.states(ids, boundaries, positions=positions, cache=cache)
         return states.features, one.logits(states.last)
 
     CompileAhead(target.device)(lambda: [run(path, caches[0], *each) for each in passes])

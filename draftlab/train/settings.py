@@ -169,7 +169,7 @@ class TrainSettings(Settings):
     """Shape of the learning rate after warmup. cosine: it falls steadily. wsd: it stays at the peak
     until the last steps (`decay`)."""
     decay: float = Field(default=0.2, gt=0, le=1)
-    """Share of the steps, at the end, in which wsd's learning rate falls and fp8 has ended."""
+    """Share of the steps, at the end, in which wsd's learning rate falls, and fp8 is bfloat16."""
     final_learning_rate: float = Field(default=0.02, ge=0, le=1)
     """Learning rate at the end, as a share of the peak."""
     clip: float = Field(default=0.5, gt=0)
@@ -224,7 +224,7 @@ class TrainSettings(Settings):
 
     @property
     def decay_steps(self) -> int:
-        """Return the number of the last steps that `decay` means, at least one."""
+        """Return how many of the last steps `decay` covers, at least one."""
         return max(1, round(self.decay * self.steps))
 
     def identity(self) -> dict[str, Any]:

@@ -347,13 +347,18 @@ class LocalWorker(Worker):
             self.log.unlink(missing_ok=True)
 
 
-def _serve(connection: Connection, recipe: Recipe, run: Path, log: Path, leader: int) -> None:
-    """Answer calls until the leader closes the connection or ends."""
+def begin_process(log: Path, leader: int) -> None:
+    """Have this new process print into a file, and end when its leader ends it or has ended."""
     end_with(leader)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     with open(log, "w", encoding="utf-8") as file:
         for stream in (sys.stdout, sys.stderr):
             os.dup2(file.fileno(), stream.fileno())
+
+
+def _serve(connection: Connection, recipe: Recipe, run: Path, log: Path, leader: int) -> None:
+    """Answer calls until the leader closes the connection or ends."""
+    begin_process(log, leader)
     device = resolve_device(recipe.target.device)
     if device.type == "cuda":  # streams, events and graphs use the current device
         torch.cuda.set_device(device)

@@ -105,8 +105,8 @@ def test_it_starts_where_memory_and_folders_allow(
     monkeypatch.setattr(training_compiler, "compiled_mark", lambda *_: tmp_path / "mark")
     monkeypatch.setattr(TrainingCompiler, "__init__", lambda *_: None)
     recipe, monitor = load_recipe(RECIPES / "quickstart.yaml"), RecordingMonitor()
-    found = TrainingCompiler.start(recipe, tmp_path, monitor)
-    assert (found is not None) == starts
+    compiler = TrainingCompiler.start(recipe, tmp_path, monitor)
+    assert (compiler is not None) == starts
     assert ("not compiled in advance: no such folder" in monitor.text) == isinstance(free, OSError)
     (tmp_path / "mark").touch()
     assert TrainingCompiler.start(recipe, tmp_path, monitor) is None
@@ -152,6 +152,6 @@ def test_a_training_finds_what_it_compiled(tmp_path: Path, monkeypatch: pytest.M
     kernels = {path.name for path in (tmp_path / "TRITON_CACHE_DIR").iterdir()}
     assert TrainingCompiler.start(recipe, tmp_path, monitor) is None
     compile_training(recipe, torch.device("cuda"))
-    found = {path.name for path in (tmp_path / "TRITON_CACHE_DIR").iterdir()}
-    assert len(found - kernels) <= len(kernels) // 10
+    afterwards = {path.name for path in (tmp_path / "TRITON_CACHE_DIR").iterdir()}
+    assert len(afterwards - kernels) <= len(kernels) // 10
     assert len(kernels) >= 5

@@ -30,9 +30,9 @@ _FP8_TOLERANCE = 0.35
 places, and the differences add up over steps. In fp8 such a difference can move a number by a whole
 step of three bits; five layers differ by 0.16. A mistake gives a difference of about 1."""
 _GPU_CHECK_TOKENS, _GPU_CHECK_NUMBERS = 2048, 2**23
-"""Tokens, or numbers of their hidden states if these are more tokens, of the batch that is compared
-on a GPU, the first that torch.compile sees: it chooses tile sizes, and how sums over rows are split
-into parts, for those numbers of rows."""
+"""The batch that is compared on a GPU has so many tokens, or so many numbers in their hidden states
+if that takes more tokens. It is the first batch that torch.compile sees, which chooses tile sizes,
+and how sums over rows are split into parts, for its number of rows."""
 
 
 class _CompiledOp:
@@ -46,8 +46,8 @@ class _CompiledOp:
 
 
 def _uniform(rows: Tensor) -> Tensor:
-    """Return rows without what torch.compile would compile another variant for, in 3 s on a GPU:
-    another number of rows, a gradient that nothing asks for, or a place in a larger tensor.
+    """Return rows without the properties for which torch.compile makes another variant, in 3 s on a
+    GPU: their number, a gradient that nothing asks for, and a place in a larger tensor.
     """
     if not torch.is_grad_enabled():  # otherwise it is an operation with autograd's gradient
         rows = rows.data
@@ -60,8 +60,8 @@ def _uniform(rows: Tensor) -> Tensor:
 def _options(backend: str) -> dict[str, Any] | None:
     """Return options of torch.compile; None: its defaults.
 
-    One kernel for sums over rows and over columns, which Inductor may choose, is another variant
-    for many rows than for few, and saves a read of hidden states alone.
+    Inductor may compute sums over rows and over columns in one kernel if there are many rows. That
+    saves a read of the hidden states, but few rows and many then need a variant each.
     """
     if backend != "inductor":
         return None
