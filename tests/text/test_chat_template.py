@@ -11,6 +11,9 @@ import pytest
 from draftlab.errors import UserError
 from draftlab.recipe.recipe import parse_recipe
 from draftlab.text.chat_template import (
+    Chat,
+    RenderError,
+    encode_prompts,
     prompt_ids,
     served_otherwise,
     stop_ids,
@@ -42,6 +45,16 @@ def test_a_template_that_refuses_the_question_is_not_compared() -> None:
 def test_a_target_without_a_template_is_an_error():
     with pytest.raises(UserError, match="chat template"):
         prompt_ids(toy_tokenizer(None), [user("q")])
+
+
+def test_prompts_of_a_batch_keep_their_ids_beside_one_that_cannot_be_rendered() -> None:
+    tokenizer = toy_tokenizer(CHATML_TEMPLATE)
+    questions = [[user("a")], [], [user("another one")], [], [user("b c")]]
+    results = list(encode_prompts(tokenizer, map(Chat, questions)))
+    assert [isinstance(one, RenderError) for one in results] == [not q for q in questions]
+    for question, result in zip(questions, results, strict=True):
+        if question:
+            assert result.ids == prompt_ids(tokenizer, question) != ()
 
 
 def test_stop_ids_join_tokenizer_and_generation_config(tmp_path: Path):
