@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from draftlab.files import known_sha256, read_fields, sha256_file, write_json
+from draftlab.files import known_sha256, read_fields, write_json
 from draftlab.heads.folder import CONFIG, WEIGHTS
 from draftlab.servers.settings import ServerSettings
 from draftlab.store.manifest import MANIFEST
@@ -131,7 +132,10 @@ def recorded(folder: Path, stage: Stage, inputs: dict[str, Any], **fields: Any) 
     write_json(record, {"complete": False, "inputs": inputs} | fields)
     yield
     files = [path for path in sorted(folder.glob(stage.hashed)) if path.is_file()]
-    hashes = {str(path.relative_to(folder)): sha256_file(path) for path in files}
+    with ThreadPoolExecutor() as pool:
+        digests = list(pool.map(known_sha256, files))
+    names = [str(path.relative_to(folder)) for path in files]
+    hashes = dict(zip(names, digests, strict=True))
     fields["seconds"] = None if began_before else round(time.perf_counter() - start, 1)
     write_json(record, {"complete": True, "inputs": inputs, "sha256": hashes} | fields)
 

@@ -94,9 +94,9 @@ class LayerWeights:
         self.down = mlp.down_proj.weight
 
 
-_PROMPT, _BLOCK = 40, 8
+_PROMPT, _BLOCK = 40, 16
 """Tokens of the longer prompt (two such rows exceed `kernels.linear.MAX_ROWS`, so other kernels
-run); positions in a block."""
+run); positions in a block, those of `check_capabilities`, whose kernels are compiled."""
 
 
 @torch.inference_mode()

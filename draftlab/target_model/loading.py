@@ -9,6 +9,7 @@ import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +66,31 @@ _PARSED_FILES = (
 
 
 def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
-    """Load the target's tokenizer; raise a `UserError` if there is none, or it does not load."""
+    """Load the target's tokenizer; raise a `UserError` if there is none, or it does not load.
+
+    All who ask for it share one object, which a large vocabulary takes a second to make, until a
+    file of the folder changes.
+    """
     folder = resolve_target(settings, TOKENIZER_FILES)
     for pattern in _PARSED_FILES:
         for file in folder.glob(pattern):
             check_size(file)
+    files = [(file, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
+    states = tuple((file, one.st_mtime_ns, one.st_size) for file, one in files)
+    return _load_tokenizer(
+        folder, settings.path.endswith(".gguf"), settings.trust_remote_code, states
+    )
+
+
+@lru_cache(maxsize=2)
+def _load_tokenizer(
+    folder: Path, is_gguf: bool, trust_remote_code: bool, _: tuple[tuple[Path, int, int], ...]
+) -> PreTrainedTokenizerBase:
     advice = "copy the tokenizer files there, such as tokenizer.json"
     with quiet_transformers(), explain_loading("the target's tokenizer", folder, advice):
         # Classes of an architecture normalise and split in their own way, llama.cpp as a GGUF says.
-        is_gguf = settings.path.endswith(".gguf")
         tokenizer = (PreTrainedTokenizerFast if is_gguf else AutoTokenizer).from_pretrained(
-            folder, trust_remote_code=settings.trust_remote_code
+            folder, trust_remote_code=trust_remote_code
         )
         # Of a folder without a tokenizer transformers makes one of the special tokens alone.
         if len(tokenizer) <= len(tokenizer.all_special_ids):
@@ -86,7 +101,7 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
             # Of a processor, as Mistral Small 3.1 has one; transformers reads it for those alone.
             fields = read_fields(folder / CHAT_TEMPLATE, {"chat_template": str}, kind="template")
             tokenizer.chat_template = fields["chat_template"]
-        config = load_config(folder, trust_remote_code=settings.trust_remote_code)
+        config = load_config(folder, trust_remote_code=trust_remote_code)
     setattr(tokenizer, ROWS, config.get_text_config().vocab_size)
     setattr(tokenizer, FOLDER, folder)
     return tokenizer

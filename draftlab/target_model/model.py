@@ -133,6 +133,7 @@ class Target:
     def _bytes_of_one_token(self) -> tuple[dict[torch.device, int], dict[torch.device, int]]:
         """`kv_bytes` and `state_bytes`, from a pass over one token."""
         cache = self.new_paged_cache(2, 1)
+        cache.gathers = True  # without a kernel, which such blocks would be compiled for
         zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         cache.at(zero.int() + 1, zero, zero + 1, zero[0], [1])
         self.states(zero, positions=zero, cache=cache)

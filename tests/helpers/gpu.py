@@ -65,6 +65,7 @@ def kernels_compiled_ahead() -> Iterator[list[bool]]:
     from triton import knobs
     from triton.runtime.jit import JITFunction
 
+    gc.unfreeze()  # what is frozen is not among `get_objects`
     for kernel in [each for each in gc.get_objects() if type(each) is JITFunction]:
         kernel.device_caches.clear()
     # torch.compile keeps some.
