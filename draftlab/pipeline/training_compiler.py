@@ -36,6 +36,9 @@ _MOST_MEMORY = 0.1
 leave free."""
 _CONTEXT_BYTES = 2**30
 """Bytes of a GPU for the context of CUDA and for the activations of a small step."""
+_LAYER_BYTES = 2**29
+"""Bytes of a layer's activations in the check of the compiled step (`choose_forward`), as measured
+with the shapes of a 135 M and an 8B target."""
 _PATIENCE_S = 180.0
 """Seconds that a training waits for the process, which has begun before it."""
 _TOKENS = 2048
@@ -126,7 +129,8 @@ def needed_bytes(recipe: Recipe) -> int:
     frozen = sum(2 * p.numel() for p in head.parameters() if not p.requires_grad)
     teacher = 4 * head.config.draft_vocab_size * head.config.target_hidden_size
     # A check keeps the gradients of two passes, and copies of weights.
-    return 4 * trained + frozen + teacher + _CONTEXT_BYTES
+    activations = _LAYER_BYTES * head.config.num_layers + _CONTEXT_BYTES
+    return 4 * trained + frozen + teacher + activations
 
 
 def _compile_apart(recipe: Recipe, log: Path, leader: int) -> None:
