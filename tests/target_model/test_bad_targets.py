@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def config_of(folder: Path) -> object:
     return target_config(TargetSettings(path=str(folder)))
 
 
-def tokenizer_of(folder: Path) -> object:
+def tokenizer_of(folder: Path) -> Any:
     return load_tokenizer(TargetSettings(path=str(folder)))
 
 
@@ -132,6 +133,18 @@ def test_a_missing_tokenizer_is_refused(folder: Path, model_type: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"the target's tokenizer( does not load|, found none)"):
         load_tokenizer(TargetSettings(path=str(folder)))
+
+
+def test_a_tokenizer_is_shared_until_one_of_its_files_changes(tmp_path: Path) -> None:
+    folder = toy_target_folder(tmp_path / "toy")
+    first = tokenizer_of(folder)
+    assert tokenizer_of(folder) is first
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert tokenizer_of(folder).chat_template == "{{ messages[0].content }}"
+    (folder / "generation_config.json").unlink(missing_ok=True)  # answers' stop tokens are kept
+    third = tokenizer_of(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert tokenizer_of(folder) is not third
 
 
 @pytest.mark.parametrize(
