@@ -166,15 +166,13 @@ def load_head(
                 where=folder,
                 do="give the target that the head was trained for",
             )
-    tensors |= shared
-    head = empty_head(config)
+    head, like = empty_head(config), torch.empty(0, dtype=dtype, device=device)
+    for name, tensor in shared.items():
+        if (tensor.dtype, tensor.device) == (like.dtype, like.device):
+            head.get_parameter(name).data = tensor.detach()
+    tensors |= shared  # torch copies no tensor onto itself
     if config.draft_vocab_size == config.vocab_size:
         head.set_draft_vocabulary(torch.arange(config.vocab_size))
         tensors |= {D2T: head.d2t, T2D: head.t2d}
     head.load_tensors(tensors)
-    head = head.to(device=device, dtype=dtype).eval().requires_grad_(False)
-    for name, tensor in shared.items():
-        parameter = head.get_parameter(name)
-        if (parameter.dtype, parameter.device) == (tensor.dtype, tensor.device):
-            parameter.data = tensor.detach()
-    return head
+    return head.to(device=device, dtype=dtype).eval().requires_grad_(False)
