@@ -26,22 +26,26 @@ from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.walk import assert_walk_matches_engine
 from tests.helpers.zoo import zoo_target
 
-TRAINED_ON: dict[str, Any] = {"seed": 100, "shortest": 3}  # prompts
+TRAINED_ON: dict[str, Any] = {"seed": 100, "shortest": 3, "max_new_tokens": 16}
 NO_PREPACKING = why_no_prepacking(torch.device("cpu"), torch.float32)
-CHUNK = 8  # of a Llama 4 target and its head; answers of 24 tokens cross several borders
+CHUNK = 8  # of a Llama 4 target and its head; answers of 16 tokens cross borders
 LLAMA4 = LLAMA4_ATTENTION | {"attention_chunk_size": CHUNK, "floor_scale": 16}
 BLOCKS = ("dspark", "causal", "dflash", "dflash2")
 GREEDY, SAMPLED = (3, 0.0, True), (3, 0.8, True)
 # Number of drafts (the heads are trained for 3), temperature, draft probabilities.
+# Of more than four, all but the two above have every other engine, so that each number of drafts
+# and each temperature still has all.
 DRAFTS: dict[str, list[tuple[int, float, bool]]] = {
     "none": [(0, 0.0, False), (0, 0.8, False)],
     "chain": [(1, 0.0, False), GREEDY, SAMPLED],
     "parallel": [
-        *((k, 0.0, k == 3) for k in (1, 3, 5)),
-        *((k, 0.8, True) for k in (1, 3, 5)),
-        (3, 0.8, False),
+        *((1, 0.0, False), (5, 0.0, False), (5, 0.8, True), (1, 0.8, True)),
+        *(GREEDY, SAMPLED, (3, 0.8, False)),
     ],
-    "dspark": [*((k, 0.0, k == 3) for k in (1, 2, 3)), SAMPLED, (2, 0.8, True), (3, 0.8, False)],
+    "dspark": [
+        *((1, 0.0, False), (2, 0.0, False), (2, 0.8, True), (1, 0.8, False)),
+        *(GREEDY, SAMPLED, (3, 0.8, False)),
+    ],
     "causal": [GREEDY, SAMPLED],
     "dflash": [(1, 0.0, False), GREEDY, SAMPLED],
     "dflash2": [(1, 0.0, False), GREEDY, SAMPLED, (2, 0.8, True)],
@@ -67,7 +71,7 @@ def llama4(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Any]:
     target = zoo_target(path, "llama4", vocab_size=289, initializer_range=0.2)
     options = {"family": "eagle_llama4", "boundaries": (target.num_layers,), "num_layers": 2}
     head = untrained_head(target, 3, target.vocab_size, llama4=LLAMA4, **options)
-    return target, trained_head(target, head, 60)
+    return target, trained_head(target, head, 40)
 
 
 @pytest.fixture(scope="module", params=DRAFTS)
@@ -90,7 +94,7 @@ def pair(kind: str, request: pytest.FixtureRequest) -> tuple[Target, Any]:
     changes = NORMED if kind == "normed" else EAGLE | {"num_layers": 2}
     terms = SOFT_CE if kind == "normed" else LossTerms("soft_ce", 0.1, 1.0)
     head = untrained_head(target, 3, target.vocab_size - 20, **changes)
-    return target, trained_head(target, head, 40, terms)
+    return target, trained_head(target, head, 30, terms)
 
 
 @pytest.fixture
@@ -106,7 +110,7 @@ def test_tokens_and_steps_equal_the_reference_engine(
     kind: str, pair: tuple[Target, Any], preemptions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target, head = pair
-    for k, temperature, probs in DRAFTS[kind]:
+    for number, (k, temperature, probs) in enumerate(DRAFTS[kind]):
         # Without top_k a toy hardly ever accepts argmaxes at T > 0, or drafts among few tokens.
         top_k = 4 if temperature and (not probs or kind == "dflash2") else None
         prompts = requests(8, sampling=Sampling(temperature, top_k=top_k, seed=3), **TRAINED_ON)
@@ -118,7 +122,8 @@ def test_tokens_and_steps_equal_the_reference_engine(
             counts = {n for g in reference for drafted, n in g.steps if drafted == k}
             assert counts >= {0, 1}  # or the test proves little
             assert k == 1 or max(counts) > 1
-        for options in ENGINES:
+        in_turn = len(DRAFTS[kind]) > 4 and (k, temperature, probs) not in (GREEDY, SAMPLED)
+        for options in ENGINES[number % 2 :: 2] if in_turn else ENGINES:
             sizes = {name: value for name, value in options.items() if name != "fused"}
             fused, packed = "fused" in options, "cpu_prepacked" in options and kind != "llama4"
             in_modules = kind in ("none", "llama4")
@@ -136,9 +141,10 @@ def test_tokens_and_steps_equal_the_reference_engine(
                 prepacked = packed and kind not in BLOCKS
                 passes = fast if fused else PrepackedHead if prepacked else eager
                 assert type(drafter.runner) is passes
-            generations = run(engine, prompts)
-            assert outcomes(generations) == expected, (k, temperature, options)
-            for one, other in zip(generations, reference, strict=True):
+            some = slice(3 if options["batch"] == 1 else None)  # each has many steps
+            generations = run(engine, prompts[some])
+            assert outcomes(generations) == expected[some], (k, temperature, options)
+            for one, other in zip(generations, reference[some], strict=True):
                 assert one.expected == pytest.approx(other.expected, rel=1e-3, abs=1e-5)
             assert bool(preemptions) == ("num_blocks" in options)
         if temperature == 0:

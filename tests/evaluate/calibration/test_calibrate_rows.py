@@ -42,7 +42,7 @@ def test_every_drafting_row_is_calibrated(
     block_heads: dict[str, BlockHead],
 ) -> None:
     heads = {"chain": head, "parallel": parallel_head} | block_heads
-    report, _ = evaluate(target, heads, 40, calibrate=True)
+    report, _ = evaluate(target, heads, 24, calibrate=True)
     drafted = [row for row in report.rows if row.head]
     keys = ("engine", "head", "temperature", "k", "draft_probs", "suite", "suite_sha256")
     assert [[getattr(c, key) for key in keys] for c in report.calibrations] == [
@@ -50,7 +50,7 @@ def test_every_drafting_row_is_calibrated(
     ]
     for row, one in zip(drafted, report.calibrations, strict=True):
         assert one.blocks + one.fitted_blocks == row.drafts
-        assert one.prompts == 20
+        assert one.prompts == 12
         own = row.head in ("dspark", "causal")
         assert one.source == ("confidence head" if own else "draft probability")
         expected = row.temperature if row.draft_probs and row.temperature else 1.0
@@ -59,7 +59,7 @@ def test_every_drafting_row_is_calibrated(
         for k, position in enumerate(one.positions):
             assert sum(b.count * b.observed for b in position.after) <= row.accepted_at[k] + 1e-6
             assert 0 <= position.error_after <= 1
-    plain, _ = evaluate(target, {"chain": head}, 40)
+    plain, _ = evaluate(target, {"chain": head}, 24)
     assert plain.calibrations == []
     expected = [row.counters for row in report.rows if row.head in (None, "chain")]
     assert [row.counters for row in plain.rows] == expected
