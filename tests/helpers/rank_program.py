@@ -5,6 +5,7 @@ torchrun --nproc-per-node 2 -m tests.helpers.rank_program FOLDER CASE …
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -69,6 +70,7 @@ def main() -> None:
     for name in sys.argv[2:]:
         parallel, family = name.split("-")[:2]
         rank, monitor = os.environ["RANK"], RecordingMonitor()
+        gc.freeze()  # what was imported, or each search for garbage takes as long as a case
         if name == SIGNALLED and rank == "1":
             monitor = SignallingMonitor(signal.SIGTERM, 5)
         settings = {"parallel": parallel, **(MUON if "-muon" in name else {})}
@@ -87,6 +89,7 @@ def main() -> None:
         del trainer
         free_memory()
         assert parallel == "zero3" or optimizer() is None, f"{name}: optimizer leaked"
+    gc.unfreeze()  # else compiled modules report leaks
     # gloo's threads at the end of the process abort it now and then: 1 of 25 on a busy CPU.
     ranks.leave()
 
