@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,3 +63,24 @@ class ListStore:
     def tokens_and_spans(self, index: int) -> tuple[Tensor, Tensor]:
         record = self.records[index]
         return record.tokens, record.spans
+
+
+class SlowStore(ListStore):
+    """Takes its time."""
+
+    def views(self, indices: Sequence[int]) -> list[Record]:
+        time.sleep(0.1)
+        return super().views(indices)
+
+
+class OddStore(ListStore):
+    """Raises an error that cannot be pickled."""
+
+    class OddError(Exception):
+        def __init__(self, one: str, two: str) -> None:
+            super().__init__(f"{one} and {two}")
+
+    def views(self, indices: Sequence[int]) -> list[Record]:
+        if len(indices) > 1:
+            raise OddStore.OddError("this", "that")
+        return super().views(indices)

@@ -6,6 +6,7 @@ Data workers take seconds to start: the tests that start them are few.
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,6 @@ from contextlib import closing, suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ from draftlab.train.batch.packing import Batch, OptimizerStep, Packer, map_tenso
 from draftlab.train.distributed.ranks import Ranks
 from draftlab.train.loop import Trainer
 from draftlab.train.settings import TrainSettings
-from tests.helpers.list_store import ListStore
+from tests.helpers.list_store import OddStore, SlowStore
 from tests.helpers.recordings import make_samples, record_store, small_target
 from tests.helpers.toy_training import (
     all_tensors,
@@ -116,10 +116,10 @@ def test_workers_pack_the_same_batches_in_the_same_order(
         {"sampling": DEPTH_SAMPLING},
         {"sampling": BLOCK_SAMPLING},
         {"imitates_states": True, "ttt_steps": 1},
-        {"ttt_steps": 2},
+        {"ttt_steps": 2, "data_workers": 2},
     ):
-        made = packer(**kind, data_workers=2, row_tokens=256)
-        if kind == {"ttt_steps": 2}:  # some steps fit, others do not
+        made = packer(**{"data_workers": 1} | kind, row_tokens=256)
+        if kind.get("ttt_steps") == 2:  # some steps fit, others do not
             made = replace(made, sizes=FixedSizes(60, (32, 28), 64, (60, 60)))
         loaded = [micro.batch for micro in load(made, steps)]
         assert_same_batches(loaded, packed_here(made, steps))
@@ -200,14 +200,6 @@ def test_an_error_before_the_first_step_leaves_nothing(
     assert_nothing_left()
 
 
-class SlowStore(ListStore):
-    """Takes its time."""
-
-    def views(self, indices: Any) -> Any:
-        time.sleep(0.6)
-        return super().views(indices)
-
-
 @pytest.mark.parametrize("data_workers", [0, 1])
 def test_ctrl_c_while_waiting_for_data(data_workers: int) -> None:
     def interrupt(*_: object) -> None:
@@ -244,19 +236,6 @@ def test_errors_of_packing_arrive_as_they_are(target: Target, tmp_path: Path) ->
     assert_nothing_left()
 
 
-class OddStore(ListStore):
-    """Raises an error that cannot be pickled."""
-
-    class OddError(Exception):
-        def __init__(self, one: str, two: str) -> None:
-            super().__init__(f"{one} and {two}")
-
-    def views(self, indices: Any) -> Any:
-        if len(indices) > 1:
-            raise OddStore.OddError("this", "that")
-        return super().views(indices)
-
-
 def test_an_error_that_cannot_be_pickled_arrives_as_text() -> None:
     made = packer(OddStore(toy_store().records), data_workers=1)
     with pytest.raises(RuntimeError, match=r"OddError\('this and that'\)"):
@@ -291,22 +270,25 @@ def test_a_worker_that_is_killed_is_named() -> None:
     assert_nothing_left()
 
 
-def test_workers_end_with_the_process_that_trains() -> None:
+def test_workers_end_with_the_process_that_trains(tmp_path: Path) -> None:
     """The script has no `if __name__ == "__main__"`, and a worker does not run it again."""
     program = """
-        import os, sys, time
+        import pickle, sys, time
         from draftlab.train.batch.loader import BatchLoader
-        from tests.helpers.toy_training import packer, step
-        from tests.train.batch.test_loader import CPU, workers
-        micro_batches = BatchLoader(packer(data_workers=2), CPU).micro_batches([step()] * 99)
+        with open(sys.argv[1], "rb") as file:
+            packer, ranks, steps = pickle.load(file)
+        micro_batches = BatchLoader(packer, ranks).micro_batches(steps)
         next(micro_batches)
-        print(*workers(os.getpid()), flush=True)
+        print(flush=True)
         time.sleep(60)
     """
-    words = [sys.executable, "-c", textwrap.dedent(program)]
+    made = tmp_path / "made.pickle"
+    made.write_bytes(pickle.dumps((packer(data_workers=2), CPU, [step()] * 99)))
+    words = [sys.executable, "-c", textwrap.dedent(program), str(made)]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as training:
         assert training.stdout is not None
-        pids = [int(word) for word in training.stdout.readline().split()]
+        assert training.stdout.readline() == "\n"
+        pids = workers(training.pid)
         assert len(pids) == 2
         training.kill()
     deadline = time.monotonic() + 60
