@@ -52,27 +52,30 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-_known_sha256: dict[tuple[int, ...], str] = {}
+FileState = tuple[int, ...]
+_known_sha256: dict[FileState, str] = {}
 _SETTLED_NS = 100_000_000
 """Age of a change from which a later one has another time: clocks of file systems are coarse."""
 
 
-def known_sha256(path: Path) -> str:
-    """Return `sha256_file`, without reading a file that this process has hashed before.
-
-    A file is hashed again if its device, inode, size, or the time of its last change (mtime or
-    ctime) is another one.
+def file_state(path: Path) -> FileState:
+    """Return device, inode, size and the times of the last changes (mtime, ctime) of a file, one of
+    which another content changes. The file is opened, at which NFS asks its server for them.
     """
+    with open(path, "rb") as file:
+        one = os.fstat(file.fileno())
+    return one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns
 
-    def state() -> tuple[int, ...]:
-        one = path.stat()
-        return one.st_dev, one.st_ino, one.st_size, one.st_mtime_ns, one.st_ctime_ns
 
-    before, started = state(), time.time_ns()
+def known_sha256(path: Path) -> str:
+    """Return `sha256_file`, without reading a file that this process has hashed before and whose
+    `file_state` is the same.
+    """
+    before, started = file_state(path), time.time_ns()
     if (digest := _known_sha256.get(before)) is not None:
         return digest
     digest = sha256_file(path)
-    if state() == before and started - max(before[3:]) > _SETTLED_NS:
+    if file_state(path) == before and started - max(before[3:]) > _SETTLED_NS:
         _known_sha256[before] = digest
     return digest
 

@@ -207,7 +207,11 @@ class DraftHead(nn.Module):
         return self.state_dict()
 
     def load_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Load `tensors`, by the names they have in files."""
+        """Load `tensors`, by the names they have in files.
+
+        The memory of `shared_tensors` may be the target's already, so that nothing else may write
+        to it.
+        """
         self.load_state_dict(tensors)
 
     def init_from_target(self, embeddings: Tensor, final_norm: Tensor, lm_head: Tensor) -> None:

@@ -25,7 +25,7 @@ from draftlab.target_model.locate import resolve_device, resolve_target
 from draftlab.target_model.parts import load_parts, shard_files
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.distributed.backends import DistillationModule
-from draftlab.train.fast.choose_forward import NOT_COMPILED, random_batch
+from draftlab.train.fast.choose_forward import NOT_COMPILED, gpu_check_tokens, random_batch
 from draftlab.train.initial_weights import untrained_head
 from draftlab.version import git_commit, package_version
 from draftlab.workers.pool import begin_process, has_text
@@ -36,9 +36,9 @@ _MOST_MEMORY = 0.1
 leave free."""
 _CONTEXT_BYTES = 2**30
 """Bytes of a GPU for the context of CUDA and for the activations of a small step."""
-_LAYER_BYTES = 2**29
-"""Bytes of a layer's activations in the check of the compiled step (`choose_forward`), as measured
-with the shapes of a 135 M and an 8B target."""
+_CHANNEL_BYTES = 64
+"""Bytes of a token's activations in the check of the compiled step (`choose_forward`), for each
+layer and channel of the hidden states, as measured with the shapes of a 135 M and an 8B target."""
 _PATIENCE_S = 180.0
 """Seconds that a training waits for the process, which has begun before it."""
 _TOKENS = 2048
@@ -129,8 +129,9 @@ def needed_bytes(recipe: Recipe) -> int:
     frozen = sum(2 * p.numel() for p in head.parameters() if not p.requires_grad)
     teacher = 4 * head.config.draft_vocab_size * head.config.target_hidden_size
     # A check keeps the gradients of two passes, and copies of weights.
-    activations = _LAYER_BYTES * head.config.num_layers + _CONTEXT_BYTES
-    return 4 * trained + frozen + teacher + activations
+    checked = gpu_check_tokens(head.config, recipe.train) * head.config.num_layers
+    activations = _CHANNEL_BYTES * checked * head.config.hidden_size
+    return 4 * trained + frozen + teacher + activations + _CONTEXT_BYTES
 
 
 def _compile_apart(recipe: Recipe, log: Path, leader: int) -> None:

@@ -94,9 +94,10 @@ class LayerWeights:
         self.down = mlp.down_proj.weight
 
 
-_PROMPT, _BLOCK = 40, 16
-"""Tokens of the longer prompt (two such rows exceed `kernels.linear.MAX_ROWS`, so other kernels
-run); positions in a block, those of `check_capabilities`, whose kernels are compiled."""
+_PROMPTS, _BLOCK = (40, 13), 16
+"""Tokens of two prompts (two rows of the longer exceed `kernels.linear.MAX_ROWS`, so other kernels
+run; the shorter fills its first block in a later step); positions in a block, those of
+`check_capabilities`, whose kernels are compiled."""
 
 
 @torch.inference_mode()
@@ -107,10 +108,11 @@ def check_decode_path(target: Target, path: DecodePath, name: str) -> None:
     """
     steps = ((7, 5), (3, 0), (1, 2))
     decoded = sum(max(counts) for counts in steps)
-    prompt = min(_PROMPT, target.max_length - decoded)
-    if prompt < 5:
+    prompt, shorter = (min(length, target.max_length - decoded) for length in _PROMPTS)
+    least = decoded + max(steps[0])
+    if target.max_length < least:
         raise UserError(
-            f"expected a target of at least {decoded + 5} positions, with which {name} is compared "
+            f"expected a target of at least {least} positions, with which {name} is compared "
             f"with transformers, found {target.max_length}",
             where=target.folder / "config.json",
             do="check max_position_embeddings, or fetch the file again",
@@ -127,7 +129,7 @@ def check_decode_path(target: Target, path: DecodePath, name: str) -> None:
     tolerance = (1e-5 if exact else 2e-2) * max(target.num_layers, 12) ** 0.5
     lengths = torch.zeros(2, 1, dtype=torch.int64, device=target.device)
     passes = []
-    for counts in ((prompt, 5), *steps):
+    for counts in ((prompt, shorter), *steps):
         count = torch.tensor(counts, device=target.device)[:, None]
         column = torch.arange(max(counts), device=target.device)
         positions = (lengths + column).where(column < count, -1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from draftlab.errors import UserError
-from draftlab.files import check_size, read_fields
+from draftlab.files import FileState, check_size, file_state, read_fields
 from draftlab.process_environment import name_accelerator
 from draftlab.target_model.attention import text_attention
 from draftlab.target_model.auto_model import auto_class, drop_other_modules, model_class
@@ -75,16 +75,17 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
     for pattern in _PARSED_FILES:
         for file in folder.glob(pattern):
             check_size(file)
-    files = [(file, file.stat()) for file in sorted(folder.iterdir()) if file.is_file()]
-    states = tuple((file, one.st_mtime_ns, one.st_size) for file, one in files)
-    return _load_tokenizer(
-        folder, settings.path.endswith(".gguf"), settings.trust_remote_code, states
-    )
+    found, states = {file for name in TOKENIZER_FILES for file in folder.rglob(name)}, []
+    for file in sorted(filter(Path.is_file, found)):
+        with suppress(OSError):  # transformers says what is wrong with it
+            states.append((file, file_state(file)))
+    options = settings.path.endswith(".gguf"), settings.trust_remote_code
+    return _load_tokenizer(folder, *options, tuple(states))
 
 
 @lru_cache(maxsize=2)
 def _load_tokenizer(
-    folder: Path, is_gguf: bool, trust_remote_code: bool, _: tuple[tuple[Path, int, int], ...]
+    folder: Path, is_gguf: bool, trust_remote_code: bool, _: tuple[tuple[Path, FileState], ...]
 ) -> PreTrainedTokenizerBase:
     advice = "copy the tokenizer files there, such as tokenizer.json"
     with quiet_transformers(), explain_loading("the target's tokenizer", folder, advice):

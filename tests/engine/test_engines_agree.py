@@ -39,7 +39,7 @@ DRAFTS: dict[str, list[tuple[int, float, bool]]] = {
     "none": [(0, 0.0, False), (0, 0.8, False)],
     "chain": [(1, 0.0, False), GREEDY, SAMPLED],
     "parallel": [
-        *((1, 0.0, False), (5, 0.0, False), (5, 0.8, True), (1, 0.8, True)),
+        *((1, 0.0, False), (5, 0.0, False), (5, 0.8, True), (1, 0.8, False)),
         *(GREEDY, SAMPLED, (3, 0.8, False)),
     ],
     "dspark": [

@@ -70,6 +70,7 @@ def main() -> None:
     for name in sys.argv[2:]:
         parallel, family = name.split("-")[:2]
         rank, monitor = os.environ["RANK"], RecordingMonitor()
+        gc.collect()
         gc.freeze()  # what was imported, or each search for garbage takes as long as a case
         if name == SIGNALLED and rank == "1":
             monitor = SignallingMonitor(signal.SIGTERM, 5)

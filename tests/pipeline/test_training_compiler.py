@@ -74,7 +74,7 @@ def test_a_step_of_each_family_is_compiled(name: str, monkeypatch: pytest.Monkey
     recipe = load_recipe(RECIPES / f"quickstart{name}.yaml")
     compile_training(recipe, torch.device("cpu"))
     assert passes == [0]  # a CPU has no kernels
-    assert 2**30 < needed_bytes(recipe) < 2**32
+    assert 2**30 < needed_bytes(recipe) < 2**31
 
 
 def test_a_step_that_cannot_be_compiled_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_a_step_that_cannot_be_compiled_is_a_failure(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("free", "starts"), [(2**31, False), (2**35, True), (OSError("no such folder"), False)]
+    ("free", "starts"), [(2**31, False), (2**34, True), (OSError("no such folder"), False)]
 )
 def test_it_starts_where_memory_and_folders_allow(
     free: int | OSError, starts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

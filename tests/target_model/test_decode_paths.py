@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from draftlab.target_model.fused_decoder import (
 from draftlab.target_model.hidden_states import HiddenStates
 from draftlab.target_model.known_layers import check_decode_path
 from draftlab.target_model.model import Target
+from draftlab.target_model.paged_cache import PagedCache
 from draftlab.target_model.prepacked_decoder import (
     PrepackedDecoder,
     describe_products,
@@ -199,6 +201,28 @@ def test_the_check_runs_a_prompt_of_more_rows_than_small_kernels_take(
     monkeypatch.setattr(fused, "states", wrong)
     with pytest.raises(UserError, match="differ in their states"):
         check_decode_path(llama, fused, "the fused path")
+
+
+@pytest.mark.parametrize(("positions", "enough"), [(18, False), (19, True)])
+def test_the_check_needs_some_positions(positions: int, enough: bool, tmp_path: Path) -> None:
+    target = zoo_target(tmp_path, "llama", max_position_embeddings=positions)
+    with nullcontext() if enough else pytest.raises(UserError, match="at least 19 positions"):
+        check_decode_path(target, FusedDecoder(target), "the path")
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_the_check_reads_later_blocks_of_both_rows(row: int, llama: Target) -> None:
+    class OtherBlocks:
+        logits = llama.logits
+
+        def states(self, *rest: Any, cache: PagedCache, **options: Any) -> HiddenStates:
+            table = cache.block_table.clone()
+            table[row, 1:] = cache.block_table[1 - row, 1:]
+            cache.block_table = table
+            return llama.states(*rest, cache=cache, **options)
+
+    with pytest.raises(UserError, match="differ in their states"):
+        check_decode_path(llama, OtherBlocks(), "the path")
 
 
 @pytest.mark.parametrize(

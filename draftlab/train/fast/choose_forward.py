@@ -11,6 +11,7 @@ from torch._dynamo import maybe_mark_dynamic
 
 from draftlab.errors import UserError
 from draftlab.formatting import count_text
+from draftlab.heads.config import HeadConfig
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.compile_ahead import CompileAhead
 from draftlab.kernels.fp8_linear import SIZE_MULTIPLE, linear, quantise_weight
@@ -112,9 +113,7 @@ def choose_forward(
     if not (settings.compile is True or (settings.compile == "auto" and on_gpu)):
         return eager, ", ".join(description)
     compiled = fast(dtype, ops=compiled_ops(ops))
-    largest = settings.row_tokens * (settings.micro_rows or settings.batch_rows)
-    enough = max(_GPU_CHECK_TOKENS, _GPU_CHECK_NUMBERS // head.config.hidden_size)
-    num_tokens = min(enough, largest) if on_gpu else 32
+    num_tokens = gpu_check_tokens(head.config, settings) if on_gpu else 32
     try:
         check_compiled(head, compiled, eager, num_tokens)
     except Exception as error:  # compilers raise many types
@@ -123,6 +122,12 @@ def choose_forward(
         description.append(f"{NOT_COMPILED}: {failure}")
         return eager, ", ".join(description)
     return compiled, ", ".join([*description, "small operations are compiled"])
+
+
+def gpu_check_tokens(config: HeadConfig, settings: TrainSettings) -> int:
+    """Return how many tokens the batch of `check_compiled` has on a GPU."""
+    largest = settings.row_tokens * (settings.micro_rows or settings.batch_rows)
+    return min(max(_GPU_CHECK_TOKENS, _GPU_CHECK_NUMBERS // config.hidden_size), largest)
 
 
 def check_compiled(head: DraftHead, compiled: Any, eager: Any, num_tokens: int) -> None:
