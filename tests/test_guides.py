@@ -38,6 +38,13 @@ NOT_RUN = {
     "draftlab run my.yaml --ray auto record.url=s3://bucket/my-store": "needs a bucket",
 }
 """Commands that are not run here, or their beginnings, and why."""
+SMALLER = {
+    "draftlab eval --head reference": "--max-new-tokens 8 --timing-prompts 1 --timing-tokens 4",
+    "draftlab eval --head imported": "--max-new-tokens 8",
+    "draftlab eval --run my --calibrate": "--max-prompts 40",
+    "draftlab doctor": "--max-new-tokens 16 --max-prompts 32",
+}
+"""Beginnings of commands that take long as printed, and the options that are typed behind them."""
 FRAGMENTS = {"add_a_family": "tests/families/test_sixth_family.py has the whole code"}
 """Guides whose Python is not complete, and what is tested instead."""
 RECIPE = """\
@@ -66,6 +73,9 @@ def type_commands(page: Path, folder: Path) -> None:
     for command in commands:
         program, *arguments = shlex.split(command, comments=True)
         assert program == "draftlab", command
+        for beginning, options in SMALLER.items():
+            if command.startswith(beginning):
+                arguments += options.split()
         result = draftlab(folder, *arguments)
         # The doctor's exit code 1 means that it found faults, as in a head of four steps.
         allowed = (0, 1) if arguments[0] == "doctor" else (0,)
