@@ -49,7 +49,7 @@ def real_target(recipe: str, folder: Path) -> dict[str, Any]:
     return text
 
 
-# Below the rehearsal's own sizes; all layers of the targets remain.
+# Below the rehearsal's own sizes, which one recipe has; all layers of the targets remain.
 SMALLER = (
     "regenerate.max_new_tokens=8",
     "prompts.max_prompts=8",
@@ -76,7 +76,9 @@ def test_a_rehearsal_runs_every_stage(
 ) -> None:
     config = real_target(name, tmp_path / "target")
     recipe = load_recipe(RECIPES / f"{name}.yaml")
-    settings = ["target=target", "draft_vocab.size=128", *SMALLER]
+    settings = ["target=target", "draft_vocab.size=128"]
+    if name != "llama3_peagle":
+        settings += SMALLER
     if name.startswith("qwen3_next"):  # most of its time; the others are timed
         settings.append("eval.timing_prompts=0")
     ran(tmp_path, "run", str(RECIPES / f"{name}.yaml"), *settings, "--rehearse")
