@@ -20,6 +20,7 @@ from draftlab.recipe.head_spec import head_config, planned_identity, target_conf
 from draftlab.recipe.recipe import Recipe, parse_recipe
 from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.model import Target
+from tests.helpers.hybrid_zoo import HYBRID
 from tests.helpers.zoo import zoo_folder, zoo_folder_with_tokenizer
 
 MIMO_CODE = """
@@ -61,7 +62,7 @@ GROUPED = {
 RANK, TURNING, PLAIN = 16, 4, 8  # of latent attention
 VALUES = {"glm4_moe_lite": 16, "deepseek_v3": 8}  # wider and narrower than keys
 FIELDS = {
-    "qwen3_5_moe_text": MIXTURE,
+    "qwen3_5_moe_text": HYBRID["qwen3_5_text"] | MIXTURE,
     "glm4_moe": GROUPED | {"attention_bias": True, "use_qk_norm": True},
     "glm4_moe_lite": GROUPED | {"v_head_dim": VALUES["glm4_moe_lite"]},
     "deepseek_v3": GROUPED
