@@ -100,18 +100,22 @@ def test_a_resumed_run_sends_no_prompt_again_that_was_too_long(workshop: Path) -
         prepare(workshop, server, "name=whole", *pieces)
         whole = (workshop / "runs/whole/answers.jsonl").read_bytes()
         server.requests = []
-        complete = server.complete
 
-        def fail_after_four(body: dict[str, Any]) -> dict[str, Any]:
-            server.failures += [500] * (len(server.requests) == 4)  # the next one fails
-            return complete(body)
+        class AfterFour(list[int | str]):
+            """Fails requests once four were answered or refused."""
 
-        server.complete = fail_after_four  # type: ignore[method-assign]
+            def __bool__(self) -> bool:
+                return len(server.requests) == 4
+
+            def pop(self, *_: object) -> int:
+                return 500
+
+        server.failures = AfterFour()
         output = prepare(workshop, server, "name=some", *pieces, code=2)
         assert "HTTP 500" in output
         assert len(server.requests) == 4
         assert "dropped" not in output
-        server.requests = []
+        server.requests, server.failures = [], []
         output = prepare(workshop, server, "name=some", *pieces)
         # Two threads wait to send the last two prompts: either's request may be the fourth.
         kept = 4 if "resuming after 4 of 5" in output else 3
