@@ -87,6 +87,7 @@ def load_tokenizer(settings: TargetSettings) -> PreTrainedTokenizerBase:
 def _load_tokenizer(
     folder: Path, is_gguf: bool, trust_remote_code: bool, _: tuple[tuple[Path, FileState], ...]
 ) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder; its files' states are there for the cache alone."""
     advice = "copy the tokenizer files there, such as tokenizer.json"
     with quiet_transformers(), explain_loading("the target's tokenizer", folder, advice):
         # Classes of an architecture normalise and split in their own way, llama.cpp as a GGUF says.

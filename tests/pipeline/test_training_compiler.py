@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from draftlab.kernels import compile_ahead
 from draftlab.pipeline import pipeline as pipeline_module
@@ -75,6 +76,26 @@ def test_a_step_of_each_family_is_compiled(name: str, monkeypatch: pytest.Monkey
     compile_training(recipe, torch.device("cpu"))
     assert passes == [0]  # a CPU has no kernels
     assert 2**30 < needed_bytes(recipe) < 2**31
+
+
+@pytest.mark.parametrize(
+    ("layers", "fields", "peak_gib"),
+    [
+        (3, {"hidden_size": 576, "intermediate_size": 1536, "vocab_size": 49152}, 2.27),
+        (1, {"hidden_size": 4096, "intermediate_size": 14336, "vocab_size": 128256}, 6.83),
+    ],
+    ids=["135M", "8B"],
+)
+def test_the_memory_covers_the_peak_of_an_h200(
+    layers: int, fields: dict[str, int], peak_gib: float, tmp_path: Path
+) -> None:
+    """The peaks are what torch reserved there for recipes of these shapes."""
+    heads = {"num_attention_heads": fields["hidden_size"] // 64, "num_hidden_layers": 30}
+    config = LlamaConfig(**fields, **heads, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    settings = [f"target={tmp_path}", f"head.num_layers={layers}"]
+    recipe = load_recipe(RECIPES / "smollm2_eagle3.yaml", settings)
+    assert peak_gib < needed_bytes(recipe) / 2**30 < 2 * peak_gib
 
 
 def test_a_step_that_cannot_be_compiled_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
