@@ -71,8 +71,8 @@ class EvalSettings(Settings):
     """Keep the most likely tokens of the target that reach this probability mass; None: off."""
     max_new_tokens: int = Field(default=128, ge=2)
     """Largest number of tokens in an answer; the first one comes from the prompt, not drafts."""
-    batch: int = Field(default=16, ge=1)
-    """Prompts decoded at once for the counters."""
+    batch: int = Field(default=64, ge=1)
+    """Prompts decoded at once for the counters; fewer where memory is short."""
     timing_prompts: int = Field(default=10, ge=0)
     """Number of timed prompts, at least one batch, drawn in the same way from the evaluated ones; a
     suite of fewer is repeated. 0: measure no times."""
