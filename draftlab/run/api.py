@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from draftlab.evaluate.results import Report
 from draftlab.evaluate.vllm_compare import check_heads, check_settings
 from draftlab.export.gguf import convert, find_converter
 from draftlab.export.settings import ExportSettings
-from draftlab.export.write import plan_export
+from draftlab.export.write import PlannedExport, plan_export
 from draftlab.files import check_folder, read_json
 from draftlab.formatting import count_text
 from draftlab.heads.config import HeadConfig
@@ -290,9 +291,9 @@ def export_layouts(
         for layout, out in places.items()
     ]
     paths = []
-    with writing or nullcontext():
-        for layout, one in zip(places, planned, strict=True):
-            path = one.write(trust_remote_code=target_settings.trust_remote_code)
+    write = partial(PlannedExport.write, trust_remote_code=target_settings.trust_remote_code)
+    with writing or nullcontext(), ThreadPoolExecutor() as pool:
+        for layout, path in zip(places, pool.map(write, planned), strict=True):
             monitor.say(
                 f"export: {path} holds the head in {layout} layout; it was loaded back and is equal"
             )
