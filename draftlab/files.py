@@ -13,6 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
@@ -68,8 +69,8 @@ def file_state(path: Path) -> FileState:
 
 
 def known_sha256(path: Path) -> str:
-    """Return `sha256_file`, without reading a file that this process has hashed before and whose
-    `file_state` is the same.
+    """Return `sha256_file`, without reading a file that this process has hashed before, or written
+    with `write_tensors`, and whose `file_state` is the same.
     """
     before, started = file_state(path), time.time_ns()
     if (digest := _known_sha256.get(before)) is not None:
@@ -80,6 +81,8 @@ def known_sha256(path: Path) -> str:
     return digest
 
 
+_WRITTEN = 1 << 24
+"""Bytes that are written, and hashed meanwhile, at a time."""
 _UMASK = threading.Lock()
 CACHE = "DRAFTLAB_CACHE"
 _LOCKS_NEEDED = (
@@ -113,11 +116,16 @@ def atomic_path(path: Path, *, writer: str | None = None) -> Iterator[Path]:
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
+        before = file_state(temporary)
         _use_umask(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
         os.replace(temporary, path)
         _sync_folder(path.parent)
+        if digest := _known_sha256.pop(before, None):  # mode and name change ctime alone
+            after = file_state(path)
+            if after[:-1] == before[:-1]:
+                _known_sha256[after] = digest
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -489,23 +497,74 @@ def reading_tensors(
         raise UserError(found, where=path, do=do) from None
 
 
+def copy_to_host(values: Any) -> Any:
+    """Return a copy of a tensor in the host's memory, to be written to a file.
+
+    Its pages are taken by all threads first: the thread that copies would take them one by one, and
+    copy 1 GB a second from a GPU in place of 6.
+    """
+    import torch
+
+    return torch.empty_like(values, device="cpu").fill_(0).copy_(values)
+
+
 def save_tensors(
     tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None
-) -> None:
-    """Write a safetensors file.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
+) -> str:
+    """Write a safetensors file as `write_tensors`; raise a `UserError` if it cannot be written."""
     try:
-        save_file(tensors, path, metadata=metadata)
-        _use_umask(path)
-    except SafetensorError as error:
+        return write_tensors(tensors, path, metadata)
+    except OSError as error:
         raise UserError(
             f"the tensors could not be written: {error}",
             where=path,
             do="free disk space or write elsewhere; the same command then continues",
         ) from None
+
+
+def write_tensors(
+    tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None
+) -> str:
+    """Write the bytes of `safetensors.torch.save_file` to a new file, and return their hex SHA-256,
+    which `known_sha256` then knows.
+
+    No contiguous tensor of a CPU is copied. A thread hashes each block while it is written.
+    """
+    import torch
+
+    header, names = _tensors_header(tensors, metadata)
+    digest = hashlib.sha256(header)
+    with open(path, "xb") as file, ThreadPoolExecutor(1, "sha256") as thread:
+        file.write(header)
+        for name in names:
+            flat = tensors[name].detach().cpu().contiguous().flatten()
+            data = memoryview(flat.view(torch.uint8).numpy())
+            for start in range(0, len(data), _WRITTEN):
+                block = data[start : start + _WRITTEN]
+                hashed = thread.submit(digest.update, block)
+                file.write(block)
+                hashed.result()
+    _known_sha256[file_state(path)] = digest.hexdigest()
+    return digest.hexdigest()
+
+
+def _tensors_header(
+    tensors: dict[str, Any], metadata: dict[str, str] | None
+) -> tuple[bytes, list[str]]:
+    """Return the header of a file of these tensors, and their names in the file's order.
+
+    The format's library orders tensors by dtype and name, and names the dtypes.
+    """
+    import torch
+    from safetensors.torch import save
+
+    example = save({name: torch.zeros(1, dtype=t.dtype) for name, t in tensors.items()}, metadata)
+    entries = json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])
+    names, start = [name for name in entries if name != "__metadata__"], 0
+    for name in names:
+        end = start + tensors[name].nbytes
+        entries[name] |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, names

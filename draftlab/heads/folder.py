@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from draftlab.errors import UserError
 from draftlab.files import (
     atomic_path,
+    copy_to_host,
     read_fields,
     reading_tensors,
     save_tensors,
@@ -78,7 +79,7 @@ def save_head(folder: Path, head: DraftHead, dtype: torch.dtype) -> None:
     if head.config.draft_vocab_size == head.config.vocab_size:
         left_out |= {D2T, T2D}  # readers without a draft vocabulary refuse them (servers §1.3)
     tensors = {
-        name: (t.to(dtype) if t.is_floating_point() else t).detach().cpu().contiguous()
+        name: copy_to_host((t.to(dtype) if t.is_floating_point() else t).detach())
         for name, t in head.tensors().items()
         if name not in left_out
     }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import queue
 import threading
 import time
@@ -16,10 +14,10 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from safetensors.torch import save
 from torch import Tensor
 
 from draftlab.errors import UserError
+from draftlab.files import write_tensors
 from draftlab.store.extraction import StatesFuture, StateSource, check_finite
 from draftlab.store.fp8 import relative_errors
 from draftlab.store.manifest import Shard, StoreIdentity
@@ -30,8 +28,6 @@ from draftlab.store.sample_table import Sample
 SHARDS_AT_ONCE = 3  # filled or written at the same time; each is held in memory
 QUEUED_BATCHES = 2  # computed and not yet copied into their shard
 _POLL_S = 0.1
-_BLOCK = 1 << 24
-"""Bytes that are hashed and written at a time."""
 
 
 class ShardRecorder:
@@ -144,7 +140,8 @@ class ShardRecorder:
 
         def save(path: Path) -> str:
             nonlocal size, digest
-            size, digest = write_shard(buffer.tensors, path)
+            digest = write_tensors(buffer.tensors, path)
+            size = path.stat().st_size
             self.receipts.discard(shard)
             self.receipts.check_plan()
             return digest
@@ -209,37 +206,3 @@ class ShardBuffer:
     def fp8_errors(self) -> list[tuple[float, float]]:
         """The errors of the receipt; none for other dtypes."""
         return relative_errors(self.error, self.square, self.identity.fp8_boundaries)
-
-
-def write_shard(tensors: dict[str, Tensor], path: Path) -> tuple[int, str]:
-    """Write the bytes of `safetensors.torch.save_file` to a new file, and copy no tensor; return
-    its size and its hex SHA-256, computed while it is written.
-    """
-    header, names = _header(tensors)
-    digest = hashlib.sha256(header)
-    with open(path, "xb") as file:
-        file.write(header)
-        for name in names:
-            data = memoryview(tensors[name].contiguous().flatten().view(torch.uint8).numpy())
-            for start in range(0, len(data), _BLOCK):
-                block = data[start : start + _BLOCK]
-                digest.update(block)
-                file.write(block)
-        return file.tell(), digest.hexdigest()
-
-
-def _header(tensors: dict[str, Tensor]) -> tuple[bytes, list[str]]:
-    """Return the header of a file of these tensors, and their names in the file's order.
-
-    The format's library orders tensors by dtype and name, and names the dtypes.
-    """
-    example = save({name: torch.zeros(1, dtype=t.dtype) for name, t in tensors.items()})
-    entries = json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])
-    start = 0
-    for name, entry in entries.items():
-        end = start + tensors[name].nbytes
-        entry |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, list(entries)

@@ -96,11 +96,14 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, *, keep: int = MAX_CHE
     for killed in folder.glob(".step-*.tmp"):  # left by a killed process
         shutil.rmtree(killed)
     building.mkdir(parents=True)
-    sha256 = {}
-    for name, tensors in ((WEIGHTS, checkpoint.weights), (MOMENTS, checkpoint.moments)):
+    files = {WEIGHTS: checkpoint.weights, MOMENTS: checkpoint.moments}
+
+    def write(name: str) -> str:
         with atomic_path(building / name) as path:
-            save_tensors(tensors, path)
-            sha256[name] = sha256_file(path)
+            return save_tensors(files[name], path)
+
+    with ThreadPoolExecutor() as pool:
+        sha256 = dict(zip(files, pool.map(write, files), strict=True))
     state = {name: getattr(checkpoint, name) for name in _FIELDS}
     write_json(building / STATE, state | {"sha256": sha256})
     shutil.rmtree(final, ignore_errors=True)

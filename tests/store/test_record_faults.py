@@ -142,7 +142,7 @@ def test_a_failed_writer_stops_the_target(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shard_writer, "write_shard", fail)
+    monkeypatch.setattr(shard_writer, "write_tensors", fail)
     monitor = RecordingMonitor()
     with pytest.raises(UserError, match="No space left on device"):
         record_store(target, tmp_path, make_samples(200), monitor)

@@ -140,11 +140,11 @@ def recorder_status(folder, kill_at):
                 os.kill(os.getpid(), signal.SIGKILL)
             return original(*args, **kwargs)
         return step
-    write_shard = shard_writer.write_shard
+    write_tensors = shard_writer.write_tensors
     def write_half(tensors, path):
-        write_shard(tensors, path)
+        write_tensors(tensors, path)
         os.truncate(path, os.path.getsize(path) // 2)
-    shard_writer.write_shard = counted(write_shard, write_half)
+    shard_writer.write_tensors = counted(write_tensors, write_half)
     os.fsync, os.replace, os.unlink = map(counted, (os.fsync, os.replace, os.unlink))
     try:
         record_store(target, folder)

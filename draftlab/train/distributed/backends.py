@@ -19,9 +19,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from draftlab.files import copy_to_host
 from draftlab.heads.folder import empty_head
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.compile_ahead import CompileAhead
+from draftlab.kernels.devices import to_device
 from draftlab.target_model.parts import TargetParts
 from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
@@ -81,7 +83,7 @@ class DistillationModule(nn.Module):
         dtype = product_dtype(settings.precision, device)
         if not head.embed_tokens.weight.requires_grad:
             head.embed_tokens.to(dtype)  # they are read in this dtype anyway
-        teacher = DraftTeacher.for_training(parts, head.to(device), dtype)
+        teacher = DraftTeacher.for_training(parts, to_device(head, device), dtype)
         return cls(head, teacher, settings, dtype)
 
     def compile_ahead(self, batch: Batch, weights: Sequence[float]) -> None:
@@ -193,7 +195,7 @@ class TrainBackend:
         copies = {}
         for name, tensor in tensors:
             if self.ranks.is_main:
-                copies[name] = tensor.to("cpu", copy=True)
+                copies[name] = copy_to_host(tensor)
         return copies
 
     @torch.no_grad()
