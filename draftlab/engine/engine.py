@@ -35,7 +35,6 @@ from draftlab.kernels.devices import out_of_memory_error, use_device
 from draftlab.kernels.step_layout import unpack_results
 from draftlab.kernels.verify import verify
 from draftlab.progress import Monitor
-from draftlab.target_model.check_capabilities import can_capture
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
 
@@ -125,7 +124,7 @@ class Engine:
             cpu_prepacked=cpu_prepacked,
         )
         self.prefill_tokens = prefill_tokens
-        use_graphs = can_capture(target) if graphs is None else graphs
+        use_graphs = target.can_capture if graphs is None else graphs
         self.graphs = GraphedStep(self.step) if use_graphs else None
         self.small_prefill = None
         if on_gpu and self.cache.states is None:

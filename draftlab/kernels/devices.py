@@ -7,12 +7,16 @@ import gc
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import cycle
+from typing import TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftlab.errors import UserError
 from draftlab.kernels.compile_ahead import is_fake
+
+_Module = TypeVar("_Module", bound=nn.Module)
 
 
 def use_device(device: torch.device) -> torch.cuda.device:
@@ -28,6 +32,44 @@ def copy_to_device(values: Tensor, device: torch.device) -> Tensor:
     if device.type != "cuda" or is_fake():
         return values.to(device)
     return values.pin_memory().to(device, non_blocking=True)
+
+
+_STAGED = 64 * 2**20
+"""Bytes of a pinned buffer of `to_device`."""
+
+
+def to_device(module: _Module, device: torch.device | str) -> _Module:
+    """Move a module to a device, as `Module.to`.
+
+    To a GPU large parameters go through two pinned buffers, which all threads fill: five times as
+    fast as from the memory of files, which the driver reads with one thread.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        pinned = [torch.empty(_STAGED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        buffers = cycle([(buffer, torch.cuda.Event()) for buffer in pinned])
+        for parameter in module.parameters():
+            values = parameter.data
+            large = values.nbytes >= _STAGED and values.is_contiguous()
+            if type(parameter) is nn.Parameter and values.device.type == "cpu" and large:
+                parameter.data = _through_buffers(values, device, buffers)
+        torch.cuda.synchronize(device)
+    return module.to(device)
+
+
+def _through_buffers(
+    values: Tensor, device: torch.device, buffers: Iterator[tuple[Tensor, torch.cuda.Event]]
+) -> Tensor:
+    """Return a copy on a GPU; each buffer is filled once its last copy, if any, has ended."""
+    result = torch.empty_like(values, device=device)
+    parts = (x.flatten().view(torch.uint8).split(_STAGED) for x in (values, result))
+    with use_device(device):
+        for source, part in zip(*parts, strict=True):
+            buffer, copied = next(buffers)
+            copied.synchronize()
+            part.copy_(buffer[: len(source)].copy_(source), non_blocking=True)
+            copied.record()
+    return result
 
 
 def free_memory() -> None:

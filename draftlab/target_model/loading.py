@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftlab.errors import UserError
 from draftlab.files import FileState, check_size, file_state, read_fields
+from draftlab.kernels.devices import to_device
 from draftlab.process_environment import name_accelerator
 from draftlab.target_model.attention import text_attention
 from draftlab.target_model.auto_model import auto_class, drop_other_modules, model_class
@@ -188,7 +189,7 @@ def load_model(
     unused.update(name.split(".")[0] for name in info["unexpected_keys"])
     notes = [*_notes(model, settings, folder, unused, quantisation if dequantised else None)]
     if "device_map" not in options:
-        return model.to(device), notes
+        return to_device(model, device), notes
     if placement is None:
         return model, notes
     return dispatch_layers(model, placement), [*notes, describe_placement(placement)]

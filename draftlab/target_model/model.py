@@ -14,6 +14,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.target_model.attention import attention_inputs
 from draftlab.target_model.check_capabilities import (
+    can_capture,
     check_pages,
     check_rows,
     check_states,
@@ -86,6 +87,11 @@ class Target:
     def dtype(self) -> torch.dtype:
         """Compute dtype."""
         return self.parts.embeddings.dtype
+
+    @cached_property
+    def can_capture(self) -> bool:
+        """Whether a CUDA graph can hold its passes (`check_capabilities.can_capture`)."""
+        return can_capture(self)
 
     @property
     def pipeline_parallel(self) -> bool:
