@@ -129,6 +129,7 @@ class Engine:
         self.small_prefill = None
         if on_gpu and self.cache.states is None:
             self.small_prefill = SmallPrefill(self.step, self.graphs, prefill_tokens)
+        self._prefilled = False  # by `launch_prefill`, whose kernels are then compiled
         self.max_in_flight = 1 if on_gpu else 0
         self.on_step: Callable[[Sequence], None] | None = None
 
@@ -180,11 +181,18 @@ class Engine:
         if self.small_prefill is not None:
             batches = self.small_prefill.batches(sequences)
         return [
-            launch_prefill(self.step, batch, self.prefill_tokens)
+            self._launch_prefill(batch)
             if shape is None
             else self.small_prefill.launch(batch, shape)
             for batch, shape in batches
         ]
+
+    def _launch_prefill(self, sequences: list[Sequence]) -> InFlight:
+        run = partial(launch_prefill, self.step, sequences, self.prefill_tokens)
+        if self.graphs is not None and not self._prefilled:
+            self.graphs.compile_ahead(run)
+        self._prefilled = True
+        return run()
 
     def _index(self, sequences: list[Sequence]) -> Tensor:
         return self.input_batch.index([sequence.slot for sequence in sequences])

@@ -12,6 +12,7 @@ from torch import Tensor
 from draftlab.engine.counters import Counters
 from draftlab.engine.sampling import Generation, Request
 from draftlab.errors import UserError
+from draftlab.kernels.compile_ahead import is_fake
 
 
 def check_prompts(requests: Iterable[Request], max_length: int) -> None:
@@ -189,7 +190,7 @@ class InFlight:
 def copy_to_host(sequences: list[Sequence], result: Tensor) -> InFlight:
     """Start the copy of a result to the host."""
     launched = tuple((sequence, sequence.epoch) for sequence in sequences)
-    if not result.is_cuda:
+    if not result.is_cuda or is_fake():
         return InFlight(launched, result, None)
     host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
     host.copy_(result, non_blocking=True)

@@ -6,6 +6,7 @@ captured once for each number and replayed (`GraphedStep`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -212,7 +213,12 @@ class _Graph:
 class GraphedStep:
     """Replays the step from CUDA graphs, one for each batch size, all in one memory pool.
 
-    A batch is padded with the dummy slot to `padded_size`. Graphs are captured on first use.
+    A batch is padded with the dummy slot to `padded_size`. Its graph is captured on first use; if
+    there is a larger one, only after `patience` steps with that: a batch that shrinks towards the
+    end of its requests passes most sizes in fewer steps than a capture takes.
+
+    Attributes:
+        patience: 0 where steps are timed, so that each size has its own graph.
     """
 
     SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -229,7 +235,9 @@ class GraphedStep:
 
     def __init__(self, step: Step) -> None:
         self.step = step
+        self.patience = 64
         self._graphs: dict[tuple[int, bool], _Graph] = {}
+        self._steps_in_larger = Counter[tuple[int, bool]]()
         self._pool = torch.cuda.graph_pool_handle()
         # Code that is neither ours nor transformers' may keep a fake tensor of its first call.
         known_model = type(step.target.model).__module__.startswith("transformers.")
@@ -238,7 +246,7 @@ class GraphedStep:
 
     def __call__(self, slots: tuple[int, ...], *, limited: bool) -> Tensor:
         """Decode one step of `slots`; the next one of this size overwrites the result."""
-        size = self.padded_size(len(slots))
+        size = self._size(len(slots), limited)
         key = (size, limited)
         if key not in self._graphs:  # captured with dummies, so that no request's state changes
             index = self.step.input_batch.index([], size)
@@ -251,13 +259,27 @@ class GraphedStep:
         graph.graph.replay()
         return graph.result
 
+    def _size(self, count: int, limited: bool) -> int:
+        """Return the batch size of the graph that decodes the next step of `count` requests."""
+        size = self.padded_size(count)
+        key, sizes = (size, limited), [n for n, other in self._graphs if other == limited]
+        larger = [n for n in sizes if n > size]
+        if size in sizes or not larger or self._steps_in_larger[key] >= self.patience:
+            return size
+        self._steps_in_larger[key] += 1
+        return min(larger)
+
+    def compile_ahead(self, run: Callable[[], object]) -> None:
+        """Compile the kernels of a call side by side, where the model's code is known."""
+        if self._compile_ahead is not None:
+            self._compile_ahead(run)
+
     def capture(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Return a graph of a call, and the result that its replays write.
 
         Its kernels are compiled first; then it runs twice, which fills allocators.
         """
-        if self._compile_ahead is not None:
-            self._compile_ahead(run)
+        self.compile_ahead(run)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -68,10 +68,6 @@ def _shortened(batch: Sequence[Request], tokens: int) -> list[Request]:
     return [replace(request, max_new_tokens=tokens) for request in batch]
 
 
-def _longest_prompt(batch: Sequence[Request]) -> int:
-    return max(len(request.prompt_ids) for request in batch)
-
-
 def time_in_turn(
     engines: Mapping[DecodingConfig, Decoder],
     batches: Sequence[list[Request]],
@@ -81,9 +77,8 @@ def time_in_turn(
 
     Before, every engine decodes short answers to the same prompts, which are discarded: the first
     prefill of a length pays for kernels and a graph, too, so that otherwise the temperature that is
-    timed first would have the longest time to the first token. With graphs the longest prompts are
-    decoded twice: each capture gives unused memory back to device and host, that of other engines,
-    too.
+    timed first would have the longest time to the first token. With graphs it does so twice, since
+    each capture gives unused memory back to device and host, that of other engines, too.
 
     Args:
         progress: called with the number of finished batches and of all batches.
@@ -91,8 +86,11 @@ def time_in_turn(
     runs = {config: TimedRun([], 0.0) for config in engines}
     prefills = [_shortened(batch, PREFILL_TOKENS) for batch in batches]
     warm_ups = [warm_up_batches(batches[0]) + prefills]
-    if any(getattr(engine, "graphs", None) is not None for engine in engines.values()):
-        warm_ups.append([max(prefills, key=_longest_prompt)])
+    graphs = [one for engine in engines.values() if (one := getattr(engine, "graphs", None))]
+    for one in graphs:
+        one.patience = 0
+    if graphs:
+        warm_ups.append(prefills)
     for warm_up in warm_ups:
         for engine in engines.values():
             for requests in warm_up:

@@ -119,11 +119,12 @@ def test_the_embedded_target(
 
 
 @on_gpu
+@pytest.mark.parametrize("batch", [8, 48])  # 48 prompts at once are prefilled in passes
 @pytest.mark.parametrize("kind", ["chain", "parallel", "block"])
-def test_kernels_are_compiled_before_they_run(kind: str, device: str) -> None:
+def test_kernels_are_compiled_before_they_run(kind: str, batch: int, device: str) -> None:
     target, heads, prompts = embedded(device)
-    requests = [Request(i, ids, 64, Sampling()) for i, ids in prompts[:16]]
-    engine = Engine(target, new_drafter(heads[kind], K), batch=8, max_length=400)
+    requests = [Request(i, ids, 64, Sampling()) for i, ids in prompts[: max(batch, 16)]]
+    engine = Engine(target, new_drafter(heads[kind], K), batch=batch, max_length=400)
     with kernels_compiled_ahead() as ahead:
         run(engine, requests)
     assert sum(ahead) >= max(20, 0.9 * len(ahead))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -74,6 +74,29 @@ def test_graphs_of_large_batches_waste_little_and_are_few() -> None:
     assert all(n <= size for n, size in sizes.items())
     assert all(size < 1.25 * n + 32 for n, size in sizes.items())
     assert len({sizes[n] for n in range(65, 1025)}) == 14
+
+
+def test_a_size_that_a_shrinking_batch_passes_is_not_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
+    model = type("Model", (), {"__module__": "a"})()
+    target = SimpleNamespace(device=torch.device("cpu"), model=model)
+    step: Any = SimpleNamespace(target=target, drafter=None)
+    graphs = GraphedStep(step)
+
+    def sizes(*counts: int, limited: bool = False) -> list[int]:
+        used = []
+        for count in counts:
+            used.append(graphs._size(count, limited))
+            graphs._graphs[used[-1], limited] = cast(Any, None)
+        return used
+
+    assert sizes(3, 1, 60, 60) == [4, 4, 64, 64]  # a larger one is captured at once
+    assert sizes(30, *[10] * 64, 9, 9, 4, 1) == [64, *[64] * 64, 16, 16, 4, 4]
+    assert sizes(9, limited=True) == [16]
+    graphs.patience = 0
+    assert sizes(30, 1) == [32, 1]
 
 
 @pytest.mark.parametrize("drafter", [None, "ours", "a user's"])

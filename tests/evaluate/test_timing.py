@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 import pytest
 
@@ -54,7 +55,7 @@ class CapturingDecoder:
     """
 
     def __init__(self, others: list[CapturingDecoder]) -> None:
-        self.graphs = object()
+        self.graphs = SimpleNamespace(patience=64)
         self.known: set[int] = set()
         self.slowed: set[int] = set()
         self.others = others
@@ -87,6 +88,7 @@ def test_no_timed_prefill_is_the_first_of_its_length(batch: int) -> None:
     batches = list(timing_batches(requests, 8, batch))
     for _ in (0.0, 0.7):  # the temperatures share the engines
         runs = time_in_turn(engines, batches, lambda *_: None)
+        assert all(decoder.graphs.patience == 0 for decoder in decoders)
         assert {timing(run, None, batch=batch).ttft_ms for run in runs.values()} == {1000.0}
         for run in runs.values():
             assert {g.first_token_s for g in run.generations} == {1.0}
