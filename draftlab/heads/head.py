@@ -11,6 +11,7 @@ feeds back.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import ClassVar
 
@@ -257,13 +258,23 @@ def initialise_head(
     write into the residual stream.
     """
     generator = torch.Generator().manual_seed(seed)
+    drawn = {
+        name: parameter.data
+        for name, parameter in head.named_parameters()
+        if parameter.ndim == 2 and not name.startswith(("embed_tokens", "lm_head", "mask_"))
+    }
+
+    def draw(name: str, seed: int) -> None:
+        scale = drawn[name].shape[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            scale *= 0.5**0.5
+        drawn[name].normal_(generator=torch.Generator().manual_seed(seed)).mul_(scale)
+
+    # A generator draws with one core, so that each projection has its own.
+    seeds = torch.randint(2**63 - 1, (len(drawn),), generator=generator)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(draw, drawn, seeds.tolist()))
     with torch.no_grad():
-        for name, parameter in head.named_parameters():
-            if parameter.ndim == 2 and not name.startswith(("embed_tokens", "lm_head", "mask_")):
-                scale = parameter.shape[1] ** -0.5
-                if name.endswith(("o_proj.weight", "down_proj.weight")):
-                    scale *= 0.5**0.5
-                parameter.normal_(generator=generator).mul_(scale)
         head.set_draft_vocabulary(target_ids)
         head.init_from_target(embeddings, final_norm, lm_head)
         head.initialise_extra(generator)
