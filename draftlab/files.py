@@ -537,8 +537,10 @@ def write_tensors(
     with open(path, "xb") as file, ThreadPoolExecutor(1, "sha256") as thread:
         file.write(header)
         for name in names:
-            flat = tensors[name].detach().cpu().contiguous().flatten()
-            data = memoryview(flat.view(torch.uint8).numpy())
+            values = tensors[name].detach().cpu().contiguous()
+            # A single number may have any stride.
+            flat = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
+            data = memoryview(flat.numpy())
             for start in range(0, len(data), _WRITTEN):
                 block = data[start : start + _WRITTEN]
                 hashed = thread.submit(digest.update, block)

@@ -15,7 +15,6 @@ from torch import Tensor
 from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.generation_state import InFlight, Sequence, copy_to_host
 from draftlab.engine.step import Step
-from draftlab.kernels.compile_ahead import is_fake
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.kernels.sampling import sample_token
 from draftlab.kernels.step_layout import pack_results
@@ -150,7 +149,9 @@ def _run_prompts(
     last_states: list[HiddenStates] = []  # of the prompts that end in each pass
     while prompts:
         rows = slice(len(prompts))
-        start, end = end, min(end + max(chunk_tokens // len(prompts), 16), longest)
+        # Kernels are compiled for multiples of 16 and once more for other numbers of columns.
+        columns = max(chunk_tokens // len(prompts) // 16, 1) * 16
+        start, end = end, min(end + columns, longest)
         if step.cache.states is not None:
             end = longest
         states = run_columns(
@@ -163,8 +164,7 @@ def _run_prompts(
             num_pairs=min(end, longest - 1) - start,
             ends=[len(prompt) for prompt in prompts],
         )
-        # One pass asks for all kernels that are to be compiled.
-        prompts = [prompt for prompt in prompts if len(prompt) > end and not is_fake()]
+        prompts = [prompt for prompt in prompts if len(prompt) > end]
         ended = slice(len(prompts), rows.stop)
         column = (lengths[ended] - 1 - start)[:, None, None]
         last_states.append(

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,7 +44,7 @@ from draftlab.run.resolve import find_head, with_family_defaults
 from draftlab.run.stage_status import Run, Status
 from draftlab.run.stages import REPORT, STAGES, Stage
 from draftlab.target_model.fingerprint import fingerprint
-from draftlab.target_model.locate import resolve_device, resolve_target
+from draftlab.target_model.locate import resolve_target
 from draftlab.text.prompts import data_set_commit, fetch_prompts, find_prompts
 from draftlab.text.settings import SELF
 from draftlab.train.distributed.ranks import Ranks, num_launched
@@ -273,7 +271,7 @@ class Pipeline:
     def _run_stage(self, stage: Stage, pool: WorkerPool | None) -> None:
         functions = {
             "answers": lambda path: self.recording.write_answers(path, pool),
-            "store": lambda path: self._record(path, pool),
+            "store": lambda path: self.recording.write_store(path, pool),
             "head": self._head,
             "eval": self._evaluate,
             "export": self._export,
@@ -300,17 +298,6 @@ class Pipeline:
             return None
         devices = worker_devices(count, self.recipe.target.device)
         return LocalPool(self.recipe, self.folder, devices, self.monitor)
-
-    def _record(self, folder: Path, pool: WorkerPool | None) -> None:
-        """Record states. Meanwhile a thread imports torch.compile's modules: it takes seconds, in
-        which a GPU would wait for the training.
-        """
-        on_gpu = resolve_device(self.recipe.train.device).type == "cuda"
-        compiles = on_gpu and self.recipe.train.compile is not False and self.cluster is None
-        with ThreadPoolExecutor(1) as thread:
-            if compiles:  # a failure is met again by the training
-                thread.submit(import_module, "torch._inductor.compile_fx")
-            self.recording.write_store(folder, pool)
 
     def _head(self, folder: Path) -> None:
         if self.ranks is not None:

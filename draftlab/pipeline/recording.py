@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from draftlab.store.shard_cache import SIZE, ShardCache
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.target_model.images import no_images
-from draftlab.target_model.locate import TOKENIZER_FILES, resolve_target
+from draftlab.target_model.locate import TOKENIZER_FILES, resolve_device, resolve_target
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answers import regenerate
@@ -212,7 +213,17 @@ class Recording(TargetWorker):
             open_source=self.open_source if pool is None else None,
             record_shards=record_shards,
             held_out=held_out(self.recipe),
+            while_writing=self._import_compiler,
         )
+
+    def _import_compiler(self) -> None:
+        """Import what torch.compile needs, if a head is trained next on a GPU, which would wait for
+        these seconds then.
+        """
+        settings = self.recipe.train
+        on_gpu = resolve_device(settings.device).type == "cuda"
+        if self.trains and on_gpu and settings.compile is not False:
+            import_module("torch._inductor.compile_fx")
 
     def samples(
         self, target: Target | TargetMetadata, monitor: Monitor

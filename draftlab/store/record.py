@@ -64,6 +64,7 @@ def record(
     open_source: OpenStateSource | None = None,
     record_shards: RecordShards | None = None,
     held_out: HeldOut | None = None,
+    while_writing: Callable[[], None] = lambda: None,
 ) -> Store:
     """Record samples into a store, or continue an interrupted recording.
 
@@ -80,6 +81,8 @@ def record(
         record_shards: records the shards in place of this process.
         held_out: what decides the held-out records of a store with a window; of one whose shards
             come and go only their shards are recorded.
+        while_writing: called in this process once all states are computed, while threads still
+            write the last shards.
 
     Raises:
         UserError: there is nothing to record, a sample does not fit the vocabulary, states are not
@@ -110,7 +113,7 @@ def record(
             with ExitStack() as stack:
                 if record_shards is None:
                     source = stack.enter_context(open_source(receipts.plan))
-                    arguments = (source, recorded, receipts, monitor)
+                    arguments = (source, recorded, receipts, monitor, while_writing)
                     record_shards = partial(_record_here, *arguments)
                 while missing:
                     _record_missing(record_shards, receipts.plan, missing, monitor)
@@ -149,6 +152,7 @@ def _record_here(
     samples: Sequence[Sample],
     receipts: Receipts,
     monitor: Monitor,
+    while_writing: Callable[[], None],
     missing: Sequence[int],
 ) -> Iterator[int]:
     """Record shards in this process; yield the number of tokens of each batch."""
@@ -156,6 +160,7 @@ def _record_here(
     with ShardRecorder(source, samples, receipts) as recorder:
         for number in missing:
             yield from recorder.record(number)
+        while_writing()
     waited = recorder.seconds_waited / (time.monotonic() - started)
     monitor.say(f"the target waited for the disk {waited:.0%} of the time")
 

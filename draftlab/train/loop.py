@@ -95,16 +95,16 @@ class Trainer:
         rules = self.objective.sampling, self.objective.imitates_states
         packer = Packer(store, settings, seed, *rules, uses_one_row(self.device))
         self.loader = BatchLoader(packer, self.ranks)
-        head = untrained_head(config, parts, vocabulary, seed)
-        if parts.norm_form is not None and not parts.norm_form.is_rms:
-            monitor.say(
-                f"final norm: the target's ({type(parts.norm).__name__}) subtracts the mean or "
-                "adds a bias; the head's starts with its weight alone"
-            )
-        if initial is not None:
-            monitor.say(start_from(head, initial, "head.init"))
-        self.loader.start_workers()  # they import while kernels are compiled
+        self.loader.start_workers()  # they import while the head is made and kernels are compiled
         try:
+            head = untrained_head(config, parts, vocabulary, seed)
+            if parts.norm_form is not None and not parts.norm_form.is_rms:
+                monitor.say(
+                    f"final norm: the target's ({type(parts.norm).__name__}) subtracts the mean or "
+                    "adds a bias; the head's starts with its weight alone"
+                )
+            if initial is not None:
+                monitor.say(start_from(head, initial, "head.init"))
             self._prepare(
                 head, parts, training_key(settings, config, vocabulary, store, seed, initial)
             )

@@ -54,7 +54,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> Any:
+def untrained_head(
+    target: Target, k: int, draft_size: int, *, seed: int = 0, **changed: Any
+) -> Any:
     """Return a head with initial values; its draft vocabulary lacks the lowest ids."""
     size = target.hidden_size
     if get_family(changed.get("family", "eagle3")).whole_vocabulary:
@@ -80,7 +82,7 @@ def untrained_head(target: Target, k: int, draft_size: int, **changed: Any) -> A
         final_norm=next(target.parts.norm.parameters()),
         lm_head=target.parts.lm_head,
         target_ids=torch.arange(target.vocab_size - draft_size, target.vocab_size),
-        seed=0,
+        seed=seed,
     )
     return head
 
