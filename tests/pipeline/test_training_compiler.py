@@ -174,8 +174,9 @@ def test_a_training_finds_what_it_compiled(tmp_path: Path, monkeypatch: pytest.M
     assert TrainingCompiler.start(recipe, tmp_path, monitor) is None
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+    of_other_tests = torch.cuda.memory_reserved()
     compile_training(recipe, torch.device("cuda"))
-    assert torch.cuda.max_memory_reserved() < needed_bytes(recipe)
+    assert torch.cuda.max_memory_reserved() - of_other_tests < needed_bytes(recipe)
     afterwards = {path.name for path in (tmp_path / "TRITON_CACHE_DIR").iterdir()}
     assert len(afterwards - kernels) <= len(kernels) // 10
     assert len(kernels) >= 5

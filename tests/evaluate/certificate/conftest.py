@@ -41,9 +41,9 @@ def small_16_bit(small: Target) -> Target:
 def poor_head(small: Target) -> Eagle3Head:
     """An untrained, too sure head without the target's token 0; a good head would hide faults.
 
-    With one seed in two each fault shows in few samples, as with this one.
+    With some seeds each fault shows in few samples, as with this one.
     """
-    head = untrained_head(small, 2, VOCAB - 1, seed=3).eval().requires_grad_(False)
+    head = untrained_head(small, 2, VOCAB - 1, seed=4).eval().requires_grad_(False)
     head.lm_head.weight *= 2
     return head
 
