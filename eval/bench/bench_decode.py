@@ -108,6 +108,8 @@ def measure(
             for i, row in enumerate(ids)
         ]
 
+    if engine.graphs is not None:
+        engine.graphs.patience = 0  # as where `draftlab eval` times
     for warm_up in warm_up_batches(requests(batch, 16, "warm")):
         list(engine.generate(warm_up))
     if target.device.type == "cuda":
