@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -70,7 +69,7 @@ def file_state(path: Path) -> FileState:
 
 def known_sha256(path: Path) -> str:
     """Return `sha256_file`, without reading a file that this process has hashed before, or written
-    with `write_tensors`, and whose `file_state` is the same.
+    with `save_tensors`, and whose `file_state` is the same.
     """
     before, started = file_state(path), time.time_ns()
     if (digest := _known_sha256.get(before)) is not None:
@@ -83,7 +82,6 @@ def known_sha256(path: Path) -> str:
 
 _WRITTEN = 1 << 24
 """Bytes that are written, and hashed meanwhile, at a time."""
-_UMASK = threading.Lock()
 CACHE = "DRAFTLAB_CACHE"
 _LOCKS_NEEDED = (
     "name a folder on a file system with locks: a local disk, NFS, or Lustre mounted with `flock`; "
@@ -467,7 +465,9 @@ def parse_json(text: str | bytes) -> Any:
 
 def _use_umask(path: Path) -> None:
     """Give a file the mode of a new one: some writers create files that only their owner reads."""
-    with _UMASK:  # the umask can only be read by setting it, for all threads
+    try:
+        umask = int(Path("/proc/self/status").read_text().partition("\nUmask:")[2].split()[0], 8)
+    except OSError:  # not Linux: the umask can only be read by setting it, for all threads
         umask = os.umask(0)
         os.umask(umask)
     path.chmod(0o666 & ~umask)
@@ -497,7 +497,7 @@ def reading_tensors(
         raise UserError(found, where=path, do=do) from None
 
 
-def copy_to_host(values: Any) -> Any:
+def host_copy(values: Any) -> Any:
     """Return a copy of a tensor in the host's memory, to be written to a file.
 
     Its pages are taken by all threads first: the thread that copies would take them one by one, and
@@ -511,22 +511,27 @@ def copy_to_host(values: Any) -> Any:
 def save_tensors(
     tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None
 ) -> str:
-    """Write a safetensors file as `write_tensors`; raise a `UserError` if it cannot be written."""
+    """Write a safetensors file as `write_tensors`, and let `known_sha256` know its hash; raise a
+    `UserError` if it cannot be written.
+    """
     try:
-        return write_tensors(tensors, path, metadata)
+        digest = write_tensors(tensors, path, metadata)
+        now = time.time_ns()  # a finer time than that of a change behind it
+        os.utime(path, ns=(now, now))
     except OSError as error:
         raise UserError(
             f"the tensors could not be written: {error}",
             where=path,
             do="free disk space or write elsewhere; the same command then continues",
         ) from None
+    _known_sha256[file_state(path)] = digest
+    return digest
 
 
 def write_tensors(
     tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None
 ) -> str:
-    """Write the bytes of `safetensors.torch.save_file` to a new file, and return their hex SHA-256,
-    which `known_sha256` then knows.
+    """Write the bytes of `safetensors.torch.save_file` to a new file, and return their hex SHA-256.
 
     No contiguous tensor of a CPU is copied. A thread hashes each block while it is written.
     """
@@ -546,7 +551,6 @@ def write_tensors(
                 hashed = thread.submit(digest.update, block)
                 file.write(block)
                 hashed.result()
-    _known_sha256[file_state(path)] = digest.hexdigest()
     return digest.hexdigest()
 
 

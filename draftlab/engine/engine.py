@@ -35,6 +35,7 @@ from draftlab.kernels.devices import out_of_memory_error, use_device
 from draftlab.kernels.step_layout import unpack_results
 from draftlab.kernels.verify import verify
 from draftlab.progress import Monitor
+from draftlab.target_model.fused_decoder import FusedDecoder
 from draftlab.target_model.model import Target
 from draftlab.target_model.paged_cache import PagedCache
 
@@ -189,7 +190,8 @@ class Engine:
 
     def _launch_prefill(self, sequences: list[Sequence]) -> InFlight:
         run = partial(launch_prefill, self.step, sequences, self.prefill_tokens)
-        if self.graphs is not None and not self._prefilled:
+        fused = isinstance(self.step.decoder, FusedDecoder)  # whose fake pass runs one layer
+        if self.graphs is not None and fused and not self._prefilled:
             self.graphs.compile_ahead(run)
         self._prefilled = True
         return run()

@@ -15,6 +15,7 @@ from torch import Tensor
 from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.generation_state import InFlight, Sequence, copy_to_host
 from draftlab.engine.step import Step
+from draftlab.kernels.compile_ahead import is_fake
 from draftlab.kernels.paged_attention import slot_mapping
 from draftlab.kernels.sampling import sample_token
 from draftlab.kernels.step_layout import pack_results
@@ -150,7 +151,7 @@ def _run_prompts(
     while prompts:
         rows = slice(len(prompts))
         # Kernels are compiled for multiples of 16 and once more for other numbers of columns.
-        columns = max(chunk_tokens // len(prompts) // 16, 1) * 16
+        columns = max(round(chunk_tokens / len(prompts) / 16), 1) * 16
         start, end = end, min(end + columns, longest)
         if step.cache.states is not None:
             end = longest
@@ -164,7 +165,8 @@ def _run_prompts(
             num_pairs=min(end, longest - 1) - start,
             ends=[len(prompt) for prompt in prompts],
         )
-        prompts = [prompt for prompt in prompts if len(prompt) > end]
+        # Of kernels that are compiled ahead, the first pass asks for most.
+        prompts = [prompt for prompt in prompts if len(prompt) > end and not is_fake()]
         ended = slice(len(prompts), rows.stop)
         column = (lengths[ended] - 1 - start)[:, None, None]
         last_states.append(

@@ -214,8 +214,9 @@ class GraphedStep:
     """Replays the step from CUDA graphs, one for each batch size, all in one memory pool.
 
     A batch is padded with the dummy slot to `padded_size`. Its graph is captured on first use; if
-    there is a larger one, only after `patience` steps with that: a batch that shrinks towards the
-    end of its requests passes most sizes in fewer steps than a capture takes.
+    there is a larger one, only after steps with that have computed `patience` rows too many: a
+    batch that shrinks towards the end of its requests passes most sizes in less time than a capture
+    takes.
 
     Attributes:
         patience: 0 where steps are timed, so that each size has its own graph.
@@ -235,9 +236,9 @@ class GraphedStep:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.patience = 64
+        self.patience = 4096
         self._graphs: dict[tuple[int, bool], _Graph] = {}
-        self._steps_in_larger = Counter[tuple[int, bool]]()
+        self._wasted_rows = Counter[tuple[int, bool]]()
         self._pool = torch.cuda.graph_pool_handle()
         # Code that is neither ours nor transformers' may keep a fake tensor of its first call.
         known_model = type(step.target.model).__module__.startswith("transformers.")
@@ -264,9 +265,9 @@ class GraphedStep:
         size = self.padded_size(count)
         key, sizes = (size, limited), [n for n, other in self._graphs if other == limited]
         larger = [n for n in sizes if n > size]
-        if size in sizes or not larger or self._steps_in_larger[key] >= self.patience:
+        if size in sizes or not larger or self._wasted_rows[key] >= self.patience:
             return size
-        self._steps_in_larger[key] += 1
+        self._wasted_rows[key] += min(larger) - size
         return min(larger)
 
     def compile_ahead(self, run: Callable[[], object]) -> None:

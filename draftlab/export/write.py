@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -58,6 +59,10 @@ IN_VLLM, V1_K = ("vllm", "speculators"), 128
 
 _EXPORT_FILES = {CONFIG, README, LAUNCH, CALIBRATION, STS, WEIGHTS, DELTA, INDEX, FILE}
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
+
+
+_LOADING = Lock()
+"""Held by the thread that loads tensors: transformers sets torch's default dtype meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -131,11 +136,12 @@ class PlannedExport:
     def _tensors(self, trust_remote_code: bool) -> dict[str, Tensor]:
         """Return the head's tensors, checked, cast, and in the layout's names."""
         export, file = self.export, self.head_folder / WEIGHTS
-        tensors = _stored_tensors(file)
-        refuse_faults(tensor_faults(meta_head(export.head), tensors), file)
-        if self.layout.ships_embeddings and export.head.embeddings == "target":
-            parts = load_parts(self.target_folder, trust_remote_code=trust_remote_code)
-            tensors[EMBEDDINGS] = parts.embeddings
+        with _LOADING:
+            tensors = _stored_tensors(file)
+            refuse_faults(tensor_faults(meta_head(export.head), tensors), file)
+            if self.layout.ships_embeddings and export.head.embeddings == "target":
+                parts = load_parts(self.target_folder, trust_remote_code=trust_remote_code)
+                tensors[EMBEDDINGS] = parts.embeddings
         cast = {name: _cast(name, tensor, export.dtype) for name, tensor in tensors.items()}
         return self.layout.tensors(cast, export)
 

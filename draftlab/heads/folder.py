@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from draftlab.errors import UserError
 from draftlab.files import (
     atomic_path,
-    copy_to_host,
+    host_copy,
     read_fields,
     reading_tensors,
     save_tensors,
@@ -79,10 +79,11 @@ def save_head(folder: Path, head: DraftHead, dtype: torch.dtype) -> None:
     if head.config.draft_vocab_size == head.config.vocab_size:
         left_out |= {D2T, T2D}  # readers without a draft vocabulary refuse them (servers §1.3)
     tensors = {
-        name: copy_to_host((t.to(dtype) if t.is_floating_point() else t).detach())
+        name: (t.to(dtype) if t.is_floating_point() else t).detach()
         for name, t in head.tensors().items()
         if name not in left_out
     }
+    tensors = {name: host_copy(t) if t.is_cuda else t for name, t in tensors.items()}
     with atomic_path(folder / WEIGHTS) as temporary:
         save_tensors(tensors, temporary, metadata={"format": "pt"})
     native = native_config(head.config, str(dtype).removeprefix("torch."))

@@ -268,7 +268,7 @@ def initialise_head(
         scale = drawn[name].shape[1] ** -0.5
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             scale *= 0.5**0.5
-        drawn[name].normal_(generator=torch.Generator().manual_seed(seed)).mul_(scale)
+        drawn[name].normal_(0, scale, generator=torch.Generator().manual_seed(seed))
 
     # A generator draws with one core, so that each projection has its own.
     seeds = torch.randint(2**63 - 1, (len(drawn),), generator=generator)

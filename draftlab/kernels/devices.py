@@ -45,16 +45,19 @@ def to_device(module: _Module, device: torch.device | str) -> _Module:
     fast as from the memory of files, which the driver reads with one thread.
     """
     device = torch.device(device)
-    if device.type == "cuda":
+    large = [p for p in module.parameters() if p.nbytes >= _STAGED and _is_plain(p)]
+    if device.type == "cuda" and large:
         pinned = [torch.empty(_STAGED, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
         buffers = cycle([(buffer, torch.cuda.Event()) for buffer in pinned])
-        for parameter in module.parameters():
-            values = parameter.data
-            large = values.nbytes >= _STAGED and values.is_contiguous()
-            if type(parameter) is nn.Parameter and values.device.type == "cpu" and large:
-                parameter.data = _through_buffers(values, device, buffers)
+        for parameter in large:
+            parameter.data = _through_buffers(parameter.data, device, buffers)
         torch.cuda.synchronize(device)
     return module.to(device)
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    on_cpu = parameter.device.type == "cpu"
+    return type(parameter) is nn.Parameter and on_cpu and parameter.is_contiguous()
 
 
 def _through_buffers(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import torch
@@ -26,7 +28,7 @@ from draftlab.store.shard_cache import SIZE, ShardCache
 from draftlab.store.shard_files import RemoteShardFiles
 from draftlab.store.store import Store, StoreIdentity
 from draftlab.target_model.images import no_images
-from draftlab.target_model.locate import TOKENIZER_FILES, resolve_device, resolve_target
+from draftlab.target_model.locate import TOKENIZER_FILES, resolve_target
 from draftlab.target_model.metadata import TargetMetadata
 from draftlab.target_model.model import Target
 from draftlab.text.answers import regenerate
@@ -203,6 +205,7 @@ class Recording(TargetWorker):
                 pool.finish()
 
         identity, samples = self.samples(target, self.monitor)
+        importing = Thread(target=self._import_compiler)
         record(
             target,
             samples,
@@ -213,17 +216,18 @@ class Recording(TargetWorker):
             open_source=self.open_source if pool is None else None,
             record_shards=record_shards,
             held_out=held_out(self.recipe),
-            while_writing=self._import_compiler,
+            while_writing=importing.start,
         )
+        if importing.ident is not None:
+            importing.join()
 
     def _import_compiler(self) -> None:
         """Import what torch.compile needs, if a head is trained next on a GPU, which would wait for
         these seconds then.
         """
-        settings = self.recipe.train
-        on_gpu = resolve_device(settings.device).type == "cuda"
-        if self.trains and on_gpu and settings.compile is not False:
-            import_module("torch._inductor.compile_fx")
+        if self.trains and torch.cuda.is_available() and self.recipe.train.compile is not False:
+            with suppress(Exception):  # the training meets it again, and says it
+                import_module("torch._inductor.compile_fx")
 
     def samples(
         self, target: Target | TargetMetadata, monitor: Monitor

@@ -81,8 +81,8 @@ def record(
         record_shards: records the shards in place of this process.
         held_out: what decides the held-out records of a store with a window; of one whose shards
             come and go only their shards are recorded.
-        while_writing: called in this process once all states are computed, while threads still
-            write the last shards.
+        while_writing: called once this process has computed all states, while threads still write
+            the last shards; not with `record_shards`.
 
     Raises:
         UserError: there is nothing to record, a sample does not fit the vocabulary, states are not

@@ -93,7 +93,8 @@ def test_a_size_that_a_shrinking_batch_passes_is_not_captured(
         return used
 
     assert sizes(3, 1, 60, 60) == [4, 4, 64, 64]  # a larger one is captured at once
-    assert sizes(30, *[10] * 64, 9, 9, 4, 1) == [64, *[64] * 64, 16, 16, 4, 4]
+    few = 4096 // (64 - 16) + 1
+    assert sizes(30, *[10] * few, 9, 9, 4, 1) == [64, *[64] * few, 16, 16, 4, 4]
     assert sizes(9, limited=True) == [16]
     graphs.patience = 0
     assert sizes(30, 1) == [32, 1]

@@ -55,7 +55,7 @@ class CapturingDecoder:
     """
 
     def __init__(self, others: list[CapturingDecoder]) -> None:
-        self.graphs = SimpleNamespace(patience=64)
+        self.graphs = SimpleNamespace(patience=4096)
         self.known: set[int] = set()
         self.slowed: set[int] = set()
         self.others = others

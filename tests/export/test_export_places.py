@@ -6,13 +6,18 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import save_file
+from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.export import weight_files as weights
 from draftlab.export import write
+from draftlab.export.settings import ExportSettings
 from draftlab.files import atomic_folder
 from draftlab.heads.folder import load_config
+from draftlab.run.api import export_layouts
+from draftlab.target_model.settings import TargetSettings
 from tests.helpers.export_toys import HIDDEN, ExportHead, change_tensors, export
+from tests.helpers.monitors import RecordingMonitor
 from tests.helpers.small_run import contents
 from tests.helpers.toys import toy_target_folder
 
@@ -128,3 +133,24 @@ def test_a_rename_that_fails_leaves_the_old_folder(
         (folder / "a").write_text("new")
     assert (place / "a").read_text() == "old"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_other_layouts_are_whole_if_one_fails(
+    export_head: ExportHead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exported, monitor, right = export_head(), RecordingMonitor(), write.write_weights
+
+    def write_weights(tensors: dict[str, Tensor], folder: Path) -> None:
+        if folder.name.startswith(".vllm."):
+            raise UserError("no space is left")
+        right(tensors, folder)
+
+    monkeypatch.setattr(write, "write_weights", write_weights)
+    places = {name: tmp_path / name for name in ("vllm", "speculators")}
+    target, settings = TargetSettings(path=str(exported.target)), ExportSettings()
+    with pytest.raises(UserError, match="no space is left"):
+        export_layouts(exported.head, target, places, settings=settings, monitor=monitor)
+    written = [line for line in monitor.lines if "was loaded back and is equal" in line]
+    assert len(written) == 1 and str(places["speculators"]) in written[0]
+    assert (places["speculators"] / "model.safetensors").is_file()
+    assert not places["vllm"].exists() and not list(tmp_path.glob(".*"))

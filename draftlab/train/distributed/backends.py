@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from draftlab.files import copy_to_host
+from draftlab.files import host_copy
 from draftlab.heads.folder import empty_head
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.compile_ahead import CompileAhead
@@ -195,7 +195,7 @@ class TrainBackend:
         copies = {}
         for name, tensor in tensors:
             if self.ranks.is_main:
-                copies[name] = copy_to_host(tensor)
+                copies[name] = host_copy(tensor)
         return copies
 
     @torch.no_grad()

@@ -41,7 +41,7 @@ def small_16_bit(small: Target) -> Target:
 def poor_head(small: Target) -> Eagle3Head:
     """An untrained, too sure head without the target's token 0; a good head would hide faults.
 
-    With some seeds each fault shows in few samples, as with this one.
+    Chosen so that each fault shows in few samples.
     """
     head = untrained_head(small, 2, VOCAB - 1, seed=4).eval().requires_grad_(False)
     head.lm_head.weight *= 2
