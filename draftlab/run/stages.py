@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,10 +131,7 @@ def recorded(folder: Path, stage: Stage, inputs: dict[str, Any], **fields: Any) 
     write_json(record, {"complete": False, "inputs": inputs} | fields)
     yield
     files = [path for path in sorted(folder.glob(stage.hashed)) if path.is_file()]
-    with ThreadPoolExecutor() as pool:
-        digests = list(pool.map(known_sha256, files))
-    names = [str(path.relative_to(folder)) for path in files]
-    hashes = dict(zip(names, digests, strict=True))
+    hashes = {str(path.relative_to(folder)): known_sha256(path) for path in files}
     fields["seconds"] = None if began_before else round(time.perf_counter() - start, 1)
     write_json(record, {"complete": True, "inputs": inputs, "sha256": hashes} | fields)
 

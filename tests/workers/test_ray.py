@@ -92,6 +92,15 @@ def kept(run: Path) -> dict[str, bytes]:
     return files
 
 
+def recorded(folder: Path) -> Path:
+    """Return a working directory with a run that has answers and a store, and no head yet."""
+    run = copy_of_finished(folder) / "runs/small"
+    for part in ("head", "train", "eval", "export"):
+        shutil.rmtree(run / part)
+        (run / f"stages/{part}.json").unlink(missing_ok=True)
+    return folder
+
+
 @pytest.mark.slow
 def test_a_run_equals_that_of_one_process(cluster: Any, tmp_path: Path) -> None:
     driver = Driver(new_workshop(tmp_path), "run", "small.yaml", "--ray", cluster.address)
@@ -131,9 +140,7 @@ def test_a_window_is_recorded_on_other_nodes_though_processes_are_killed(
 @pytest.mark.slow
 def test_two_ranks_of_ray_train_are_two_of_torchrun(cluster: Any, tmp_path: Path) -> None:
     for name in ("ray", "launched"):
-        copy_of_finished(tmp_path / name)
-        for part in ("head", "train", "eval", "export"):
-            shutil.rmtree(tmp_path / name / "runs/small" / part)
+        recorded(tmp_path / name)
     command = ("train", "small.yaml", "--gpus", "2", "train.device=cpu")
     launched = Driver(tmp_path / "launched", *command)
     assert launched.wait() == 0, launched.text
@@ -172,7 +179,8 @@ def test_killed_in_every_stage_it_ends_with_the_same_bytes(cluster: Any, worksho
 
 
 @pytest.mark.slow
-def test_sigterm_at_the_driver_writes_a_checkpoint(cluster: Any, workshop: Path) -> None:
+def test_sigterm_at_the_driver_writes_a_checkpoint(cluster: Any, tmp_path: Path) -> None:
+    workshop = recorded(tmp_path)
     run, ranks = workshop / "runs/small", ("--gpus", "2", "train.device=cpu")
     settings = ("train.steps=3000", "train.checkpoint_every=3000")
     command = ("train", "small.yaml", *settings, *ranks, "--ray", cluster.address)
