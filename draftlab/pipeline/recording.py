@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import torch
@@ -205,29 +204,26 @@ class Recording(TargetWorker):
                 pool.finish()
 
         identity, samples = self.samples(target, self.monitor)
-        importing = Thread(target=self._import_compiler)
-        record(
-            target,
-            samples,
-            folder,
-            self.recipe.record,
-            identity,
-            monitor=self.monitor,
-            open_source=self.open_source if pool is None else None,
-            record_shards=record_shards,
-            held_out=held_out(self.recipe),
-            while_writing=importing.start,
-        )
-        if importing.ident is not None:
-            importing.join()
+        with ThreadPoolExecutor(1) as thread:
+            record(
+                target,
+                samples,
+                folder,
+                self.recipe.record,
+                identity,
+                monitor=self.monitor,
+                open_source=self.open_source if pool is None else None,
+                record_shards=record_shards,
+                held_out=held_out(self.recipe),
+                while_writing=partial(thread.submit, self._import_compiler),
+            )
 
     def _import_compiler(self) -> None:
         """Import what torch.compile needs, if a head is trained next on a GPU, which would wait for
-        these seconds then.
+        these seconds then. A failure is met again, and said, by the training.
         """
         if self.trains and torch.cuda.is_available() and self.recipe.train.compile is not False:
-            with suppress(Exception):  # the training meets it again, and says it
-                import_module("torch._inductor.compile_fx")
+            import_module("torch._inductor.compile_fx")
 
     def samples(
         self, target: Target | TargetMetadata, monitor: Monitor

@@ -64,7 +64,7 @@ def record(
     open_source: OpenStateSource | None = None,
     record_shards: RecordShards | None = None,
     held_out: HeldOut | None = None,
-    while_writing: Callable[[], None] = lambda: None,
+    while_writing: Callable[[], object] = lambda: None,
 ) -> Store:
     """Record samples into a store, or continue an interrupted recording.
 
@@ -81,8 +81,8 @@ def record(
         record_shards: records the shards in place of this process.
         held_out: what decides the held-out records of a store with a window; of one whose shards
             come and go only their shards are recorded.
-        while_writing: called once this process has computed all states, while threads still write
-            the last shards; not with `record_shards`.
+        while_writing: called when this process has computed all missing states, while threads still
+            write the last shards; not with `record_shards`.
 
     Raises:
         UserError: there is nothing to record, a sample does not fit the vocabulary, states are not
@@ -152,7 +152,7 @@ def _record_here(
     samples: Sequence[Sample],
     receipts: Receipts,
     monitor: Monitor,
-    while_writing: Callable[[], None],
+    while_writing: Callable[[], object],
     missing: Sequence[int],
 ) -> Iterator[int]:
     """Record shards in this process; yield the number of tokens of each batch."""

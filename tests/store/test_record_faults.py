@@ -20,7 +20,7 @@ from draftlab.progress import Monitor
 from draftlab.store import resume as resume_module
 from draftlab.store import shard_writer
 from draftlab.store.manifest import MANIFEST, Manifest
-from draftlab.store.record import RecordSettings, open_recorder
+from draftlab.store.record import RecordSettings, open_recorder, record
 from draftlab.store.recording_plan import plan_recording
 from draftlab.store.resume import Receipts
 from draftlab.store.sample_table import Sample
@@ -298,3 +298,18 @@ def test_the_number_of_shards_in_memory_is_limited(
     record_store(target, tmp_path, make_samples(30))
     assert 1 < max(most) <= shard_writer.SHARDS_AT_ONCE
     Store.open(tmp_path).verify()
+
+
+def test_a_call_is_made_while_the_last_shard_is_written(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called, original = threading.Event(), shard_writer.ShardRecorder._commit
+
+    def commit(self, buffer: shard_writer.ShardBuffer) -> None:
+        if buffer.shard.number == len(self.receipts.plan.shards) - 1:
+            assert called.wait(20)
+        original(self, buffer)
+
+    monkeypatch.setattr(shard_writer.ShardRecorder, "_commit", commit)
+    arguments = target, make_samples(), tmp_path, SETTINGS, identity_of(target)
+    record(*arguments, monitor=Monitor(), while_writing=called.set).verify()
