@@ -130,7 +130,6 @@ class Engine:
         self.small_prefill = None
         if on_gpu and self.cache.states is None:
             self.small_prefill = SmallPrefill(self.step, self.graphs, prefill_tokens)
-        self._prefilled = False  # by `launch_prefill`, whose kernels are then compiled
         self.max_in_flight = 1 if on_gpu else 0
         self.on_step: Callable[[Sequence], None] | None = None
 
@@ -190,10 +189,10 @@ class Engine:
 
     def _launch_prefill(self, sequences: list[Sequence]) -> InFlight:
         run = partial(launch_prefill, self.step, sequences, self.prefill_tokens)
-        fused = isinstance(self.step.decoder, FusedDecoder)  # whose fake pass runs one layer
-        if self.graphs is not None and fused and not self._prefilled:
-            self.graphs.compile_ahead(run)
-        self._prefilled = True
+        if self.graphs is not None and isinstance(self.step.decoder, FusedDecoder):
+            drafts = getattr(self.drafter, "draft_probs", False)
+            head = getattr(self.drafter, "head", None)
+            self.graphs.compile_ahead(run, ("first prompts", id(head), drafts))
         return run()
 
     def _index(self, sequences: list[Sequence]) -> Tensor:

@@ -12,7 +12,7 @@ smaller ones, so that it captures few.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import torch
@@ -126,8 +126,9 @@ class SmallPrefill:
     def _prefill(self, shape: PrefillShape) -> _Call:
         if shape not in self._prefills:
             empty = self._empty_row(shape)
+            kernels = shape, id(getattr(self.step.drafter, "head", None))
             self._prefills[shape] = self._capture(
-                lambda inputs: self._run(inputs, shape), empty, shape.rows
+                lambda inputs: self._run(inputs, shape), empty, shape.rows, kernels
             )
         return self._prefills[shape]
 
@@ -156,16 +157,19 @@ class SmallPrefill:
             _copy(verified, self._verified.setdefault(len(tokens), verified))
         return result
 
-    def _capture(self, run: _Call, empty: list[int], rows: int) -> _Call:
+    def _capture(self, run: _Call, empty: list[int], rows: int, kernels: Hashable = None) -> _Call:
         """Return `run` as a CUDA graph, captured with rows of the dummy so that no request changes;
         without graphs, `run` itself.
+
+        Args:
+            kernels: see `GraphedStep.compile_ahead`.
         """
         inputs = self.step.input_batch.to_device([empty] * rows, torch.int64)
         if self.graphs is None:
             run(inputs)
             return run
         # The first run, outside of the graph, makes the tensors that graphs share.
-        graph, result = self.graphs.capture(lambda: run(inputs))
+        graph, result = self.graphs.capture(lambda: run(inputs), kernels)
 
         def replay(values: Tensor) -> Tensor:
             inputs.copy_(values)

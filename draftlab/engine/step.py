@@ -7,7 +7,7 @@ captured once for each number and replayed (`GraphedStep`).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -270,17 +270,27 @@ class GraphedStep:
         self._wasted_rows[key] += min(larger) - size
         return min(larger)
 
-    def compile_ahead(self, run: Callable[[], object]) -> None:
-        """Compile the kernels of a call side by side, where the model's code is known."""
-        if self._compile_ahead is not None:
+    def compile_ahead(self, run: Callable[[], object], kernels: Hashable = None) -> None:
+        """Compile the kernels of a call side by side, where the model's code is known.
+
+        Args:
+            kernels: what decides which they are, if other engines of the target need them, too: of
+                those calls the first asks for them, which takes a tenth of a second.
+        """
+        asked_before = self.step.target.asked_kernels
+        if self._compile_ahead is not None and kernels not in asked_before:
+            asked_before |= {kernels} - {None}
             self._compile_ahead(run)
 
-    def capture(self, run: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    def capture(
+        self, run: Callable[[], Tensor], kernels: Hashable = None
+    ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Return a graph of a call, and the result that its replays write.
 
-        Its kernels are compiled first; then it runs twice, which fills allocators.
+        Its kernels are compiled first (`compile_ahead`); then it runs twice, which fills
+        allocators.
         """
-        self.compile_ahead(run)
+        self.compile_ahead(run, kernels)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
@@ -70,6 +70,7 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size = self.parts.lm_head.shape[0]
         self.decode_paths: dict[str, Any] = {}
+        self.asked_kernels = set[Hashable]()  # by the engines that decode with it
         self.images: ImageReader | None = None
         self._checked: set[Callable[[Target], None]] = set()
 
