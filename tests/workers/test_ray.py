@@ -126,14 +126,17 @@ def test_a_window_is_recorded_on_other_nodes_though_processes_are_killed(
     for name in ("ray", "full"):
         write_prompts(new_workshop(tmp_path / name) / "prompts.jsonl", texts)
     ran(tmp_path / "full", "train", "small.yaml", *settings, "record.keep=all")
+    full, run = (tmp_path / name / "runs/small" for name in ("full", "ray"))
+    (run / "stages").mkdir(parents=True)
+    for file in ("answers.jsonl", "answers.json", "stages/answers.json"):
+        shutil.copy(full / file, run / file)
     command = ("train", "small.yaml", *settings, "--ray", cluster.address)
     driver = Driver(tmp_path / "ray", *command)
-    driver.wait(lambda: (tmp_path / "ray/runs/small/train/metrics.jsonl").exists())
+    driver.wait((run / "train/metrics.jsonl").exists)
     for process in [p for node in cluster.worker_nodes for p in processes(node)]:
         process.kill()  # ranks and actors
     assert driver.wait() == 0, driver.text
-    heads = [contents(tmp_path / name / "runs/small/head") for name in ("ray", "full")]
-    assert heads[0] == heads[1], driver.text
+    assert contents(run / "head") == contents(full / "head"), driver.text
     assert "window: recorded " in driver.text
 
 
