@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +81,7 @@ def known_sha256(path: Path) -> str:
     return digest
 
 
+_UMASK = threading.Lock()
 _WRITTEN = 1 << 24
 """Bytes that are written, and hashed meanwhile, at a time."""
 CACHE = "DRAFTLAB_CACHE"
@@ -467,9 +469,10 @@ def _use_umask(path: Path) -> None:
     """Give a file the mode of a new one: some writers create files that only their owner reads."""
     try:
         umask = int(Path("/proc/self/status").read_text().partition("\nUmask:")[2].split()[0], 8)
-    except OSError:  # not Linux: the umask can only be read by setting it, for all threads
-        umask = os.umask(0)
-        os.umask(umask)
+    except (OSError, IndexError):  # elsewhere it can only be read by setting it, for all threads
+        with _UMASK:
+            umask = os.umask(0)
+            os.umask(umask)
     path.chmod(0o666 & ~umask)
 
 
@@ -516,15 +519,18 @@ def save_tensors(
     """
     try:
         digest = write_tensors(tensors, path, metadata)
-        now = time.time_ns()  # a finer time than that of a change behind it
-        os.utime(path, ns=(now, now))
     except OSError as error:
         raise UserError(
             f"the tensors could not be written: {error}",
             where=path,
             do="free disk space or write elsewhere; the same command then continues",
         ) from None
-    _known_sha256[file_state(path)] = digest
+    now = time.time_ns()
+    with suppress(OSError):
+        os.utime(path, ns=(now, now))
+        state = file_state(path)
+        if state[3] == now:  # later changes get a coarser time, and so another one
+            _known_sha256[state] = digest
     return digest
 
 

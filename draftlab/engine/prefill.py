@@ -32,7 +32,7 @@ def launch_prefill(step: Step, sequences: list[Sequence], chunk_tokens: int) -> 
     Args:
         step: the engine's step; its input batch is written.
         sequences: admitted sequences, with slots and blocks.
-        chunk_tokens: tokens in a forward pass of all rows, including padding.
+        chunk_tokens: about the tokens in a forward pass of all rows, including padding.
     """
     batch = step.input_batch
     index = batch.index([sequence.slot for sequence in sequences])
@@ -139,7 +139,7 @@ def _run_prompts(
     Args:
         index: the prompts' slots, int64 [R].
         prompts: R prompts, the longest first.
-        chunk_tokens: tokens in a forward pass of all rows, including padding.
+        chunk_tokens: about the tokens in a forward pass of all rows, including padding.
 
     Returns:
         The states [R, …] of their last positions.

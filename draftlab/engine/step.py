@@ -274,8 +274,8 @@ class GraphedStep:
         """Compile the kernels of a call side by side, where the model's code is known.
 
         Args:
-            kernels: what decides which they are, if other engines of the target need them, too: of
-                those calls the first asks for them, which takes a tenth of a second.
+            kernels: names them, if other engines of the target need them, too. Only the first such
+                call compiles them: to ask for them takes a tenth of a second.
         """
         asked_before = self.step.target.asked_kernels
         if self._compile_ahead is not None and kernels not in asked_before:

@@ -78,12 +78,11 @@ def save_head(folder: Path, head: DraftHead, dtype: torch.dtype) -> None:
     left_out = set(head.shared_tensors())
     if head.config.draft_vocab_size == head.config.vocab_size:
         left_out |= {D2T, T2D}  # readers without a draft vocabulary refuse them (servers §1.3)
-    tensors = {
-        name: (t.to(dtype) if t.is_floating_point() else t).detach()
-        for name, t in head.tensors().items()
-        if name not in left_out
-    }
-    tensors = {name: host_copy(t) if t.is_cuda else t for name, t in tensors.items()}
+    tensors = {}
+    for name, tensor in head.tensors().items():
+        if name not in left_out:
+            cast = (tensor.to(dtype) if tensor.is_floating_point() else tensor).detach()
+            tensors[name] = host_copy(cast) if cast.is_cuda else cast
     with atomic_path(folder / WEIGHTS) as temporary:
         save_tensors(tensors, temporary, metadata={"format": "pt"})
     native = native_config(head.config, str(dtype).removeprefix("torch."))

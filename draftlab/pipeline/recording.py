@@ -222,7 +222,9 @@ class Recording(TargetWorker):
         """Import what torch.compile needs, if a head is trained next on a GPU, which would wait for
         these seconds then. A failure is met again, and said, by the training.
         """
-        if self.trains and torch.cuda.is_available() and self.recipe.train.compile is not False:
+        settings = self.recipe.train
+        on_gpu = settings.device != "cpu" and torch.cuda.is_available()
+        if self.trains and on_gpu and settings.compile is not False:
             import_module("torch._inductor.compile_fx")
 
     def samples(

@@ -290,25 +290,21 @@ def export_layouts(
         )
         for layout, out in places.items()
     ]
-    paths = []
     write = partial(PlannedExport.write, trust_remote_code=target_settings.trust_remote_code)
     with writing or nullcontext():
         with ThreadPoolExecutor() as pool:
             written = dict(zip(places, [pool.submit(write, one) for one in planned], strict=True))
-        failed = [one for one in written.values() if one.exception() is not None]
         for layout, one in written.items():
-            if one in failed:
-                continue
-            path = one.result()
-            monitor.say(
-                f"export: {path} holds the head in {layout} layout; it was loaded back and is equal"
-            )
-            if converter is not None and layout == "llamacpp":
-                dtype = read_json(path / "config.json")["dtype"]
-                convert(converter, path, target_folder, dtype, monitor)
-            paths.append(path)
-        if failed:
-            failed[0].result()
+            if one.exception() is None:
+                monitor.say(
+                    f"export: {one.result()} holds the head in {layout} layout; it was loaded back "
+                    "and is equal"
+                )
+        paths = [one.result() for one in written.values()]  # or the first error
+        if converter is not None:
+            path = written["llamacpp"].result()
+            dtype = read_json(path / "config.json")["dtype"]
+            convert(converter, path, target_folder, dtype, monitor)
     if better := load_config(head_folder).provenance.get("better_validation"):
         monitor.say(
             f"warning: this head is its training's last; the one after step {better['step']:,} had "

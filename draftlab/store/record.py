@@ -82,7 +82,7 @@ def record(
         held_out: what decides the held-out records of a store with a window; of one whose shards
             come and go only their shards are recorded.
         while_writing: called when this process has computed all missing states, while threads still
-            write the last shards; not with `record_shards`.
+            write the last shards; again if shards are missing afterwards. Not with `record_shards`.
 
     Raises:
         UserError: there is nothing to record, a sample does not fit the vocabulary, states are not

@@ -202,8 +202,8 @@ def write_index(
     with atomic_folder(folder) as new:
         for number, part in enumerate(_make_parts(samples, digest)):
             path = new / f"{number:05d}.safetensors"
-            save_tensors({name: torch.from_numpy(column) for name, column in part.items()}, path)
-            files[path.name] = sha256_file(path)
+            columns = {name: torch.from_numpy(column) for name, column in part.items()}
+            files[path.name] = save_tensors(columns, path)
         fields = {
             "samples_sha256": digest.hexdigest(),
             "files": files,

@@ -55,6 +55,7 @@ class Target:
     Attributes:
         notes: lines on how the checkpoint was loaded, for the user.
         decode_paths: checked fast paths by name; None: the path does not support this target.
+        asked_kernels: those that its engines have compiled ahead (`GraphedStep.compile_ahead`).
         recurrent, latent: whether layers keep a recurrent state, or cache compressed keys (MLA).
         images: what reads the images of prompts, once there are any (`images.py`).
     """
@@ -70,7 +71,7 @@ class Target:
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size = self.parts.lm_head.shape[0]
         self.decode_paths: dict[str, Any] = {}
-        self.asked_kernels = set[Hashable]()  # by the engines that decode with it
+        self.asked_kernels = set[Hashable]()
         self.images: ImageReader | None = None
         self._checked: set[Callable[[Target], None]] = set()
 
