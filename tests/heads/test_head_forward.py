@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,36 @@ def test_initial_values_come_from_the_target_and_the_seed_alone() -> None:
     output = torch.randn(3, 24, generator=generator)
     scaled = output * (output.square().mean(-1, keepdim=True) + 1e-2).rsqrt() * norm
     torch.testing.assert_close(first.logits(output), (scaled @ lm_head.T)[:, chosen])
+
+
+def test_each_projection_has_random_values_of_its_own_and_the_documented_deviation() -> None:
+    head = Eagle3Head(make_config(num_layers=2))
+    table = torch.zeros(50, 24)
+    initialise_head(
+        head,
+        embeddings=table,
+        final_norm=torch.ones(24),
+        lm_head=table,
+        target_ids=torch.arange(21),
+        seed=0,
+    )
+    drawn = {
+        n: p for n, p in head.named_parameters() if (p.ndim == 2 and "_proj" in n) or n[:2] == "fc"
+    }
+    for name, weight in drawn.items():
+        residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+        expected = (0.5 if residual else 1.0) ** 0.5 * weight.shape[1] ** -0.5
+        assert (
+            abs(float(weight.detach().std()) / expected - 1) < 5 * (2 * weight.numel()) ** -0.5
+        ), name
+    firsts = {
+        tuple((p.detach() * p.shape[1] ** 0.5).flatten()[:3].tolist()) for p in drawn.values()
+    }
+    assert len(drawn) > 10
+    for one, other in itertools.combinations(firsts, 2):
+        ratios = [a / b for a, b in zip(one, other, strict=True)]
+        assert max(ratios) - min(ratios) > 1e-3  # not the same numbers, scaled
+    assert len(firsts) == len(drawn)
 
 
 KINDS: dict[str, dict] = {
