@@ -190,9 +190,8 @@ class Engine:
     def _launch_prefill(self, sequences: list[Sequence]) -> InFlight:
         run = partial(launch_prefill, self.step, sequences, self.prefill_tokens)
         if self.graphs is not None and isinstance(self.step.decoder, FusedDecoder):
-            drafts = getattr(self.drafter, "draft_probs", False)
-            head = getattr(self.drafter, "head", None)
-            self.graphs.compile_ahead(run, ("first prompts", id(head), drafts))
+            samples_drafts = getattr(self.drafter, "draft_probs", False)
+            self.graphs.compile_ahead(run, ("first prompts", samples_drafts))
         return run()
 
     def _index(self, sequences: list[Sequence]) -> Tensor:

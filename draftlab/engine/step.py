@@ -219,7 +219,8 @@ class GraphedStep:
     takes.
 
     Attributes:
-        patience: 0 where steps are timed, so that each size has its own graph.
+        patience: rows of the dummy that a size may cost before its own graph is captured; 0 where
+            steps are timed.
     """
 
     SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -263,24 +264,29 @@ class GraphedStep:
     def _size(self, count: int, limited: bool) -> int:
         """Return the batch size of the graph that decodes the next step of `count` requests."""
         size = self.padded_size(count)
-        key, sizes = (size, limited), [n for n, other in self._graphs if other == limited]
-        larger = [n for n in sizes if n > size]
-        if size in sizes or not larger or self._wasted_rows[key] >= self.patience:
+        key = size, limited
+        if key in self._graphs or self._wasted_rows[key] >= self.patience:
             return size
-        self._wasted_rows[key] += min(larger) - size
-        return min(larger)
+        larger = [n for n, other in self._graphs if n > size and other == limited]
+        chosen = min(larger, default=size)
+        self._wasted_rows[key] += chosen - size
+        return chosen
 
     def compile_ahead(self, run: Callable[[], object], kernels: Hashable = None) -> None:
         """Compile the kernels of a call side by side, where the model's code is known.
 
         Args:
-            kernels: names them, if other engines of the target need them, too. Only the first such
-                call compiles them: to ask for them takes a tenth of a second.
+            kernels: names them, if other engines of the target need them with the same head, too.
+                Only the first such call compiles them: to ask for them takes a tenth of a second.
         """
-        asked_before = self.step.target.asked_kernels
-        if self._compile_ahead is not None and kernels not in asked_before:
-            asked_before |= {kernels} - {None}
-            self._compile_ahead(run)
+        if self._compile_ahead is None:
+            return
+        if kernels is not None:
+            key = kernels, id(getattr(self.step.drafter, "head", None))
+            if key in self.step.target.asked_kernels:
+                return
+            self.step.target.asked_kernels.add(key)
+        self._compile_ahead(run)
 
     def capture(
         self, run: Callable[[], Tensor], kernels: Hashable = None

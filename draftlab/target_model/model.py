@@ -92,7 +92,7 @@ class Target:
 
     @cached_property
     def can_capture(self) -> bool:
-        """Whether a CUDA graph can hold its passes (`check_capabilities.can_capture`)."""
+        """True if a CUDA graph can hold its passes; `check_capabilities.can_capture` tests it."""
         return can_capture(self)
 
     @property
