@@ -13,7 +13,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import UnionType
@@ -69,8 +68,8 @@ def file_state(path: Path) -> FileState:
 
 
 def known_sha256(path: Path) -> str:
-    """Return `sha256_file`, without reading a file that this process has hashed before, or written
-    with `save_tensors`, and whose `file_state` is the same.
+    """Return `sha256_file`, without reading a file that this process has hashed before, or whose
+    hash it was told (`remember_sha256`), and whose `file_state` is the same.
     """
     before, started = file_state(path), time.time_ns()
     if (digest := _known_sha256.get(before)) is not None:
@@ -81,9 +80,17 @@ def known_sha256(path: Path) -> str:
     return digest
 
 
+def remember_sha256(path: Path, digest: str) -> None:
+    """Let `known_sha256` know the hash of a file that was just written, and set the file's time."""
+    now = time.time_ns()
+    with suppress(OSError):
+        os.utime(path, ns=(now, now))
+        state = file_state(path)
+        if state[3] == now:  # later changes get a coarser time, and so another one
+            _known_sha256[state] = digest
+
+
 _UMASK = threading.Lock()
-_WRITTEN = 1 << 24
-"""Bytes that are written, and hashed meanwhile, at a time."""
 CACHE = "DRAFTLAB_CACHE"
 _LOCKS_NEEDED = (
     "name a folder on a file system with locks: a local disk, NFS, or Lustre mounted with `flock`; "
@@ -474,109 +481,3 @@ def _use_umask(path: Path) -> None:
             umask = os.umask(0)
             os.umask(umask)
     path.chmod(0o666 & ~umask)
-
-
-@contextmanager
-def reading_tensors(
-    path: Path, kind: str, do: str = "copy or download the file again"
-) -> Iterator[None]:
-    """Raise a `UserError` if the block cannot read a safetensors file.
-
-    Args:
-        kind: what the file should hold, in the plural.
-        do: what to do about a file that is missing or damaged. That of a clone without git-lfs has
-            a pointer in its place, and advice of its own.
-    """
-    if found := other_kind(path):
-        raise UserError(f"expected the {kind}, found {found}", where=path, do=do)
-    try:
-        yield
-    except Exception as error:  # safetensors raises its own types
-        found = f"the {kind} cannot be read: {error}"
-        with open(path, "rb") as file:
-            if file.read(32).startswith(b"version https://git-lfs"):
-                found = f"expected the {kind}, found a git-lfs pointer to them"
-                do = "run `git lfs pull` in the clone, or download the file"
-        raise UserError(found, where=path, do=do) from None
-
-
-def host_copy(values: Any) -> Any:
-    """Return a copy of a tensor in the host's memory, to be written to a file.
-
-    Its pages are taken by all threads first: the thread that copies would take them one by one, and
-    copy 1 GB a second from a GPU in place of 6.
-    """
-    import torch
-
-    return torch.empty_like(values, device="cpu").fill_(0).copy_(values)
-
-
-def save_tensors(
-    tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None
-) -> str:
-    """Write a safetensors file as `write_tensors`, and let `known_sha256` know its hash; raise a
-    `UserError` if it cannot be written.
-    """
-    try:
-        digest = write_tensors(tensors, path, metadata)
-    except OSError as error:
-        raise UserError(
-            f"the tensors could not be written: {error}",
-            where=path,
-            do="free disk space or write elsewhere; the same command then continues",
-        ) from None
-    now = time.time_ns()
-    with suppress(OSError):
-        os.utime(path, ns=(now, now))
-        state = file_state(path)
-        if state[3] == now:  # later changes get a coarser time, and so another one
-            _known_sha256[state] = digest
-    return digest
-
-
-def write_tensors(
-    tensors: dict[str, Any], path: Path, metadata: dict[str, str] | None = None
-) -> str:
-    """Write the bytes of `safetensors.torch.save_file` to a new file, and return their hex SHA-256.
-
-    No contiguous tensor of a CPU is copied. A thread hashes each block while it is written.
-    """
-    import torch
-
-    header, names = _tensors_header(tensors, metadata)
-    digest = hashlib.sha256(header)
-    with open(path, "xb") as file, ThreadPoolExecutor(1, "sha256") as thread:
-        file.write(header)
-        for name in names:
-            values = tensors[name].detach().cpu().contiguous()
-            # A single number may have any stride.
-            flat = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
-            data = memoryview(flat.numpy())
-            for start in range(0, len(data), _WRITTEN):
-                block = data[start : start + _WRITTEN]
-                hashed = thread.submit(digest.update, block)
-                file.write(block)
-                hashed.result()
-    return digest.hexdigest()
-
-
-def _tensors_header(
-    tensors: dict[str, Any], metadata: dict[str, str] | None
-) -> tuple[bytes, list[str]]:
-    """Return the header of a file of these tensors, and their names in the file's order.
-
-    The format's library orders tensors by dtype and name, and names the dtypes.
-    """
-    import torch
-    from safetensors.torch import save
-
-    example = save({name: torch.zeros(1, dtype=t.dtype) for name, t in tensors.items()}, metadata)
-    entries = json.loads(example[8 : 8 + int.from_bytes(example[:8], "little")])
-    names, start = [name for name in entries if name != "__metadata__"], 0
-    for name in names:
-        end = start + tensors[name].nbytes
-        entries[name] |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text, names

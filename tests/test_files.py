@@ -11,20 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
-from draftlab import files
 from draftlab.errors import UserError
-from draftlab.files import (
-    atomic_folder,
-    atomic_path,
-    check_locks,
-    known_sha256,
-    remove_leftovers,
-    save_tensors,
-    sha256_file,
-)
+from draftlab.files import atomic_folder, atomic_path, check_locks, remove_leftovers
 from draftlab.run.folder import lock, write_recipe
 from tests.helpers.table_target import record_table, samples_of_lengths
 
@@ -155,55 +144,3 @@ def test_folders_that_killed_writers_left_are_removed_when_there_is_a_new_one(
         names = {path.name for path in tmp_path.iterdir()}
         assert names == {"c", f".c.{os.getppid()}.tmp"}
         assert [path.name for path in (tmp_path / "c").iterdir()] == [content]
-
-
-def test_tensors_are_written_for_all_who_may_read_the_folder(tmp_path: Path) -> None:
-    before = os.umask(0o022)
-    try:
-        save_tensors({"x": torch.zeros(2)}, tmp_path / "x.safetensors")
-    finally:
-        os.umask(before)
-    assert (tmp_path / "x.safetensors").stat().st_mode & 0o777 == 0o644
-
-
-TENSORS = {
-    "large": torch.arange(3 << 20).float().view(3, -1),  # of several blocks
-    "transposed": torch.arange(6, dtype=torch.int16).view(2, 3).T,
-    "expanded": torch.tensor([7]).expand(1, 1),
-    "number": torch.tensor(2.5, dtype=torch.bfloat16),
-    "nothing": torch.zeros(0, 4, dtype=torch.bool),
-    "größe": torch.ones(3, requires_grad=True),
-    "codes": torch.ones(5).to(torch.float8_e4m3fn),
-}
-
-
-@pytest.mark.parametrize("tensors", [TENSORS, {}], ids=["some", "none"])
-@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
-def test_tensors_are_written_as_by_their_library(
-    tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None, tmp_path: Path
-) -> None:
-    copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
-    save_file(copies, tmp_path / "expected", metadata)
-    digest = save_tensors(tensors, tmp_path / "written", metadata)
-    assert (tmp_path / "written").read_bytes() == (tmp_path / "expected").read_bytes()
-    assert digest == sha256_file(tmp_path / "written")
-
-
-def test_a_written_file_is_not_read_for_its_hash_until_it_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, reads = tmp_path / "x.safetensors", list[Path]()
-
-    def counted(path: Path) -> str:
-        reads.append(path)
-        return sha256_file(path)
-
-    monkeypatch.setattr(files, "sha256_file", counted)
-    with atomic_path(path) as temporary:
-        digest = save_tensors({"x": torch.zeros(2)}, temporary)
-    assert (known_sha256(path), reads) == (digest, [])
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)  # at once, and of the same size
-    assert known_sha256(path) != digest
-    assert reads == [path]

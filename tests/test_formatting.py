@@ -1,4 +1,4 @@
-"""Texts of numbers and exit codes, and errors of writing files."""
+"""Texts of numbers, exit codes and installations."""
 
 from __future__ import annotations
 
@@ -6,10 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import torch
 
-from draftlab.errors import UserError
-from draftlab.files import save_tensors
 from draftlab.formatting import (
     EXTRAS,
     count_text,
@@ -61,14 +58,6 @@ def test_texts_that_are_no_sizes(text: str) -> None:
 )
 def test_texts_of_numbers(text: str, expected: str) -> None:
     assert text == expected
-
-
-def test_tensors_that_cannot_be_written_are_a_user_error(tmp_path: Path) -> None:
-    """safetensors raises its own type for a full disk as for a missing folder."""
-    with pytest.raises(UserError, match="could not be written") as caught:
-        save_tensors({"a": torch.zeros(3)}, tmp_path / "gone" / "a.safetensors")
-    assert "gone" in str(caught.value.where)
-    assert caught.value.do
 
 
 def test_extras_are_installed_by_the_packages_that_pyproject_names() -> None:

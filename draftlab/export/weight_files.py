@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_path, reading_tensors, save_tensors, write_json
+from draftlab.files import atomic_path, write_json
 from draftlab.target_model.parts import tensor_files
+from draftlab.tensor_files import reading_tensors, save_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DELTA = "trained.safetensors"

@@ -40,7 +40,6 @@ from draftlab.files import (
     known_sha256,
     read_fields,
     read_json,
-    reading_tensors,
     write_json,
     write_text,
 )
@@ -52,6 +51,7 @@ from draftlab.target_model.fingerprint import fingerprint
 from draftlab.target_model.locate import is_hub_id
 from draftlab.target_model.parts import load_parts
 from draftlab.target_model.quantisation import StoredWeights
+from draftlab.tensor_files import reading_tensors
 
 IN_VLLM, V1_K = ("vllm", "speculators"), 128
 """Layouts that vLLM reads, and the drafts that its older runner verifies (`MAX_SPEC_LEN`)."""

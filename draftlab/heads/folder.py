@@ -20,20 +20,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from draftlab.errors import UserError
-from draftlab.files import (
-    atomic_path,
-    host_copy,
-    read_fields,
-    reading_tensors,
-    save_tensors,
-    write_json,
-)
+from draftlab.files import atomic_path, read_fields, write_json
 from draftlab.heads.config import HeadConfig, make_head_config
 from draftlab.heads.family import get_family
 from draftlab.heads.head import EMBEDDINGS, LM_HEAD, TARGET_NORM, DraftHead
 from draftlab.heads.validate import D2T, T2D, refuse_faults, tensor_faults
 from draftlab.heads.vllm_config import native_config
 from draftlab.settings import describe_errors
+from draftlab.tensor_files import host_copy, reading_tensors, save_tensors
 
 CONFIG, WEIGHTS, NATIVE = "draftlab.json", "model.safetensors", "config.json"
 _SHARED = {EMBEDDINGS: "embeddings", LM_HEAD: "lm_head", TARGET_NORM: "final norm"}

@@ -24,8 +24,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import atomic_folder, read_json, save_tensors, sha256_file, write_json
+from draftlab.files import atomic_folder, read_json, sha256_file, write_json
 from draftlab.target_model.image_files import ImageFile, Images
+from draftlab.tensor_files import save_tensors
 
 Columns = dict[str, np.ndarray]
 INDEX_FILE = "index.json"

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from draftlab.errors import UserError
-from draftlab.files import write_tensors
 from draftlab.store.extraction import StatesFuture, StateSource, check_finite
 from draftlab.store.fp8 import relative_errors
 from draftlab.store.manifest import Shard, StoreIdentity
 from draftlab.store.recording_plan import batches_of
 from draftlab.store.resume import Receipts
 from draftlab.store.sample_table import Sample
+from draftlab.tensor_files import write_tensors
 
 SHARDS_AT_ONCE = 3  # filled or written at the same time; each is held in memory
 QUEUED_BATCHES = 2  # computed and not yet copied into their shard

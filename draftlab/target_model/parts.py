@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from draftlab.errors import UserError
-from draftlab.files import read_fields, reading_tensors
+from draftlab.files import read_fields
 from draftlab.target_model.auto_model import meta_model
 from draftlab.target_model.locate import explain_loading, load_config
+from draftlab.tensor_files import reading_tensors
 
 _WRAPPERS = ("model", "language_model", "text_model", "backbone", "transformer", "thinker", "llm")
 """Modules around a text model, which files and transformers name in another order or not at all."""

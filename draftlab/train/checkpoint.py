@@ -22,13 +22,13 @@ from draftlab.files import (
     atomic_path,
     canonical_json,
     read_fields,
-    save_tensors,
     sha256_file,
     sha256_text,
     write_json,
 )
 from draftlab.heads.config import HeadConfig
 from draftlab.store.store import Store
+from draftlab.tensor_files import save_tensors
 from draftlab.text.draft_vocabulary import DraftVocabulary
 from draftlab.train.initial_weights import fingerprint
 from draftlab.train.settings import TrainSettings

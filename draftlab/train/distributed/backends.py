@@ -19,12 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from draftlab.files import host_copy
 from draftlab.heads.folder import empty_head
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.compile_ahead import CompileAhead
 from draftlab.kernels.devices import to_device
 from draftlab.target_model.parts import TargetParts
+from draftlab.tensor_files import host_copy
 from draftlab.train.batch.packing import Batch
 from draftlab.train.checkpoint import trainable
 from draftlab.train.distributed.ranks import Ranks
