@@ -25,12 +25,13 @@ from torch import Tensor
 
 from draftlab.engine.base_drafter import Drafter
 from draftlab.engine.generation_state import InFlight, Sequence, check_prompts, copy_to_host
+from draftlab.engine.graphed_step import GraphedStep
 from draftlab.engine.kv_pool import BlockPool, draft_kv_bytes, new_kv_pool
 from draftlab.engine.prefill import launch_prefill
 from draftlab.engine.sampling import Generation, Request
 from draftlab.engine.scheduler import Scheduler
 from draftlab.engine.small_prefill import SmallPrefill
-from draftlab.engine.step import GraphedStep, InputBatch, Step, Verifier
+from draftlab.engine.step import InputBatch, Step, Verifier
 from draftlab.kernels.devices import out_of_memory_error, use_device
 from draftlab.kernels.step_layout import unpack_results
 from draftlab.kernels.verify import verify

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from draftlab.engine.base_drafter import VerifiedFeatures
 from draftlab.engine.generation_state import InFlight, Sequence, copy_to_host
+from draftlab.engine.graphed_step import GraphedStep
 from draftlab.engine.prefill import emit_first_tokens, run_columns
 from draftlab.engine.scheduler import MANY_SLOTS
-from draftlab.engine.step import GraphedStep, Step
+from draftlab.engine.step import Step
 from draftlab.kernels.compile_ahead import is_fake
 from draftlab.target_model.hidden_states import HiddenStates
 from draftlab.target_model.images import has_images

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from draftlab.engine.graphed_step import GraphedStep
 from draftlab.engine.sampling import Generation, Request
-from draftlab.engine.step import GraphedStep
 from draftlab.evaluate.decoding_config import DecodingConfig
 
 WARM_UP_TOKENS = 8

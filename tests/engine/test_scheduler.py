@@ -2,19 +2,9 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any, cast
-
-import pytest
-import torch
-
-from draftlab.engine.drafter import ChainDrafter
 from draftlab.engine.kv_pool import BlockPool
 from draftlab.engine.sampling import Request
 from draftlab.engine.scheduler import Scheduler
-from draftlab.engine.step import GraphedStep
-from draftlab.kernels.compile_ahead import is_fake
-from tests.helpers.bigrams import BigramDrafter
 
 
 def new_scheduler(count: int, slots: int, *, max_length: int = 40) -> Scheduler:
@@ -64,59 +54,3 @@ def test_blocks_are_extended_when_the_next_token_needs_one_and_never_beyond_the_
     assert held == [1, 2, 2, 2, 2, 3, 3]
     assert sequence.counters.undrafted_steps == len(sequence.steps) == 7
     assert sequence.finish == "length"
-
-
-def test_graphs_of_large_batches_waste_little_and_are_few() -> None:
-    sizes = {n: GraphedStep.padded_size(n) for n in range(1, 4097)}
-    assert [sizes[n] for n in (1, 3, 33, 64, 65, 97, 129, 257, 513, 1024)] == [
-        1, 4, 48, 64, 96, 128, 160, 320, 640, 1024
-    ]  # fmt: skip
-    assert all(n <= size for n, size in sizes.items())
-    assert all(size < 1.25 * n + 32 for n, size in sizes.items())
-    assert len({sizes[n] for n in range(65, 1025)}) == 14
-
-
-def test_a_size_that_a_shrinking_batch_passes_is_not_captured(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    model = type("Model", (), {"__module__": "a"})()
-    target = SimpleNamespace(device=torch.device("cpu"), model=model)
-    step: Any = SimpleNamespace(target=target, drafter=None)
-    graphs = GraphedStep(step)
-
-    def sizes(*counts: int, limited: bool = False) -> list[int]:
-        used = []
-        for count in counts:
-            used.append(graphs._size(count, limited))
-            graphs._graphs[used[-1], limited] = cast(Any, None)
-        return used
-
-    assert sizes(3, 1, 60, 60) == [4, 4, 64, 64]  # a larger one is captured at once
-    few = 4096 // (64 - 16) + 1
-    assert sizes(30, *[10] * few, 9, 9, 4, 1) == [64, *[64] * few, 16, 16, 4, 4]
-    assert sizes(9, limited=True) == [16]
-    graphs.patience = 0
-    assert sizes(30, 1) == [32, 1]
-
-
-@pytest.mark.parametrize("drafter", [None, "ours", "a user's"])
-@pytest.mark.parametrize("module", ["transformers.models.llama", "transformers_modules.llama"])
-def test_code_that_may_keep_tensors_gets_no_fake_ones(
-    drafter: str | None, module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stream() -> None:
-        raise StopIteration  # behind the compilation; there may be no GPU
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
-    drafters = {"ours": ChainDrafter.__new__(ChainDrafter), "a user's": BigramDrafter([], 2)}
-    model = type("Model", (), {"__module__": module})()
-    target = SimpleNamespace(device=torch.device("cuda"), model=model, asked_kernels=set())
-    step: Any = SimpleNamespace(target=target, drafter=drafters.get(drafter or ""))
-    calls: list[bool] = []
-    for kernels in (None, None, "the same", "the same"):
-        with pytest.raises(StopIteration):
-            GraphedStep(step).capture(lambda: calls.append(is_fake()) or torch.empty(0), kernels)
-    known = drafter != "a user's" and module.startswith("transformers.")
-    assert calls == [True] * 3 * known  # engines ask once for the same
