@@ -64,6 +64,14 @@ def warm_up_batches(batch: Sequence[Request]) -> list[list[Request]]:
     return [short[:size] for size in sorted(sizes, reverse=True)]
 
 
+def warm_up(engine: Decoder, batches: Sequence[list[Request]]) -> None:
+    """Decode batches, whose answers are discarded; each size gets its CUDA graph at once."""
+    if graphs := getattr(engine, "graphs", None):
+        graphs.patience = 0
+    for requests in batches:
+        list(engine.generate(requests))
+
+
 def _shortened(batch: Sequence[Request], tokens: int) -> list[Request]:
     return [replace(request, max_new_tokens=tokens) for request in batch]
 
@@ -86,15 +94,11 @@ def time_in_turn(
     runs = {config: TimedRun([], 0.0) for config in engines}
     prefills = [_shortened(batch, PREFILL_TOKENS) for batch in batches]
     warm_ups = [warm_up_batches(batches[0]) + prefills]
-    graphs = [one for engine in engines.values() if (one := getattr(engine, "graphs", None))]
-    for one in graphs:
-        one.patience = 0
-    if graphs:
+    if any(getattr(engine, "graphs", None) for engine in engines.values()):
         warm_ups.append(prefills)
-    for warm_up in warm_ups:
+    for of_each in warm_ups:
         for engine in engines.values():
-            for requests in warm_up:
-                list(engine.generate(requests))
+            warm_up(engine, of_each)
     with collected_garbage():
         for number, batch in enumerate(batches, 1):
             for config, engine in engines.items():

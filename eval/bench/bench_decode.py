@@ -48,7 +48,7 @@ from draftlab.engine.drafter import HeadDrafter, new_drafter
 from draftlab.engine.engine import Engine
 from draftlab.engine.kv_pool import draft_kv_bytes
 from draftlab.engine.sampling import Request, Sampling
-from draftlab.evaluate.timing import warm_up_batches
+from draftlab.evaluate.timing import warm_up, warm_up_batches
 from draftlab.heads.head import DraftHead
 from draftlab.kernels.verify import verify
 from draftlab.target_model.model import Target
@@ -108,10 +108,7 @@ def measure(
             for i, row in enumerate(ids)
         ]
 
-    if engine.graphs is not None:
-        engine.graphs.patience = 0  # as where `draftlab eval` times
-    for warm_up in warm_up_batches(requests(batch, 16, "warm")):
-        list(engine.generate(warm_up))
+    warm_up(engine, warm_up_batches(requests(batch, 16, "warm")))
     if target.device.type == "cuda":
         torch.cuda.synchronize()
     started = time.perf_counter()
