@@ -16,8 +16,9 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.files import other_kind, remember_sha256
 
-_WRITTEN = 1 << 24
-"""Bytes that are written, and hashed meanwhile, at a time."""
+_WRITTEN = 1 << 26
+"""Bytes that are written, and hashed meanwhile, at a time: for each, both threads wait for Python's
+interpreter."""
 
 
 @contextmanager

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,6 +15,9 @@ from draftlab.engine.drafter import HeadDrafter
 from draftlab.engine.step import Step
 from draftlab.kernels.compile_ahead import CompileAhead
 from draftlab.kernels.launching import cdiv, next_power_of_2
+
+_LEAST_FREE = 1 / 8
+"""Share of a GPU's memory that is free; with less, a capture gives unused memory back first."""
 
 
 @dataclass
@@ -36,6 +41,8 @@ class GraphedStep:
     Attributes:
         patience: rows of the dummy that a size may cost before its own graph is captured; 0 where
             steps are timed.
+        emptied: whether a capture gave unused memory back to the GPU: what other engines of the
+            process have kept for later steps, too.
     """
 
     SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64)
@@ -52,7 +59,7 @@ class GraphedStep:
 
     def __init__(self, step: Step) -> None:
         self.step = step
-        self.patience = 4096
+        self.patience, self.emptied = 4096, False
         self._graphs: dict[tuple[int, bool], _Graph] = {}
         self._wasted_rows = Counter[tuple[int, bool]]()
         self._pool = torch.cuda.graph_pool_handle()
@@ -108,17 +115,35 @@ class GraphedStep:
     ) -> tuple[torch.cuda.CUDAGraph, Tensor]:
         """Return a graph of a call, and the result that its replays write.
 
-        Its kernels are compiled first (`compile_ahead`); then it runs twice, which fills
-        allocators.
+        Its kernels are compiled first (`compile_ahead`); then it runs once, which makes the tensors
+        that calls share.
         """
         self.compile_ahead(run, kernels)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                run()
-        torch.cuda.current_stream().wait_stream(stream)
+        run()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with self._capturing(graph):
             result = run()
         return graph, result
+
+    @contextmanager
+    def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Capture the block as `torch.cuda.graph`, which gives unused memory back each time: the
+        next steps of all engines would have to allocate it anew.
+        """
+        free, total = torch.cuda.mem_get_info(self.step.target.device)
+        if free < _LEAST_FREE * total:
+            torch.cuda.empty_cache()
+            self.emptied = True
+        torch.cuda.synchronize(self.step.target.device)
+        with torch.cuda.stream(_capture_stream(self.step.target.device)):
+            graph.capture_begin(pool=self._pool)
+            try:
+                yield
+            finally:
+                graph.capture_end()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream of a device's captures: each stream has a workspace of cuBLAS."""
+    return torch.cuda.Stream(device)

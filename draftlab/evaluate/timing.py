@@ -85,20 +85,20 @@ def time_in_turn(
 
     Before, every engine decodes short answers to the same prompts, which are discarded: the first
     prefill of a length pays for kernels and a graph, too, so that otherwise the temperature that is
-    timed first would have the longest time to the first token. With graphs it does so twice, since
-    each capture gives unused memory back to device and host, that of other engines, too.
+    timed first would have the longest time to the first token. It does so twice if a capture gave
+    unused memory back to the GPU, that of other engines, too.
 
     Args:
         progress: called with the number of finished batches and of all batches.
     """
     runs = {config: TimedRun([], 0.0) for config in engines}
     prefills = [_shortened(batch, PREFILL_TOKENS) for batch in batches]
-    warm_ups = [warm_up_batches(batches[0]) + prefills]
-    if any(getattr(engine, "graphs", None) for engine in engines.values()):
-        warm_ups.append(prefills)
-    for of_each in warm_ups:
+    for engine in engines.values():
+        warm_up(engine, warm_up_batches(batches[0]) + prefills)
+    graphs = [getattr(engine, "graphs", None) for engine in engines.values()]
+    if any(one is not None and one.emptied for one in graphs):
         for engine in engines.values():
-            warm_up(engine, of_each)
+            warm_up(engine, prefills)
     with collected_garbage():
         for number, batch in enumerate(batches, 1):
             for config, engine in engines.items():

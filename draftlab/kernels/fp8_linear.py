@@ -9,7 +9,7 @@ normally distributed numbers a product has a relative error of 4 %, of random si
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -21,6 +21,10 @@ LARGEST_E4M3 = 448.0
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 SIZE_MULTIPLE = 16
 """torch._scaled_mm takes matrices whose sizes are multiples of it."""
+
+
+Quantise = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""`quantise_rows`, or `fp8_rows.quantise_rows` where torch.compile does not fuse it."""
 
 
 class Fp8Weight(NamedTuple):
@@ -49,31 +53,33 @@ def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (wide / scale).to(E4M3), scale
 
 
-def quantise_weight(weight: Tensor) -> Fp8Weight:
+def quantise_weight(weight: Tensor, quantise: Quantise = quantise_rows) -> Fp8Weight:
     """Return a matrix [out, in] in 8 bits; no gradient flows through it."""
     with torch.no_grad():  # as a decorator it would hide this function's code from torch.compile
-        codes, scale = quantise_rows(weight)
-        transposed, transposed_scale = quantise_rows(weight.T.contiguous())
+        codes, scale = quantise(weight)
+        transposed, transposed_scale = quantise(weight.T.contiguous())
     return Fp8Weight(codes, scale.T.contiguous(), transposed, transposed_scale.T.contiguous())
 
 
-def linear(x: Tensor, weight: Tensor | Fp8Weight) -> Tensor:
+def linear(x: Tensor, weight: Tensor | Fp8Weight, quantise: Quantise = quantise_rows) -> Tensor:
     """Return x Wᵀ [n, out] of x [n, in] and W [out, in], in x's dtype."""
     if isinstance(weight, Fp8Weight):
-        return _scaled_product(x, weight.codes, weight.scale)
+        return _scaled_product(x, weight.codes, weight.scale, quantise)
     return x @ weight.T
 
 
-def input_gradient(gradient: Tensor, weight: Tensor | Fp8Weight) -> Tensor:
+def input_gradient(
+    gradient: Tensor, weight: Tensor | Fp8Weight, quantise: Quantise = quantise_rows
+) -> Tensor:
     """Return the gradient [n, in] of x in `linear`, from the gradient [n, out] of its result."""
     if isinstance(weight, Fp8Weight):
-        return _scaled_product(gradient, weight.transposed, weight.transposed_scale)
+        return _scaled_product(gradient, weight.transposed, weight.transposed_scale, quantise)
     return gradient @ weight
 
 
-def _scaled_product(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+def _scaled_product(x: Tensor, codes: Tensor, scale: Tensor, quantise: Quantise) -> Tensor:
     """Return x Cᵀ [n, m] of x [n, k] and C = codes [m, k] · scale [1, m] transposed."""
-    rows, row_scale = quantise_rows(x)
+    rows, row_scale = quantise(x)
     if x.is_cuda:
         return torch._scaled_mm(
             rows, codes.T, row_scale, scale, out_dtype=x.dtype, use_fast_accum=True

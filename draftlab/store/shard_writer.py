@@ -166,8 +166,8 @@ class ShardBuffer:
         self.shard, self.samples, self.identity = shard, samples, identity
         self.lengths = shard.lengths
         self.offsets = torch.tensor([0, *self.lengths]).cumsum(0)
-        self.states = {
-            name: torch.empty(shape, dtype=dtype)
+        self.states = {  # all threads take the pages, as in `host_copy`
+            name: torch.zeros(shape, dtype=dtype)
             for name, (dtype, shape) in identity.tensors(shard.records, shard.tokens).items()
             if name not in ("offsets", "tokens", "spans")  # known from the samples
         }

@@ -176,8 +176,8 @@ class TrainSettings(Settings):
     """Gradient norm above which gradients are clipped."""
     precision: Literal["auto", "float32", "bfloat16", "fp8"] = "auto"
     """Autocast dtype over float32 weights; "auto": bfloat16 on a GPU, float32 on a CPU. fp8: layers
-    multiply in 8 bits before the last steps (`decay`), as GPUs from Hopper on do; on eagle
-    and eagle_llama4: bfloat16."""
+    and a trained lm_head multiply in 8 bits before the last steps (`decay`), as GPUs from Hopper on
+    do; on eagle and eagle_llama4: bfloat16."""
     compile: Literal["auto"] | bool = "auto"
     """Whether norms and rotations are compiled (torch.compile); "auto": on a GPU.
     It has no effect on eagle and eagle_llama4."""

@@ -53,11 +53,11 @@ def test_a_size_that_a_shrinking_batch_passes_is_not_captured(
 def test_code_that_may_keep_tensors_gets_no_fake_ones(
     drafter: str | None, module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stream() -> None:
+    def graph() -> None:
         raise StopIteration  # behind the compilation; there may be no GPU
 
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", object)
-    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", graph)
     drafters = {"ours": ChainDrafter.__new__(ChainDrafter), "a user's": BigramDrafter([], 2)}
     model = type("Model", (), {"__module__": module})()
     target = SimpleNamespace(device=torch.device("cuda"), model=model, asked_kernels=set())
@@ -67,4 +67,5 @@ def test_code_that_may_keep_tensors_gets_no_fake_ones(
         with pytest.raises(StopIteration):
             GraphedStep(step).capture(lambda: calls.append(is_fake()) or torch.empty(0), kernels)
     known = drafter != "a user's" and module.startswith("transformers.")
-    assert calls == [True] * 3 * known  # engines ask once for the same
+    assert calls.count(True) == 3 * known  # engines ask once for the same
+    assert calls.count(False) == 4

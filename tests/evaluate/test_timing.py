@@ -55,7 +55,7 @@ class CapturingDecoder:
     """
 
     def __init__(self, others: list[CapturingDecoder]) -> None:
-        self.graphs = SimpleNamespace(patience=4096)
+        self.graphs = SimpleNamespace(patience=4096, emptied=False)
         self.known: set[int] = set()
         self.slowed: set[int] = set()
         self.others = others
@@ -67,6 +67,7 @@ class CapturingDecoder:
             first = 1.0
             if length not in self.known:
                 self.known.add(length)
+                self.graphs.emptied = True
                 first = 10.0
                 for other in self.others:
                     other.slowed |= other.known - {length}

@@ -99,6 +99,15 @@ def test_added_rows(kernels: dict[str, list[Any]], dtype: torch.dtype) -> None:
     assert kernels.keys() == {"add_rows_kernel"}
 
 
+def test_rows_in_8_bits(kernels: dict[str, list[Any]]) -> None:
+    from draftlab.kernels.fp8_rows import quantise_rows
+
+    quantise_rows(on_gpu(5, 32_000, dtype=torch.bfloat16))
+    (kernel,) = kernels["quantise_rows_kernel"]
+    assert "ld.global.v4.b32" in kernel.asm["ptx"]
+    assert "satfinite.e4m3x2" in kernel.asm["ptx"]
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_gates(kernels: dict[str, list[Any]], dtype: torch.dtype) -> None:
     from draftlab.kernels.swiglu import swiglu, swiglu_backward_

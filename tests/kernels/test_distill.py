@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from draftlab.kernels.distill import Labels, Loss, Teacher, distill, lk_weight
 from draftlab.kernels.distill.linear import distill_linear
 from draftlab.kernels.distill.plan import plan_rows
+from draftlab.kernels.fp8_linear import quantise_rows
 from tests.helpers.distill_cases import (
     LOSSES,
     arguments_of,
@@ -26,7 +27,7 @@ from tests.helpers.distill_cases import (
     in_chunks,
     make_case,
 )
-from tests.helpers.gpu import no_host_sync, on_gpu
+from tests.helpers.gpu import no_host_sync, on_devices, on_gpu
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -41,6 +42,49 @@ def test_gradients_are_those_of_finite_differences(loss: Loss) -> None:
         return distill(logits, z, teacher.logsumexp[row], **options).loss
 
     assert torch.autograd.gradcheck(losses, (case["hidden"], case["lm_head"]))
+
+
+def dequantised(x: Tensor) -> Tensor:
+    codes, scales = quantise_rows(x)
+    return codes.double() * scales.double()
+
+
+@on_devices
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("vocab", [32, 37])
+def test_in_fp8_two_products_are_those_of_the_codes(loss: Loss, vocab: int, device: str) -> None:
+    """lm_head's gradient is a product of numbers that are not rounded to 8 bits."""
+    case = make_case(40, 9, vocab, 16, loss=loss, dtype=torch.float32, device=device)
+    with torch.no_grad():
+        case["hidden"][3] = torch.nan  # a row without weight reaches no gradient
+        case["weight"][3] = 0
+    out = distill_linear(**arguments_of(case), fp8=True, buffer_bytes=6 * 48 * 4)
+    actual = vars(out) | gradients(case, out.total, 1.0)
+
+    hidden, lm_head = case["hidden"].detach(), case["lm_head"].detach()
+    teacher, row = case["teacher"], case["row"]
+    options = {name: case[name] for name in ("loss", "kl_weight", "labels")}
+    logits = (dequantised(hidden) @ dequantised(lm_head).T).float().requires_grad_()
+    z = teacher.to_logits(teacher.last @ teacher.weight.t())[row]
+    expected = distill(logits, z, teacher.logsumexp[row], **options)
+    total = (case["weight"] * expected.loss)[case["weight"] != 0].sum()
+    (gradient,) = torch.autograd.grad(total, logits)
+    gradient[3], hidden[3] = 0, 0
+    products = {
+        "d_hidden": dequantised(gradient) @ dequantised(lm_head.T.contiguous()).T,
+        "d_lm_head": gradient.double().T @ hidden.double(),
+    }
+    seen = case["weight"] != 0
+    assert float((out.total - total).detach().abs() / total.detach().abs()) < 1e-5
+    torch.testing.assert_close(out.alpha[seen], expected.alpha[seen], rtol=1e-5, atol=1e-6)
+    for name, product in products.items():
+        # A code may be the next one where the gradient's last bits differ.
+        error = float((actual[name].double() - product).norm() / product.norm())
+        assert error < (2e-3 if name == "d_hidden" else 1e-5), name
+    exact = vars(plain := distill_linear(**arguments_of(case))) | gradients(case, plain.total, 1.0)
+    for name in products:
+        error = float((actual[name] - exact[name]).norm() / exact[name].norm())
+        assert 1e-3 < error < 0.2, name
 
 
 def test_definitions() -> None:

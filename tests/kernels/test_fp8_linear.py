@@ -14,7 +14,11 @@ from draftlab.kernels.fp8_linear import (
     quantise_rows,
     quantise_weight,
 )
+from draftlab.kernels.fp8_rows import quantise_rows as fp8_rows
 from tests.helpers.gpu import on_devices
+from tests.helpers.interpreter import interpreter_test, on_kernels
+
+test_in_the_interpreter = interpreter_test(__file__)
 
 HALF_STEP = 2**-4
 """Half a step of a mantissa of three bits, relative to the number."""
@@ -111,3 +115,36 @@ def test_weights_in_16_bits_are_multiplied_as_they_are() -> None:
     x, weight, gradient = random_rows(5, 8, 0), random_rows(6, 8, 1), random_rows(5, 6, 2)
     assert torch.equal(linear(x, weight), x @ weight.T)
     assert torch.equal(input_gradient(gradient, weight), gradient @ weight)
+
+
+@on_kernels
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("n", "size"), [(5, 48), (3, 5000), (1, 1), (0, 16)])
+def test_the_kernel_equals_the_reference(
+    n: int, size: int, dtype: torch.dtype, device: str
+) -> None:
+    """Columns of a wider tensor, a row of zeros, the smallest numbers."""
+    x = random_rows(n, size + 3, 7, device).to(dtype)[:, :size]
+    x[1:2] = 0
+    x[2:3] *= 2.0**-100 if device == "cpu" else 2.0**-126
+    (codes, scales), (expected, other_scales) = fp8_rows.triton(x), fp8_rows.reference(x)
+    assert (codes.dtype, codes.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(scales, other_scales)
+    differences, sizes = (codes.float() - expected.float()).abs(), expected.float().abs()
+    if device == "cuda":
+        assert not differences.any()
+    else:  # Triton's interpreter errs next to powers of two and on subnormal numbers
+        differences, sizes = differences[sizes > 2**-6], sizes[sizes > 2**-6]
+        assert bool((differences <= sizes / 2).all())
+        assert float(differences.count_nonzero()) <= 0.1 * differences.numel()
+
+
+@on_kernels
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_the_kernel_shows_a_number_that_is_not_finite(value: float, device: str) -> None:
+    x = random_rows(3, 32, 2, device)
+    x[1, 5] = value
+    codes, scales = fp8_rows.triton(x)
+    assert (codes.float() * scales).isfinite().all(1).tolist() == [True, False, True]
+    with pytest.raises(ValueError, match="side by side"):
+        fp8_rows.triton(x.T)

@@ -7,7 +7,8 @@ sorted by teacher (`RowPlan`) and a teacher's logits are computed once for all s
 
 For one chunk: two products fill two buffers with the teachers' and the head's logits;
 `distill_rows` (one kernel on a GPU) reduces each row and overwrites the head's logits by the
-gradient of the weighted loss; two products propagate it to the hidden states and to lm_head.
+gradient of the weighted loss; two products propagate it to the hidden states and to lm_head. In
+8 bits are, if asked, the product of the head's logits and that of the hidden states' gradient.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -32,6 +34,8 @@ from draftlab.kernels.distill import (
     weighted,
 )
 from draftlab.kernels.distill.plan import RowPlan
+from draftlab.kernels.fp8_linear import input_gradient, linear, quantise_weight
+from draftlab.kernels.fp8_rows import quantise_rows
 
 _CPU_BUFFER = 8 << 20  # bytes that stay in a cache
 MIN_GPU_BUFFER = 1 << 30
@@ -59,6 +63,7 @@ def distill_linear(
     kl_weight: Tensor | None = None,
     labels: Labels | None = None,
     frozen: Tensor | None = None,
+    fp8: bool = False,
     buffer_bytes: int | None = None,
 ) -> DistilledRows:
     """Return `distill` of hidden @ lm_headᵀ against the teacher, without a tensor [R, D].
@@ -78,6 +83,8 @@ def distill_linear(
         labels: of ce_l1.
         frozen: [D, F], weights without gradient of hidden's first F columns; hidden is then
             [R, F + H].
+        fp8: whether the head's logits and the gradient of `hidden` are products in e4m3
+            (`fp8_linear`), for an H that is a multiple of `SIZE_MULTIPLE`.
         buffer_bytes: for the logits of a chunk; None: on a GPU the size of lm_head in the products'
             dtype, but at least 1 GiB. A chunk then has about H rows or more for any D, and adding
             its product to lm_head's gradient costs a few percent of computing it.
@@ -106,7 +113,7 @@ def distill_linear(
     check_loss_arguments(loss, kl_weight, labels)
     needs_gradient = [torch.is_grad_enabled() and x.requires_grad for x in (hidden, lm_head)]
     total, *values = _DistillLinear.apply(
-        hidden, lm_head, teacher, plan, weight, kl_weight, labels, frozen, loss, buffer_bytes,
+        hidden, lm_head, teacher, plan, weight, kl_weight, labels, frozen, loss, fp8, buffer_bytes,
         *needs_gradient,
     )  # fmt: skip
     return DistilledRows(*values, total)
@@ -117,7 +124,7 @@ class _DistillLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden, lm_head, teacher, plan, weight, kl_weight, labels, frozen, loss,
+        ctx: Any, hidden, lm_head, teacher, plan, weight, kl_weight, labels, frozen, loss, fp8,
         buffer_bytes, needs_d_hidden, needs_d_lm_head,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         dtype = sum_dtype(hidden.dtype)
@@ -145,24 +152,33 @@ class _DistillLinear(torch.autograd.Function):
         max_rows = max((c.num_rows for c in chunks), default=0)
         max_teachers = max((c.num_teachers for c in chunks), default=0)
         # On CPUs torch's 16-bit products read a column beyond an odd width: it must be finite.
-        draft_buffer = hidden.new_zeros(max_rows, pitch, dtype=product_dtype)[:, :vocab]
+        draft_buffer = hidden.new_zeros(0 if fp8 else max_rows, pitch, dtype=product_dtype)
         teacher_buffer = hidden.new_zeros(max_teachers, pitch, dtype=teacher_dtype)[:, :vocab]
         gradients = d_hidden is not None or d_lm_head is not None
         ordered = hidden[plan.order].to(product_dtype)
         without_weight = (weight[plan.order] == 0)[:, None]
+        if fp8:
+            fp8_weights = quantise_weight(F.pad(weights, (0, 0, 0, pitch - vocab)), quantise_rows)
         for chunk in chunks:
             z = teacher_buffer[: chunk.num_teachers]
             last = teacher.last[plan.positions[chunk.teachers]].to(sum_dtype(teacher.weight.dtype))
             normed = last if teacher.norm is None else teacher.norm(last)
             torch.mm(normed.to(teacher_dtype), teacher_weights.t(), out=z)
-            x = draft_buffer[: chunk.num_rows]
             states = ordered[chunk.rows]
-            torch.mm(states, weights.t(), out=x)
+            if fp8:
+                rows = linear(states, fp8_weights, quantise_rows)
+            else:
+                rows = draft_buffer[: chunk.num_rows]
+                torch.mm(states, weights.t(), out=rows[:, :vocab])
+            x = rows[:, :vocab]
             distill_rows(
                 x, z, chunk.rows, plan, teacher, weight, kl_weight, labels, loss, gradients, out
             )
             if d_hidden is not None:
-                if hidden.dtype == product_dtype:
+                if fp8:
+                    rows[:, vocab:] = 0
+                    d_hidden[chunk.rows] = input_gradient(rows, fp8_weights, quantise_rows)
+                elif hidden.dtype == product_dtype:
                     torch.mm(x, weights, out=d_hidden[chunk.rows])
                 else:
                     d_hidden[chunk.rows] = x @ weights
@@ -184,7 +200,7 @@ class _DistillLinear(torch.autograd.Function):
         d_hidden, d_lm_head = (g if g is None else g.mul_(scale) for g in gradients)
         if d_hidden is not None:
             d_hidden = torch.empty_like(d_hidden).index_copy_(0, order, d_hidden)
-        return d_hidden, d_lm_head, *[None] * 10
+        return d_hidden, d_lm_head, *[None] * 11
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:

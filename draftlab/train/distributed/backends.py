@@ -58,7 +58,7 @@ class DistillationModule(nn.Module):
         self.terms = self.objective.loss_terms(settings)
         self.head_forward, self.description = choose_forward(head, self.objective, settings, dtype)
         self._without_fp8 = self.head_forward
-        if isinstance(self.head_forward, FastForward) and self.head_forward.in_fp8:
+        if self.in_fp8:
             settings = settings.model_copy(update={"precision": "bfloat16"})
             self._without_fp8, other = choose_forward(head, self.objective, settings, dtype)
             if NOT_COMPILED in other:
@@ -66,8 +66,8 @@ class DistillationModule(nn.Module):
 
     @property
     def in_fp8(self) -> bool:
-        """Return whether layers multiply in 8 bits now."""
-        return self.head_forward is not self._without_fp8
+        """Return whether layers and lm_head multiply in 8 bits now."""
+        return isinstance(self.head_forward, FastForward) and self.head_forward.in_fp8
 
     def end_fp8(self) -> None:
         """Multiply in 16 bits from now on."""
@@ -104,7 +104,8 @@ class DistillationModule(nn.Module):
             batch.tokens.device.type, self.dtype, enabled=self.dtype != torch.float32
         ):
             outputs = self.head_forward(self.head, batch)
-            loss, sums = weighted_loss(outputs, self.head, self.target, batch, weights, self.terms)
+            inputs = outputs, self.head, self.target, batch, weights, self.terms
+            loss, sums = weighted_loss(*inputs, fp8=self.in_fp8)
         if not loss.requires_grad:  # no position of this pass carries loss
             loss = loss + 0 * sum(p.sum() for p in self.head.parameters() if p.requires_grad)
         return loss, sums

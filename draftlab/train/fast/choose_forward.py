@@ -108,7 +108,8 @@ def choose_forward(
         check_fp8_sizes(head)
         check_fp8_device(head.fc.weight.device)
         steps = settings.steps - settings.decay_steps
-        description.append(f"layers' products are in fp8 in the first {count_text(steps, 'step')}")
+        whose = "layers' and lm_head's" if head.lm_head.weight.requires_grad else "layers'"
+        description.append(f"{whose} products are in fp8 in the first {count_text(steps, 'step')}")
     eager = fast(dtype, ops=ops)
     if not (settings.compile is True or (settings.compile == "auto" and on_gpu)):
         return eager, ", ".join(description)

@@ -158,11 +158,13 @@ def weighted_loss(
     batch: Batch,
     weights: Sequence[float],
     terms: LossTerms = SOFT_CE,
+    *,
+    fp8: bool = False,
 ) -> tuple[Tensor, Sums]:
     """Return Σ_k weight_k Σ ℓ over the rows that carry loss, and the sums to report.
 
     The loss is not yet divided by N_0. A token outside the draft vocabulary stays in every
-    denominator as a miss.
+    denominator as a miss. With `fp8` a trained lm_head multiplies in 8 bits (`distill_linear`).
     """
     steps, device = list(outputs), batch.tokens.device
     if not steps:
@@ -210,6 +212,7 @@ def weighted_loss(
         kl_weight=kl_weight,
         labels=labels,
         frozen=frozen,
+        fp8=fp8 and frozen is None,
     )
     total, value = out.total, terms.distillation * out.loss
     alpha, best = out.alpha, out.best

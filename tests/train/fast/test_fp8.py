@@ -12,7 +12,7 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
 from draftlab.kernels import fp8_linear
-from draftlab.kernels.fp8_linear import quantise_weight
+from draftlab.kernels.fp8_linear import Quantise, quantise_weight
 from draftlab.train.batch.loader import MicroBatch
 from draftlab.train.distributed.backends import DistillationModule, product_dtype
 from draftlab.train.fast import choose_forward
@@ -90,9 +90,9 @@ def test_every_product_of_a_layer_is_in_8_bits(monkeypatch: pytest.MonkeyPatch) 
     shapes: list[tuple[int, ...]] = []
     product = fp8_linear._scaled_product
 
-    def recorded(x: Tensor, codes: Tensor, scale: Tensor) -> Tensor:
+    def recorded(x: Tensor, codes: Tensor, scale: Tensor, quantise: Quantise) -> Tensor:
         shapes.append(tuple(codes.shape))
-        return product(x, codes, scale)
+        return product(x, codes, scale, quantise)
 
     model, batch = random_norms_head(family="dspark", k_trained=4), ragged_batch()
     fast = module(model)
@@ -111,7 +111,9 @@ def test_every_product_of_a_layer_is_in_8_bits(monkeypatch: pytest.MonkeyPatch) 
 def test_a_training_says_what_is_in_8_bits() -> None:
     fast = module(random_norms_head())
     assert fast.head_forward.ops == FP8_OPS
-    assert "layers' products are in fp8" in fast.description
+    assert "layers' and lm_head's products are in fp8" in fast.description
+    frozen = module(random_norms_head(family="dspark", k_trained=4))
+    assert "layers' products are in fp8" in frozen.description
     assert "fp8" not in module(random_norms_head(), precision="auto").description
     for unlike in (EAGLE, {"family": "dflash2", "k_trained": 4}):
         other = module(random_norms_head(**unlike))
