@@ -75,12 +75,14 @@ def test_in_fp8_two_products_are_those_of_the_codes(loss: Loss, vocab: int, devi
         "d_lm_head": gradient.double().T @ hidden.double(),
     }
     seen = case["weight"] != 0
-    assert float((out.total - total).detach().abs() / total.detach().abs()) < 1e-5
-    torch.testing.assert_close(out.alpha[seen], expected.alpha[seen], rtol=1e-5, atol=1e-6)
+    # A GPU adds up products of codes with fewer bits (`fp8_linear`).
+    bound = 1e-5 if device == "cpu" else 1e-3
+    assert float((out.total - total).detach().abs() / total.detach().abs()) < bound
+    torch.testing.assert_close(out.alpha[seen], expected.alpha[seen], rtol=bound, atol=bound)
     for name, product in products.items():
         # A code may be the next one where the gradient's last bits differ.
         error = float((actual[name].double() - product).norm() / product.norm())
-        assert error < (2e-3 if name == "d_hidden" else 1e-5), name
+        assert error < (bound if name == "d_lm_head" else bound + 2e-3), name
     exact = vars(plain := distill_linear(**arguments_of(case))) | gradients(case, plain.total, 1.0)
     for name in products:
         error = float((actual[name] - exact[name]).norm() / exact[name].norm())

@@ -129,7 +129,9 @@ def test_the_kernel_equals_the_reference(
     x[2:3] *= 2.0**-100 if device == "cpu" else 2.0**-126
     (codes, scales), (expected, other_scales) = fp8_rows.triton(x), fp8_rows.reference(x)
     assert (codes.dtype, codes.shape) == (expected.dtype, expected.shape)
-    assert torch.equal(scales, other_scales)
+    # torch multiplies by the reciprocal of 448 on a GPU.
+    torch.testing.assert_close(scales, other_scales, rtol=2**-22, atol=0)
+    expected = (x.float() / scales).to(E4M3)
     differences, sizes = (codes.float() - expected.float()).abs(), expected.float().abs()
     if device == "cuda":
         assert not differences.any()
