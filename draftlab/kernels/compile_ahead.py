@@ -16,9 +16,10 @@ import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import Thread
 from time import perf_counter
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +29,20 @@ import torch
 MAX_WASTED_SECONDS = 1.0
 """Time of passes that found nothing to compile, after which no more are made."""
 _fake = ContextVar("fake", default=False)  # other threads go on as ever
+
+
+def hash_triton() -> None:
+    """Compute, on a thread, the hash of Triton's own files, for which the first launch of a process
+    waits half a second.
+    """
+
+    def run() -> None:
+        with suppress(ImportError):
+            from triton.runtime.cache import triton_key
+
+            triton_key()  # which keeps it
+
+    Thread(target=run, name="triton", daemon=True).start()
 
 
 def is_fake() -> bool:

@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from draftlab.errors import UserError
 from draftlab.files import FileState, check_size, file_state, read_fields
+from draftlab.kernels.compile_ahead import hash_triton
 from draftlab.kernels.devices import to_device
 from draftlab.process_environment import name_accelerator
 from draftlab.target_model.attention import text_attention
@@ -118,6 +119,8 @@ def load_target(settings: TargetSettings, *, layers: int | None = None) -> Targe
         layers: how many layers the config has, if it has fewer than the weights.
     """
     folder, device = resolve_target(settings), resolve_device(settings.device)
+    if device.type == "cuda":
+        hash_triton()
     with explain_loading("the target", folder):
         model, notes = load_model(folder, settings, device, layers)
         replace_layers(model)

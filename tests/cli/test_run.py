@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import yaml
 
 from draftlab.evaluate.results import Report
+from draftlab.pipeline.pipeline import Pipeline
 from tests.helpers.small_run import draftlab, finished, half_written, ran, refused, snapshot
 
 THERE = [f"{s}: there" for s in ("answers", "store", "head", "eval", "export")]
@@ -32,6 +36,16 @@ def test_a_run_writes_all_artefacts() -> None:
         (t, d) for t in (0.0, 0.8) for d in ("none", "chain")
     }
     assert {row.prompts for row in rows} == {3}
+
+
+def test_collections_pass_over_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While stages run, and not afterwards: a caller of the command has objects of its own."""
+    frozen: list[int] = []
+    monkeypatch.setattr(Pipeline, "make", lambda *_, **__: frozen.append(gc.get_freeze_count()))
+    with suppress(Exception):  # nothing was made that could be shown
+        draftlab(finished(), "train", "small.yaml")
+    assert frozen[0] > 10_000
+    assert gc.get_freeze_count() == 0
 
 
 def test_a_complete_run_is_not_run_again() -> None:

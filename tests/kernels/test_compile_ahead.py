@@ -13,10 +13,11 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction
 
 from draftlab.kernels import compile_ahead
-from draftlab.kernels.compile_ahead import CompileAhead, is_fake, real_tensors
+from draftlab.kernels.compile_ahead import CompileAhead, hash_triton, is_fake, real_tensors
 from draftlab.kernels.linear.launch import _workspace
 from draftlab.target_model.paged_cache import PagedCache, RecurrentStates
 
@@ -27,6 +28,14 @@ GPU = torch.device("cuda")
 def _double(x, out, N: tl.constexpr):
     columns = tl.arange(0, N)
     tl.store(out + columns, 2 * tl.load(x + columns))
+
+
+def test_the_hash_of_triton_is_computed_on_a_thread() -> None:
+    triton_key.cache_clear()
+    hash_triton()
+    (thread,) = (t for t in threading.enumerate() if t.name == "triton")
+    thread.join(60)
+    assert triton_key.cache_info().currsize == 1
 
 
 CONFIGS = [triton.Config({"N": size}) for size in (16, 32)]
