@@ -91,7 +91,7 @@ def test_the_page_is_short_and_has_ten_summary_rows() -> None:
     [
         (r"1\.[58]0? (×|times)", r"30 % (of the positions|prompt positions)"),
         (r"1\.[58]0? (×|times)", r"1\.10 ×? ?(and|times)"),
-        (r"1\.14 (×|times)", r"T = 0\.8"),
+        (r"1\.25 (×|times)", r"AL -0\.3 %"),
         (r"1\.(3[0-9]?|5[0-9]) times", r"K = 3"),
     ],
 )
