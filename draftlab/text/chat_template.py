@@ -353,6 +353,11 @@ def tokenizer_sha256(tokenizer: PreTrainedTokenizerBase) -> str:
 
     The file tokenizer.json is not hashed, because its layout changes with the library's version.
     """
+    return _tokenizer_sha256(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=8)  # a vocabulary of 128,256 tokens takes 0.4 s, in each stage
+def _tokenizer_sha256(tokenizer: PreTrainedTokenizerBase, _: int) -> str:
     probe = tokenizer(PROBE, add_special_tokens=False)["input_ids"]
     vocabulary = sorted(tokenizer.get_vocab().items())
     return sha256_text(canonical_json([vocabulary, sorted(special_ids(tokenizer)), list(probe)]))
