@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from draftlab import files
+from draftlab import files, tensor_files
 from draftlab.errors import UserError
 from draftlab.files import atomic_path, known_sha256, sha256_file
 from draftlab.tensor_files import save_tensors
@@ -46,8 +46,12 @@ TENSORS = {
 @pytest.mark.parametrize("tensors", [TENSORS, {}], ids=["some", "none"])
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
 def test_tensors_are_written_as_by_their_library(
-    tensors: dict[str, torch.Tensor], metadata: dict[str, str] | None, tmp_path: Path
+    tensors: dict[str, torch.Tensor],
+    metadata: dict[str, str] | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(tensor_files, "_WRITTEN", 1 << 20)
     copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
     save_file(copies, tmp_path / "expected", metadata)
     digest = save_tensors(tensors, tmp_path / "written", metadata)

@@ -16,8 +16,8 @@ from draftlab.engine.step import Step
 from draftlab.kernels.compile_ahead import CompileAhead
 from draftlab.kernels.launching import cdiv, next_power_of_2
 
-_LEAST_FREE = 1 / 8
-"""Share of a GPU's memory that is free; with less, a capture gives unused memory back first."""
+_ROOM = 2**30
+"""Bytes of a GPU that are free beside what a capture needs, which cannot reuse unused memory."""
 
 
 @dataclass
@@ -128,14 +128,16 @@ class GraphedStep:
     @contextmanager
     def _capturing(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
         """Capture the block as `torch.cuda.graph`, which gives unused memory back each time: the
-        next steps of all engines would have to allocate it anew.
+        next steps of all engines would have to allocate it anew. What a run of the block needs is
+        unused now.
         """
-        free, total = torch.cuda.mem_get_info(self.step.target.device)
-        if free < _LEAST_FREE * total:
+        device = self.step.target.device
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if torch.cuda.mem_get_info(device)[0] < unused + _ROOM:
             torch.cuda.empty_cache()
             self.emptied = True
-        torch.cuda.synchronize(self.step.target.device)
-        with torch.cuda.stream(_capture_stream(self.step.target.device)):
+        torch.cuda.synchronize(device)
+        with torch.cuda.stream(_capture_stream(device)):
             graph.capture_begin(pool=self._pool)
             try:
                 yield

@@ -31,18 +31,20 @@ MAX_WASTED_SECONDS = 1.0
 _fake = ContextVar("fake", default=False)  # other threads go on as ever
 
 
-def hash_triton() -> None:
-    """Compute, on a thread, the hash of Triton's own files, for which the first launch of a process
-    waits half a second.
+def hash_triton() -> Thread:
+    """Compute the hash of Triton's own files on a thread, and return it: the first launch of a
+    process would wait half a second.
     """
 
     def run() -> None:
-        with suppress(ImportError):
+        with suppress(Exception):  # the first launch shows it
             from triton.runtime.cache import triton_key
 
             triton_key()  # which keeps it
 
-    Thread(target=run, name="triton", daemon=True).start()
+    thread = Thread(target=run, name="triton", daemon=True)
+    thread.start()
+    return thread
 
 
 def is_fake() -> bool:

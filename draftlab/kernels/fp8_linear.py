@@ -3,8 +3,9 @@
 Each row of x and of W in x Wᵀ has a scale, which maps the row's largest number to e4m3's largest,
 448. W is also quantised by columns, for the gradient of x. Scales are computed anew for each batch.
 torchtitan's float8 recipe `rowwise` scales alike, but computes the gradient of W in 8 bits too;
-here it is computed in 16 bits. A GPU adds up with fewer bits than float32 (fast accumulation). For
-normally distributed numbers a product has a relative error of 4 %, of random sign.
+here it is computed in 16 bits. For normally distributed numbers a product has a relative error of
+4 %, of random sign. A GPU adds up with fewer bits than float32 (fast accumulation): in a simulation
+with 14 bits, sums over 32,000 columns came out 2 % too small.
 """
 
 from __future__ import annotations
@@ -84,8 +85,8 @@ def _scaled_product(x: Tensor, codes: Tensor, scale: Tensor, quantise: Quantise)
         return torch._scaled_mm(
             rows, codes.T, row_scale, scale, out_dtype=x.dtype, use_fast_accum=True
         )
-    # On a CPU not every supported torch takes a scale for each row. These are the same sums.
-    return ((rows.float() @ codes.float().T) * row_scale * scale).to(x.dtype)
+    # On a CPU not every supported torch takes a scale for each row. Autocast leaves float64 alone.
+    return ((rows.double() @ codes.double().T) * row_scale * scale).to(x.dtype)
 
 
 def flatten_weights(

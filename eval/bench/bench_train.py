@@ -2,7 +2,7 @@
 
     python eval/bench/bench_train.py                        # Llama-3.1-8B's shapes, one JSON line
     python eval/bench/bench_train.py --prompt 0             # no position of a prompt
-    python eval/bench/bench_train.py --precision fp8        # layers' products in 8 bits
+    python eval/bench/bench_train.py --precision fp8        # products in 8 bits
     python eval/bench/bench_train.py --rows 1 --row-tokens 32768 --window 2048  # a long context
     python eval/bench/bench_train.py --peer speculators     # or specforge; prints the ratio
     python eval/bench/bench_train.py --family peagle --layers 2  # a parallel head, 8 depths

@@ -40,6 +40,7 @@ def test_a_run_writes_all_artefacts() -> None:
 
 def test_collections_pass_over_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """While stages run, and not afterwards: a caller of the command has objects of its own."""
+    gc.unfreeze()  # what tests have frozen
     frozen: list[int] = []
     monkeypatch.setattr(Pipeline, "make", lambda *_, **__: frozen.append(gc.get_freeze_count()))
     with suppress(Exception):  # nothing was made that could be shown

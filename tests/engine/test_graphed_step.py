@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -46,6 +47,51 @@ def test_a_size_that_a_shrinking_batch_passes_is_not_captured(
     assert sizes(9, limited=True) == [16]
     graphs.patience = 0
     assert sizes(30, 1) == [32, 1]
+
+
+@pytest.mark.parametrize(("free", "emptied"), [(2.5, False), (1.5, True)])
+def test_a_capture_gives_memory_back_if_it_may_need_it(
+    free: float, emptied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of what the run before it has left: 1 GiB here, beside 1 GiB that stays free."""
+    calls: list[str] = []
+    numbers = {
+        "mem_get_info": (int(free * 2**30), 2**40),
+        "memory_reserved": 3 * 2**30,
+        "memory_allocated": 2 * 2**30,
+        "graph_pool_handle": "pool",
+        "Stream": "stream",
+        "stream": nullcontext(),
+    }
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    for name in ("empty_cache", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: calls.append(name))
+
+    class Graph:
+        def capture_begin(self, pool: str) -> None:
+            calls.append(f"begin in {pool}")
+
+        def capture_end(self) -> None:
+            calls.append("end")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    model = type("Model", (), {"__module__": "a"})()
+    target = SimpleNamespace(device=torch.device("cuda"), model=model)
+    graphs = GraphedStep(cast(Any, SimpleNamespace(target=target, drafter=None)))
+    graphs.capture(lambda: calls.append("run"))
+    expected = ["run", *["empty_cache"] * emptied, "synchronize", "begin in pool", "run", "end"]
+    assert calls == expected
+    assert graphs.emptied == emptied
+
+    def fail() -> torch.Tensor:
+        if calls[-1].startswith("begin"):
+            raise ZeroDivisionError
+        return torch.empty(0)
+
+    with pytest.raises(ZeroDivisionError):
+        graphs.capture(fail)
+    assert calls[-1] == "end"
 
 
 @pytest.mark.parametrize("drafter", [None, "ours", "a user's"])

@@ -51,25 +51,27 @@ def test_every_size_of_a_shrinking_batch_is_warmed_up(batch: int, sizes: list[in
 class CapturingDecoder:
     """Takes ten times as long for the first prefill of a prompt length, as for a CUDA graph.
 
-    A capture slows the next prefill of each other engine down, too, whose memory it gives back.
+    If a capture `empties` memory, it slows the next prefill of each other engine down, too.
     """
 
-    def __init__(self, others: list[CapturingDecoder]) -> None:
+    def __init__(self, others: list[CapturingDecoder], empties: bool) -> None:
         self.graphs = SimpleNamespace(patience=4096, emptied=False)
+        self.empties, self.calls = empties, 0
         self.known: set[int] = set()
         self.slowed: set[int] = set()
         self.others = others
         others.append(self)
 
     def generate(self, requests: Sequence[Request]) -> Iterator[Generation]:
+        self.calls += 1
         for request in requests:
             length, steps = len(request.prompt_ids), ((0, 0),) * (request.max_new_tokens - 1)
             first = 1.0
             if length not in self.known:
                 self.known.add(length)
-                self.graphs.emptied = True
+                self.graphs.emptied = self.empties
                 first = 10.0
-                for other in self.others:
+                for other in self.others if self.empties else ():
                     other.slowed |= other.known - {length}
             elif length in self.slowed:
                 self.slowed.remove(length)
@@ -80,16 +82,20 @@ class CapturingDecoder:
             )
 
 
+@pytest.mark.parametrize("empties", [False, True])
 @pytest.mark.parametrize("batch", [1, 2])
-def test_no_timed_prefill_is_the_first_of_its_length(batch: int) -> None:
+def test_no_timed_prefill_is_the_first_of_its_length(batch: int, empties: bool) -> None:
     """So the time to the first token does not depend on which row is timed first."""
     decoders: list[CapturingDecoder] = []
-    engines = {DecodingConfig(k=k): CapturingDecoder(decoders) for k in (0, 3)}
+    engines = {DecodingConfig(k=k): CapturingDecoder(decoders, empties) for k in (0, 3)}
     requests = [Request(str(i), (1,) * (2 + i % 4), 64) for i in range(8)]
     batches = list(timing_batches(requests, 8, batch))
-    for _ in (0.0, 0.7):  # the temperatures share the engines
+    sizes, passes = batch, 2 + empties  # one of them is timed
+    for number in (1, 2):  # the temperatures share the engines
         runs = time_in_turn(engines, batches, lambda *_: None)
         assert all(decoder.graphs.patience == 0 for decoder in decoders)
         assert {timing(run, None, batch=batch).ttft_ms for run in runs.values()} == {1000.0}
         for run in runs.values():
             assert {g.first_token_s for g in run.generations} == {1.0}
+        calls = number * (sizes + passes * len(batches))
+        assert [decoder.calls for decoder in decoders] == [calls, calls]

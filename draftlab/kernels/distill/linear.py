@@ -144,6 +144,10 @@ class _DistillLinear(torch.autograd.Function):
             weights = torch.cat([frozen.to(product_dtype), weights], 1)
         vocab, size = weights.shape
         pitch = -(-vocab // 16) * 16  # rows are aligned to the widest loads
+        if fp8:
+            padded = F.pad(weights, (0, 0, 0, pitch - vocab)) if pitch > vocab else weights
+            weights = quantise_weight(padded, quantise_rows)
+            del padded
         row_bytes = pitch * max(product_dtype.itemsize, teacher_dtype.itemsize)
         budget = buffer_bytes or _CPU_BUFFER
         if buffer_bytes is None and hidden.is_cuda:
@@ -157,8 +161,6 @@ class _DistillLinear(torch.autograd.Function):
         gradients = d_hidden is not None or d_lm_head is not None
         ordered = hidden[plan.order].to(product_dtype)
         without_weight = (weight[plan.order] == 0)[:, None]
-        if fp8:
-            fp8_weights = quantise_weight(F.pad(weights, (0, 0, 0, pitch - vocab)), quantise_rows)
         for chunk in chunks:
             z = teacher_buffer[: chunk.num_teachers]
             last = teacher.last[plan.positions[chunk.teachers]].to(sum_dtype(teacher.weight.dtype))
@@ -166,7 +168,7 @@ class _DistillLinear(torch.autograd.Function):
             torch.mm(normed.to(teacher_dtype), teacher_weights.t(), out=z)
             states = ordered[chunk.rows]
             if fp8:
-                rows = linear(states, fp8_weights, quantise_rows)
+                rows = linear(states, weights, quantise_rows)
             else:
                 rows = draft_buffer[: chunk.num_rows]
                 torch.mm(states, weights.t(), out=rows[:, :vocab])
@@ -177,7 +179,7 @@ class _DistillLinear(torch.autograd.Function):
             if d_hidden is not None:
                 if fp8:
                     rows[:, vocab:] = 0
-                    d_hidden[chunk.rows] = input_gradient(rows, fp8_weights, quantise_rows)
+                    d_hidden[chunk.rows] = input_gradient(rows, weights, quantise_rows)
                 elif hidden.dtype == product_dtype:
                     torch.mm(x, weights, out=d_hidden[chunk.rows])
                 else:
@@ -186,6 +188,7 @@ class _DistillLinear(torch.autograd.Function):
                 # 0 · NaN is NaN: the states of a row without weight must not reach the product.
                 states.masked_fill_(without_weight[chunk.rows], 0)
                 _add_product(d_lm_head, x.t(), states[:, trained_from:])
+            del rows, x  # in fp8 the next chunk has a tensor of its own
         if d_lm_head is not None:
             d_lm_head = d_lm_head.to(lm_head.dtype)
         ctx.save_for_backward(d_hidden, d_lm_head, plan.order)

@@ -66,7 +66,7 @@ class DistillationModule(nn.Module):
 
     @property
     def in_fp8(self) -> bool:
-        """Return whether layers and lm_head multiply in 8 bits now."""
+        """Return whether layers, and lm_head if it is trained, multiply in 8 bits now."""
         return isinstance(self.head_forward, FastForward) and self.head_forward.in_fp8
 
     def end_fp8(self) -> None:

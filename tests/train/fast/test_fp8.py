@@ -11,7 +11,7 @@ from torch import Tensor
 
 from draftlab.errors import UserError
 from draftlab.heads.head import DraftHead
-from draftlab.kernels import fp8_linear
+from draftlab.kernels import fp8_linear, fp8_rows
 from draftlab.kernels.fp8_linear import Quantise, quantise_weight
 from draftlab.train.batch.loader import MicroBatch
 from draftlab.train.distributed.backends import DistillationModule, product_dtype
@@ -106,6 +106,30 @@ def test_every_product_of_a_layer_is_in_8_bits(monkeypatch: pytest.MonkeyPatch) 
         for actual, of_cast in zip(shared.matrix, quantise_weight(shared.tensor), strict=True):
             assert torch.equal(actual.float(), of_cast.float())
     assert sorted(shapes) == sorted(expected)
+
+
+@pytest.mark.parametrize("changes", HEADS[1:], ids=str)
+def test_a_trained_lm_head_multiplies_in_8_bits(
+    changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its logits and the gradient of its input, until fp8 ends."""
+    of_lm_head: list[bool] = []
+    product = fp8_linear._scaled_product
+
+    def recorded(x: Tensor, codes: Tensor, scale: Tensor, quantise: Quantise) -> Tensor:
+        of_lm_head.append(quantise is fp8_rows.quantise_rows)
+        return product(x, codes, scale, quantise)
+
+    monkeypatch.setattr(fp8_linear, "_scaled_product", recorded)
+    model, batch = random_norms_head(**changes), ragged_batch()
+    training, is_trained = module(model), model.lm_head.weight.requires_grad
+    for in_fp8 in (True, False):
+        of_lm_head.clear()
+        loss, _ = training(batch, [1.0] * len(batch.steps))
+        loss.backward()
+        assert sum(of_lm_head) == 2 * (in_fp8 and is_trained)
+        assert bool(of_lm_head) == in_fp8
+        training.end_fp8()
 
 
 def test_a_training_says_what_is_in_8_bits() -> None:
