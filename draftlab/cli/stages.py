@@ -73,7 +73,7 @@ def make(
     from draftlab.recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])  # mistakes are reported before torch is imported
-    from draftlab.evaluate.timing import collected_garbage
+    from draftlab.kernels.devices import collected_garbage
     from draftlab.pipeline.pipeline import Pipeline
 
     if rehearse:

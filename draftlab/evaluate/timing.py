@@ -7,16 +7,15 @@ fewer towards its end, with and without drafting.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from draftlab.engine.graphed_step import GraphedStep
 from draftlab.engine.sampling import Generation, Request
 from draftlab.evaluate.decoding_config import DecodingConfig
+from draftlab.kernels.devices import collected_garbage
 
 WARM_UP_TOKENS = 8
 PREFILL_TOKENS = 2
@@ -108,18 +107,3 @@ def time_in_turn(
                 runs[config].generations += [by_id[r.id] for r in batch]
             progress(number, len(batches))
     return runs
-
-
-@contextmanager
-def collected_garbage() -> Iterator[None]:
-    """Collect garbage now, and let collections pass over all objects of now.
-
-    A collection of all objects of torch and transformers takes 0.2 to 0.3 s, the time of hundreds
-    of short steps, and would hit one configuration by chance. Servers do the same.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
