@@ -16,9 +16,9 @@ from torch import Tensor
 from draftlab.errors import UserError
 from draftlab.files import other_kind, remember_sha256
 
-_WRITTEN = 1 << 26
-"""Bytes that are written, and hashed meanwhile, at a time: for each, both threads wait for Python's
-interpreter."""
+_BLOCK_BYTES = 1 << 26
+"""Bytes that are written, and hashed meanwhile, at a time. Smaller blocks would wait more often for
+Python's interpreter."""
 
 
 @contextmanager
@@ -88,8 +88,8 @@ def write_tensors(
             # A single number may have any stride.
             flat = values.as_strided((values.numel(),), (1,)).view(torch.uint8)
             data = memoryview(flat.numpy())
-            for start in range(0, len(data), _WRITTEN):
-                block = data[start : start + _WRITTEN]
+            for start in range(0, len(data), _BLOCK_BYTES):
+                block = data[start : start + _BLOCK_BYTES]
                 hashed = thread.submit(digest.update, block)
                 file.write(block)
                 hashed.result()

@@ -51,7 +51,7 @@ def test_tensors_are_written_as_by_their_library(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tensor_files, "_WRITTEN", 1 << 20)
+    monkeypatch.setattr(tensor_files, "_BLOCK_BYTES", 1 << 20)
     copies = {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}
     save_file(copies, tmp_path / "expected", metadata)
     digest = save_tensors(tensors, tmp_path / "written", metadata)

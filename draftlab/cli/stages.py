@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -73,7 +74,7 @@ def make(
     from draftlab.recipe.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])  # mistakes are reported before torch is imported
-    from draftlab.kernels.devices import collected_garbage
+    from draftlab.kernels.devices import frozen_gc_heap
     from draftlab.pipeline.pipeline import Pipeline
 
     if rehearse:
@@ -99,8 +100,10 @@ def make(
         echo("`draftlab recipe show` with the same arguments prints every setting")
         pipeline.check(statuses, plan=True)
         return None
-    # Until steps are timed, collections, of 0.2 s each, do not pass over what is imported.
-    with collected_garbage(), connected(ray) as pipeline.cluster:
+    # Collections, of 0.2 s each, skip what is imported until the evaluation times steps. A caller
+    # in Python that has frozen its own objects keeps them so.
+    freezing = nullcontext() if gc.get_freeze_count() else frozen_gc_heap()
+    with freezing, connected(ray) as pipeline.cluster:
         pipeline.make(*stages, force=force)
     return pipeline
 

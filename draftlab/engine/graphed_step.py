@@ -17,7 +17,8 @@ from draftlab.kernels.compile_ahead import CompileAhead
 from draftlab.kernels.launching import cdiv, next_power_of_2
 
 _ROOM = 2**30
-"""Bytes of a GPU that are free beside what a capture needs, which cannot reuse unused memory."""
+"""Bytes that must be free on a GPU beside as many as the run before a capture has left unused: a
+capture needs as many again, and cannot use those."""
 
 
 @dataclass

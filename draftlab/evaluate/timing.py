@@ -15,7 +15,7 @@ from typing import Protocol
 from draftlab.engine.graphed_step import GraphedStep
 from draftlab.engine.sampling import Generation, Request
 from draftlab.evaluate.decoding_config import DecodingConfig
-from draftlab.kernels.devices import collected_garbage
+from draftlab.kernels.devices import frozen_gc_heap
 
 WARM_UP_TOKENS = 8
 PREFILL_TOKENS = 2
@@ -98,7 +98,7 @@ def time_in_turn(
     if any(one is not None and one.emptied for one in graphs):
         for engine in engines.values():
             warm_up(engine, prefills)
-    with collected_garbage():
+    with frozen_gc_heap():
         for number, batch in enumerate(batches, 1):
             for config, engine in engines.items():
                 started = time.perf_counter()

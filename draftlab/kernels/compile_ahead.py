@@ -32,8 +32,8 @@ _fake = ContextVar("fake", default=False)  # other threads go on as ever
 
 
 def hash_triton() -> Thread:
-    """Compute the hash of Triton's own files on a thread, and return it: the first launch of a
-    process would wait half a second.
+    """Start and return a thread that hashes Triton's own files: the first launch of the process
+    would wait for that for half a second.
     """
 
     def run() -> None:

@@ -86,8 +86,8 @@ def free_memory() -> None:
 
 
 @contextmanager
-def collected_garbage() -> Iterator[None]:
-    """Collect garbage now, and let collections pass over all objects of now.
+def frozen_gc_heap() -> Iterator[None]:
+    """Collect garbage now, and let later collections skip all objects that exist now.
 
     A collection of all objects of torch and transformers takes 0.2 to 0.3 s, the time of hundreds
     of short steps, and would hit one configuration by chance. Servers do the same.

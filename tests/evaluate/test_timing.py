@@ -90,12 +90,13 @@ def test_no_timed_prefill_is_the_first_of_its_length(batch: int, empties: bool) 
     engines = {DecodingConfig(k=k): CapturingDecoder(decoders, empties) for k in (0, 3)}
     requests = [Request(str(i), (1,) * (2 + i % 4), 64) for i in range(8)]
     batches = list(timing_batches(requests, 8, batch))
-    sizes, passes = batch, 2 + empties  # one of them is timed
+    num_sizes = batch  # a batch of 2 shrinks to 1
+    num_passes = 2 + empties  # one of them is timed
     for number in (1, 2):  # the temperatures share the engines
         runs = time_in_turn(engines, batches, lambda *_: None)
         assert all(decoder.graphs.patience == 0 for decoder in decoders)
         assert {timing(run, None, batch=batch).ttft_ms for run in runs.values()} == {1000.0}
         for run in runs.values():
             assert {g.first_token_s for g in run.generations} == {1.0}
-        calls = number * (sizes + passes * len(batches))
+        calls = number * (num_sizes + num_passes * len(batches))
         assert [decoder.calls for decoder in decoders] == [calls, calls]

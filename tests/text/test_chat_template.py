@@ -31,6 +31,7 @@ def test_hashes_change_with_what_they_identify():
     assert template_sha256(llama) != template_sha256(toy_tokenizer(CHATML_TEMPLATE))
     assert tokenizer_sha256(llama) == tokenizer_sha256(toy_tokenizer(CHATML_TEMPLATE))
     other = toy_tokenizer()
+    assert tokenizer_sha256(llama) == tokenizer_sha256(other)
     other.add_tokens(["<more>"])
     assert tokenizer_sha256(llama) != tokenizer_sha256(other)
 

@@ -7,8 +7,8 @@ sorted by teacher (`RowPlan`) and a teacher's logits are computed once for all s
 
 For one chunk: two products fill two buffers with the teachers' and the head's logits;
 `distill_rows` (one kernel on a GPU) reduces each row and overwrites the head's logits by the
-gradient of the weighted loss; two products propagate it to the hidden states and to lm_head. In
-8 bits are, if asked, the product of the head's logits and that of the hidden states' gradient.
+gradient of the weighted loss; two products propagate it to the hidden states and to lm_head. With
+`fp8` the products that give the head's logits and the hidden states' gradient are in 8 bits.
 """
 
 from __future__ import annotations
